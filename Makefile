@@ -1,0 +1,34 @@
+# `make quickstart` and `make test` are the two commands of the README; everything they need is made here.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: quickstart test lint docs clean
+
+quickstart: $(VENV)/.installed
+	@$(BIN)/meshwright quickstart --fresh
+
+test: $(VENV)/.installed-test lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/pyrefly check
+
+docs: $(VENV)/.installed
+	$(BIN)/meshwright schema --reference > docs/run-file.md
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@started=$$(date +%s); $(PIP) torch && $(PIP) --editable . && echo "installed in $$(( $$(date +%s) - started )) s"
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .ruff_cache

@@ -1,0 +1,3 @@
+"""Durable state: written, committed, verified, read back in any layout, and Hugging Face folders. Importing the room
+loads no torch.
+"""

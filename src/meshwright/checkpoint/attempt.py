@@ -1,0 +1,171 @@
+"""One attempt at one checkpoint: a hidden folder that becomes visible only when everything in it is durable.
+
+    .step-00000100.<attempt>.partial/   every file is written here and fsynced, manifest.json and COMMITTED last
+    step-00000100/                      the same folder, fsynced and renamed; then the parent is fsynced
+
+A crash at any point leaves either no `step-` folder or a complete one. Torch-free; only the first rank calls this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+
+from meshwright import __version__
+from meshwright.checkpoint.contents import Contents, check_record, encode_contents
+from meshwright.checkpoint.files import FileRecord, sync_folder, write_file
+from meshwright.checkpoint.manifest import (
+    COMMITTED,
+    CONTENTS,
+    MANIFEST,
+    Manifest,
+    commit_line,
+    has_commit,
+    step_name,
+    step_of,
+    steps_in,
+)
+from meshwright.spec.errors import BadInput
+
+_PARTIAL = re.compile(r"\.step-\d{8,12}\.[0-9a-f]+\.partial")
+_DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
+_REPLACED = re.compile(r"\.replaced-(step-\d{8,12})\.[0-9a-f]+")
+
+log = logging.getLogger(__name__)
+
+
+def new_attempt() -> str:
+    """A name no other attempt has."""
+    return secrets.token_hex(4)
+
+
+class Attempt:
+    """The folder of one attempt. Every rank may compute `folder`; `create`, `commit` and `abandon` are the first
+    rank's.
+    """
+
+    def __init__(self, checkpoints: Path, step: int, name: str) -> None:
+        self.checkpoints, self.step, self.name = checkpoints, step, name
+        self.target = checkpoints / step_name(step)
+        self.folder = checkpoints / f".{step_name(step)}.{name}.partial"
+
+    def create(self) -> None:
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir()
+
+    def commit(
+        self,
+        shards: dict[str, FileRecord],
+        contents: Contents,
+        plain: dict[str, bytes],
+        *,
+        ranks: int,
+        torch_version: str,
+    ) -> Manifest:
+        """Make the checkpoint visible: `shards`, durable already, what they hold, and the files of `plain`.
+
+        A checkpoint already at the target is moved aside first and removed after; `recover` undoes that after a crash
+        in between. Raises Damaged when the shards do not make up whole tensors.
+        """
+        for name, record in contents.items():
+            check_record(name, record, self.folder)
+        plain = {CONTENTS: encode_contents(contents), **plain}
+        files = shards | {name: write_file(self.folder / name, data) for name, data in plain.items()}
+        written = datetime.now(UTC).isoformat(timespec="seconds")
+        versions = {"meshwright": __version__, "torch": torch_version}
+        manifest = Manifest(self.step, ranks, self.name, written, versions, dict(sorted(files.items())))
+        data = manifest.encode()
+        write_file(self.folder / MANIFEST, data)
+        write_file(self.folder / COMMITTED, commit_line(data))
+        sync_folder(self.folder)
+        self._publish()
+        return manifest
+
+    def abandon(self) -> None:
+        """Remove what was written, after a failure. What cannot be removed now, `remove_stale` removes later."""
+        try:
+            shutil.rmtree(self.folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("could not remove %s, left by a failed save: %s; the next retention will", self.folder, error)
+
+    def _publish(self) -> None:
+        aside = self.checkpoints / f".replaced-{self.target.name}.{self.name}"
+        replacing = os.path.lexists(self.target)
+        if replacing:
+            os.rename(self.target, aside)
+        try:
+            os.rename(self.folder, self.target)
+        except BaseException:
+            if replacing:
+                os.rename(aside, self.target)
+            raise
+        sync_folder(self.checkpoints)
+        if replacing:
+            _remove(aside)
+
+
+def candidates(checkpoints: Path) -> list[Path]:
+    """The folders to resume from, newest first: `step-` ones, and any a crash left moved aside without successor."""
+    found = {path.name: path for path in steps_in(checkpoints)}
+    for path, match in _matching(checkpoints, _REPLACED):
+        found.setdefault(match[1], path)
+    return [found[name] for name in sorted(found, key=lambda name: step_of(name) or 0, reverse=True)]
+
+
+def recover(checkpoints: Path) -> None:
+    """Put back what a crash left moved aside. Only the one writer of a folder may call this, between saves."""
+    for path, match in _matching(checkpoints, _REPLACED):
+        target = checkpoints / match[1]
+        if os.path.lexists(target):
+            _remove(path)
+        else:
+            os.rename(path, target)
+            sync_folder(checkpoints)
+
+
+def delete_beyond(checkpoints: Path, keep: int, protected: Path | None) -> list[Path]:
+    """Delete the oldest committed checkpoints until `keep` are left; `protected` is never among them. Returns what is
+    gone.
+    """
+    if keep < 1:
+        raise BadInput(f"checkpoint.keep is {keep}; at least 1 must be kept")
+    committed = [path for path in steps_in(checkpoints) if has_commit(path)]
+    doomed = [path for path in committed[:-keep] if path != protected]
+    for path in doomed:
+        hidden = checkpoints / f".deleted-{path.name}.{new_attempt()}"
+        os.rename(path, hidden)
+        _remove(hidden)
+    return doomed
+
+
+def remove_stale(checkpoints: Path) -> None:
+    """Remove what dead attempts and interrupted deletions left. Only the one writer of a folder may call this, between
+    saves.
+    """
+    for pattern in (_PARTIAL, _DELETED):
+        for path, _ in _matching(checkpoints, pattern):
+            _remove(path)
+
+
+def _matching(checkpoints: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    if not checkpoints.is_dir():
+        return []
+    pairs = ((path, pattern.fullmatch(path.name)) for path in sorted(checkpoints.iterdir()))
+    return [(path, match) for path, match in pairs if match is not None]
+
+
+def _remove(path: Path) -> None:
+    """Remove a hidden folder; nothing reads it, so a failure costs space only and is reported, not raised."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("could not remove %s: %s", path, error)

@@ -1,0 +1,135 @@
+"""Between our checkpoints and Hugging Face folders: one process, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer
+
+from meshwright.checkpoint.attempt import Attempt, new_attempt, recover
+from meshwright.checkpoint.contents import Chunk, TensorRecord
+from meshwright.checkpoint.files import room_for
+from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.manifest import step_name
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.shards import write_shard
+from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.verify import newest_checkpoint
+from meshwright.data.tokenizer import KNOWN_ENDS
+from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.load import resolved_yaml
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.run import ModelSection, RunSpec
+
+_SHARD = "tensors-00000.safetensors"
+
+
+def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
+    """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the checkpoint they came from.
+
+    `source` is a checkpoint, or a run folder, whose newest good one is taken. The run folder's `tokenizer.json` goes
+    along. Raises Damaged when the checkpoint is not what was written, BadInput when it says nothing of its model or
+    when the family cannot express it.
+    """
+    path = newest_checkpoint(source)
+    with CheckpointReader(path) as reader:
+        config = _config(reader)
+        spec = _model(config, path)
+        tokenizer = path.parent.parent / "tokenizer.json"
+        tokenizer = tokenizer if path.parent.name == "checkpoints" and tokenizer.is_file() else None
+        export_hf(
+            out,
+            spec,
+            lambda name: reader.read(f"model.{name}"),
+            tokenizer=tokenizer,
+            run_note=_note(config, reader),
+            dtype=dtype,
+            eos=_end_of_text(tokenizer),
+        )
+    return path
+
+
+def import_checkpoint(source: Path, out: Path) -> Path:
+    """Write the weights of a Hugging Face folder as a committed checkpoint of step 0 in `out`, and return its path.
+
+    Weights become fp32, as training keeps them; there is no optimizer state. `out/tokenizer.json` is the folder's, when
+    it has one and `out` has none. Raises BadInput when `out` holds a step 0 already or the folder is no model we know.
+    """
+    spec, weights = import_hf(source)
+    checkpoints = out if out.name == "checkpoints" else out / "checkpoints"
+    attempt = Attempt(checkpoints, 0, new_attempt())
+    if attempt.target.exists():
+        raise BadInput(f"{attempt.target} is already there; choose another folder or remove it")
+    recover(checkpoints)
+    rows = {f"model.{parameter.name}": parameter for parameter in parameters(spec)}
+    table = [Row(name, "F32", parameter.shape) for name, parameter in rows.items()]
+    contents = {row.key: _whole(row) for row in table}
+    state = {"step": 0, "samples": 0, "tokens": 0}
+    plain = encode_plain(state, {"config.yaml": _run_of(spec, checkpoints.absolute().parent.name)})
+    attempt.create()
+    try:
+        short = room_for(attempt.folder, sum(row.bytes for row in table))
+        if short is not None:
+            raise OutOfResources(short)
+        shard = write_shard(
+            attempt.folder / _SHARD, table, lambda index: weights.read(rows[table[index].key]).to(torch.float32)
+        )
+        attempt.commit({_SHARD: shard}, contents, plain, ranks=1, torch_version=str(torch.__version__))
+    except BaseException:
+        attempt.abandon()
+        raise
+    kept = checkpoints.parent / "tokenizer.json"
+    if (source / "tokenizer.json").is_file() and not kept.exists():
+        shutil.copyfile(source / "tokenizer.json", kept)
+    return attempt.target
+
+
+def _config(reader: CheckpointReader) -> dict[str, Any]:
+    """The resolved run that the checkpoint carries."""
+    try:
+        config = yaml.safe_load(reader.text("config.yaml"))
+    except yaml.YAMLError as error:
+        raise BadInput(f"{reader.path / 'config.yaml'} is not YAML: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise BadInput(f"{reader.path / 'config.yaml'} has no section `model` to tell the dimensions")
+    return config
+
+
+def _model(config: dict[str, Any], path: Path) -> ModelSpec:
+    try:
+        return from_plain(ModelSection, config["model"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise BadInput(f"{path / 'config.yaml'}: model: not the dimensions of a model: {error}") from error
+
+
+def _run_of(spec: ModelSpec, name: str) -> str:
+    """A resolved configuration for weights that no run of ours produced: their dimensions, and one step of nothing."""
+    model = from_plain(ModelSection, to_plain(spec))
+    train = TrainSpec(steps=1, global_batch=1, seq_len=min(TrainSpec.seq_len, spec.max_seq_len))
+    return resolved_yaml(RunSpec(name=name or step_name(0), model=model, train=train))
+
+
+def _whole(row: Row) -> TensorRecord:
+    return TensorRecord(row.shape, row.dtype, (Chunk((0,) * len(row.shape), row.shape, _SHARD, row.key),))
+
+
+def _end_of_text(tokenizer: Path | None) -> str | None:
+    if tokenizer is None:
+        return None
+    found = Tokenizer.from_file(str(tokenizer)).get_vocab()
+    return next((name for name in KNOWN_ENDS if name in found), None)
+
+
+def _note(config: dict[str, Any], reader: CheckpointReader) -> str:
+    """What the model card says of the training."""
+    state, step = reader.state(), reader.manifest.step
+    tokens = state.get("tokens")
+    seen = f" over {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
+    return f"Run `{config.get('name', 'unnamed')}`, checkpoint of step {step:,}{seen}."

@@ -1,0 +1,340 @@
+"""Hugging Face folders: one written whole from our weights, one read as ours; a tensor at a time, never through pickle.
+
+What the tensors are called and what config.json says is the family's business (`models/families.py`); bytes and files
+are handled here. The format of the weights is safetensors (github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from meshwright.models.families import FAMILIES, HFTensor, from_hf_config, hf_tensors, read_json, to_hf_config
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameter_count, parameters
+
+Source = Callable[[str], Tensor] | Iterable[tuple[str, Tensor]]
+DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
+"""Number formats a folder can be written in: torch's name and safetensors' name."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def export_hf(
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Source,
+    *,
+    tokenizer: Path | None,
+    run_note: str,
+    dtype: str = "bf16",
+    shard_bytes: int = 4 << 30,
+    eos: str | None = None,
+) -> None:
+    """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
+
+    tensors gives each of `parameters(spec)` whole, by name or as pairs in any order; one is held at a time. tokenizer
+    is a tokenizer.json; `eos` its end-of-text token; `run_note` Markdown for the model card. No file of weights exceeds
+    `shard_bytes` unless one tensor does. The folder appears under its name when complete. Raises BadInput when it
+    exists with something in it, when the family cannot express the model, or when tokenizer and model disagree;
+    OutOfResources when the disk is too full.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"{folder}: already there and not empty; choose another folder or remove it")
+    eos_id = _check_tokenizer(tokenizer, spec, eos)
+    config = to_hf_config(spec, dtype=dtype, eos_id=eos_id)
+    shards = _plan_shards(spec, dtype, shard_bytes)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(folder.parent, sum(shard.total for shard in shards))
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        _write_weights(partial, spec, tensors, shards, DTYPES[dtype][0])
+        _write_json(partial / "config.json", config)
+        _write_json(
+            partial / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        )
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            _write_json(partial / "tokenizer_config.json", _tokenizer_config(spec, eos))
+        (partial / "README.md").write_text(_model_card(folder.name, spec, run_note, dtype), encoding="utf-8")
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+
+
+def import_hf(folder: Path) -> tuple[ModelSpec, HFReader]:
+    """The model that a Hugging Face folder holds, and a reader of its weights.
+
+    Raises BadInput for a model the decoder does not compute, for weights that are not safetensors and for tensors the
+    model has no place for; Damaged for files that are unreadable or do not match each other.
+    """
+    where = folder / "config.json"
+    fields, notes = from_hf_config(read_json(where), str(where))
+    spec = from_plain(ModelSpec, fields)
+    reader = HFReader(folder, spec, _weight_files(folder), notes)
+    reader.check()
+    return spec, reader
+
+
+@dataclass
+class HFReader:
+    """Our parameters, read from a Hugging Face folder a slice at a time."""
+
+    folder: Path
+    spec: ModelSpec
+    files: dict[str, str]
+    """File of each tensor in the folder."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what config.json says and this decoder leaves aside; worth printing."""
+    _open: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        base = FAMILIES[self.spec.family].base
+        bare = not any(name.startswith(base) for name in self.files)
+        self._base = base if bare else ""
+        self._parts = hf_tensors(self.spec)
+
+    def read(self, row: ParameterSpec) -> Tensor:
+        """The whole parameter, in the dtype of the folder."""
+        return self.read_rows(row, 0, row.shape[0])
+
+    def read_rows(self, row: ParameterSpec, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of dimension 0, reading little else of the files."""
+        pieces = []
+        for part in self._parts[row.name]:
+            first, last = max(start - part.first_row, 0), min(stop - part.first_row, part.rows)
+            if first < last:
+                pieces.append(self._slice(part, first, last))
+        if not pieces:
+            return torch.empty((0, *row.shape[1:]))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def check(self) -> None:
+        """Compare names, shapes and dtypes of every tensor with what the model needs, without reading any."""
+        needed = {self._named(part): part for parts in self._parts.values() for part in parts}
+        for name, part in needed.items():
+            if name not in self.files:
+                near = nearest(name, self.files)
+                hint = f" (nearest: {near})" if near else ""
+                raise Damaged(f"{self.folder}: no tensor {name}, which config.json calls for{hint}")
+            self._check_tensor(name, part)
+        spare = [name for name in self.files if name not in needed and not self._unused(name)]
+        if spare:
+            near = nearest(spare[0], needed)
+            hint = f" (nearest: {near})" if near else ""
+            more = f" and {len(spare) - 1} more" if len(spare) > 1 else ""
+            raise BadInput(
+                f"{self.folder}: tensor {spare[0]}{more} has no place in this {self.spec.family} model{hint}"
+            )
+
+    def _check_tensor(self, name: str, part: HFTensor) -> None:
+        stored = self._stored(name)
+        shape, kind = tuple(stored.get_shape()), stored.get_dtype()
+        if shape != part.shape:
+            raise Damaged(
+                f"{self.folder / self.files[name]}: {name}: expected shape {part.shape} by config.json, got {shape}"
+            )
+        if kind not in FLOATS:
+            raise BadInput(f"{self.folder / self.files[name]}: {name}: expected one of {', '.join(FLOATS)}, got {kind}")
+
+    def _slice(self, part: HFTensor, first: int, last: int) -> Tensor:
+        stored = self._stored(self._named(part))
+        return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
+
+    def _stored(self, name: str) -> Any:
+        file = self.files[name]
+        path = self.folder / file
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(path, framework="pt")
+            return self._open[file].get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise Damaged(f"{path}: tensor {name} cannot be read ({error}); copy the file again") from error
+
+    def _named(self, part: HFTensor) -> str:
+        return part.name.removeprefix(self._base)
+
+    def _unused(self, name: str) -> bool:
+        tied_head = self.spec.tied and name == "lm_head.weight"
+        return tied_head or name.endswith(FAMILIES[self.spec.family].unused)
+
+
+def _weight_files(folder: Path) -> dict[str, str]:
+    """File of each tensor, from the index or from the one file's own header."""
+    if (folder / INDEX).is_file():
+        listed = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise Damaged(
+                f"{folder / INDEX}: weight_map: expected tensor names with their files, got {type(listed).__name__}"
+            )
+        for name, file in listed.items():
+            _check_file_name(folder, name, file)
+        return listed
+    if (folder / ONE_FILE).is_file():
+        try:
+            with safe_open(folder / ONE_FILE, framework="pt") as stored:
+                return dict.fromkeys(stored.keys(), ONE_FILE)
+        except (SafetensorError, OSError) as error:
+            raise Damaged(f"{folder / ONE_FILE}: cannot be read ({error}); copy the file again") from error
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    why = (
+        f"; {pickled[0]} is pickle, which can run code: convert it to safetensors where you trust it" if pickled else ""
+    )
+    raise BadInput(f"{folder}: expected {ONE_FILE} or {INDEX}{why}")
+
+
+def _check_file_name(folder: Path, name: str, file: Any) -> None:
+    plain = isinstance(file, str) and Path(file).name == file and "\\" not in file and file.endswith(".safetensors")
+    if not plain:
+        raise BadInput(
+            f"{folder / INDEX}: {name}: expected the plain name of a .safetensors file in this folder, got {file!r}"
+        )
+    if not (folder / file).is_file():
+        raise Damaged(f"{folder / INDEX}: {name}: its file {file} is not there; copy the folder again, whole")
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file to write: its name, its header, where each tensor's bytes begin, and its size."""
+
+    file: str
+    header: bytes
+    offsets: dict[str, int]
+    total: int
+
+
+def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int) -> list[_Shard]:
+    torch_dtype, name = DTYPES[dtype]
+    groups: list[dict[str, dict[str, Any]]] = [{}]
+    filled = 0
+    for part in (part for parts in hf_tensors(spec).values() for part in parts):
+        size = torch.Size(part.shape).numel() * torch_dtype.itemsize
+        if filled and filled + size > shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][part.name] = {"dtype": name, "shape": part.shape, "data_offsets": (filled, filled + size)}
+        filled += size
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    return [_shard(file, group) for file, group in zip(names if len(names) > 1 else [ONE_FILE], groups, strict=True)]
+
+
+def _shard(file: str, entries: dict[str, dict[str, Any]]) -> _Shard:
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return _Shard(file, header, offsets, len(header) + max(entry["data_offsets"][1] for entry in entries.values()))
+
+
+def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[_Shard], dtype: torch.dtype) -> None:
+    places = {name: (shard.file, offset) for shard in shards for name, offset in shard.offsets.items()}
+    for shard in shards:
+        with open(folder / shard.file, "wb") as file:
+            file.write(shard.header)
+            file.truncate(shard.total)
+    parts, waiting = hf_tensors(spec), {row.name: row for row in parameters(spec)}
+    for name, tensor in _named_tensors(tensors, tuple(waiting)):
+        row = waiting.pop(name, None)
+        if row is None or tuple(tensor.shape) != row.shape:
+            expected = f"shape {row.shape}, got {tuple(tensor.shape)}" if row else "each of the model's parameters once"
+            raise BadInput(f"weights to export: {name}: expected {expected}")
+        for part in parts[name]:
+            file, offset = places[part.name]
+            _write_tensor(
+                folder / file, offset, tensor[part.first_row : part.first_row + part.rows], part.transposed, dtype
+            )
+    if waiting:
+        raise Damaged(
+            f"weights to export: {len(waiting)} of the model's parameters are missing, {next(iter(waiting))} first"
+        )
+    if len(shards) > 1:
+        total = sum(shard.total - len(shard.header) for shard in shards)
+        weight_map = {name: file for name, (file, _) in places.items()}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _named_tensors(tensors: Source, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensors(name)) for name in names) if callable(tensors) else iter(tensors)
+
+
+def _write_tensor(path: Path, offset: int, rows: Tensor, transposed: bool, dtype: torch.dtype) -> None:
+    values = (rows.t() if transposed else rows).detach().to(device="cpu", dtype=dtype).contiguous()
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        values.view(-1).view(torch.uint8).numpy().tofile(file)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OutOfResources(
+            f"{folder}: the export needs {needed:,} bytes and {free:,} are free; make room or choose another disk"
+        )
+
+
+def _check_tokenizer(path: Path | None, spec: ModelSpec, eos: str | None) -> int | None:
+    """The number of the end-of-text token, after making sure that the tokenizer belongs to the model."""
+    if path is None:
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no narrower type
+        raise BadInput(f"{path}: not a tokenizer.json ({error})") from error
+    size = tokenizer.get_vocab_size()
+    if size > spec.vocab_size:
+        raise BadInput(
+            f"{path}: has {size} tokens, but model.vocab_size is {spec.vocab_size}; is it this model's tokenizer?"
+        )
+    number = None if eos is None else tokenizer.token_to_id(eos)
+    if eos is not None and number is None:
+        near = nearest(eos, tokenizer.get_vocab())
+        raise BadInput(f"{path}: has no token {eos!r} to end a text with" + (f" (nearest: {near!r})" if near else ""))
+    return number
+
+
+def _tokenizer_config(spec: ModelSpec, eos: str | None) -> dict[str, Any]:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": spec.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    return config if eos is None else {**config, "eos_token": eos}
+
+
+def _model_card(name: str, spec: ModelSpec, run_note: str, dtype: str) -> str:
+    rows = [
+        ("Architecture", FAMILIES[spec.family].architecture),
+        ("Parameters", f"{parameter_count(spec):,}"),
+        ("Layers × width", f"{spec.layers} × {spec.hidden}"),
+        ("Query heads, key/value heads × width", f"{spec.heads}, {spec.kv_heads} × {spec.head_dim}"),
+        ("Vocabulary", f"{spec.vocab_size:,}"),
+        ("Context", f"{spec.max_seq_len:,} tokens"),
+        ("Weights stored as", dtype),
+    ]
+    table = "\n".join(f"| {label} | {value} |" for label, value in rows)
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [meshwright]\n---\n\n"
+        f"# {name}\n\n| | |\n|---|---|\n{table}\n\n## Training\n\n{run_note.strip()}\n\n## Use\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n\n'
+        "## Limits\n\nA base model, exported by Meshwright: it continues text, was not tuned to follow instructions, "
+        "and what it writes may be wrong or unwanted. No evaluation comes with this folder.\n"
+    )

@@ -1,0 +1,175 @@
+"""The record that makes a folder a checkpoint: names, `manifest.json` and the `COMMITTED` file that vouches for it.
+
+Torch-free: the launcher and the command line read these without loading anything heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+import xxhash
+
+from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord, device_failed, parse_json, plain_name, read_small
+from meshwright.spec.errors import BadInput, Damaged
+
+FORMAT = 1
+"""Version of the folder's contents; a reader refuses any other."""
+MANIFEST, COMMITTED, CONTENTS, STATE = "manifest.json", "COMMITTED", "metadata.json", "state.json"
+
+_MANIFEST_LIMIT = 1 << 30
+_STEP_NAME = re.compile(r"step-(\d{8,12})")
+_COMMIT_LINE = re.compile(rb"[0-9a-f]{32}\n")
+_HEX = {"digest": re.compile(r"[0-9a-f]{32}"), "block": re.compile(r"[0-9a-f]{16}")}
+
+
+Kind = Literal["missing", "truncated", "digest", "extra", "manifest", "commit"]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing wrong in a checkpoint.
+
+    `offset` is the byte where it starts: the file's end for `truncated`, the first block that differs for `digest`,
+    None when the whole file is missing or extra.
+    """
+
+    file: str
+    offset: int | None
+    kind: Kind
+    note: str = ""
+
+    def __str__(self) -> str:
+        at = "" if self.offset is None else f" at byte {self.offset}"
+        return f"{self.file}: {self.kind}{at}" + (f" ({self.note})" if self.note else "")
+
+
+class DamagedCheckpoint(Damaged):
+    """A checkpoint that does not match its own record; `damage` lists how."""
+
+    def __init__(self, path: Path, damage: Sequence[Damage]) -> None:
+        self.damage = tuple(damage)
+        more = f" and {len(self.damage) - 5} more" if len(self.damage) > 5 else ""
+        super().__init__(f"checkpoint {path} is damaged: {'; '.join(map(str, self.damage[:5]))}{more}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed checkpoint holds: every file but the manifest and COMMITTED."""
+
+    step: int
+    world_size: int
+    attempt: str
+    written: str
+    versions: dict[str, str]
+    files: dict[str, FileRecord]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+    def encode(self) -> bytes:
+        """The bytes of `manifest.json`."""
+        return (json.dumps({"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(self)}, indent=1) + "\n").encode()
+
+
+def step_name(step: int) -> str:
+    """The folder of a step: `step-00000100`."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step a folder name stands for, or None when it is not a checkpoint's name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """The checkpoint folders in `folder`, committed or not, oldest step first; empty when there is no such folder."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if step_of(path.name) is not None and path.is_dir()]
+    return sorted(found, key=lambda path: step_of(path.name) or 0)
+
+
+def has_commit(path: Path) -> bool:
+    """Whether the folder claims to be committed; only `verify` says whether it is good."""
+    return (path / COMMITTED).is_file()
+
+
+def commit_line(manifest: bytes) -> bytes:
+    """The contents of COMMITTED for these bytes of `manifest.json`: their xxh3_128 in hexadecimal."""
+    return xxhash.xxh3_128(manifest).hexdigest().encode() + b"\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in folder `path`.
+
+    Raises DamagedCheckpoint when COMMITTED or manifest.json is missing, unreadable, or one does not match the other,
+    and BadInput when `path` is no folder.
+    """
+    if not path.is_dir():
+        raise BadInput(f"{path} is not a folder; expected a checkpoint such as RUN/checkpoints/{step_name(100)}")
+    commit = _read(path, COMMITTED, 64, "commit")
+    data = _read(path, MANIFEST, _MANIFEST_LIMIT, "manifest")
+    if not _COMMIT_LINE.fullmatch(commit):
+        raise DamagedCheckpoint(path, [Damage(COMMITTED, 0, "commit", "is not a digest")])
+    if commit != commit_line(data):
+        raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", "does not match COMMITTED")])
+    try:
+        manifest = _parse(parse_json(data, path / MANIFEST), path / MANIFEST)
+    except Damaged as error:
+        raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", str(error))]) from error
+    if step_of(path.name) not in (None, manifest.step):
+        raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", f"is that of step {manifest.step}")])
+    return manifest
+
+
+def _read(path: Path, name: str, limit: int, kind: Kind) -> bytes:
+    try:
+        return read_small(path / name, limit)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(path, [Damage(name, None, "missing")]) from error
+    except Damaged as error:
+        raise DamagedCheckpoint(path, [Damage(name, 0, kind, str(error))]) from error
+    except OSError as error:
+        if not device_failed(error):
+            raise
+        raise DamagedCheckpoint(path, [Damage(name, 0, kind, str(error))]) from error
+
+
+def _parse(data: Any, path: Path) -> Manifest:
+    """The manifest in `data`, every field checked: the file is vouched for by a digest, not by a signature."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("block_bytes") != BLOCK_BYTES:
+        found = data.get("format") if isinstance(data, dict) else data
+        raise Damaged(f"{path}: format {found!r:.40} is not one this version reads (expected {FORMAT})")
+    step, world_size, rows, versions = (data.get(key) for key in ("step", "world_size", "files", "versions"))
+    attempt, written = data.get("attempt"), data.get("written")
+    good = _whole(step) and _whole(world_size) and isinstance(rows, dict) and isinstance(versions, dict)
+    if not good or not isinstance(attempt, str) or not isinstance(written, str):
+        raise Damaged(f"{path}: step, world_size, attempt, written, versions or files is missing or of the wrong kind")
+    files = {name: _record(name, row, path) for name, row in rows.items()}
+    return Manifest(step, world_size, attempt, written, versions, files)
+
+
+def _record(name: str, row: Any, path: Path) -> FileRecord:
+    if plain_name(name) is None or name in (MANIFEST, COMMITTED):
+        raise Damaged(f"{path}: {name!r:.80} is not a plain file name")
+    size, digest, blocks = (row.get(key) if isinstance(row, dict) else None for key in ("bytes", "digest", "blocks"))
+    if not _whole(size) or not _hexadecimal(digest, "digest") or not isinstance(blocks, list):
+        raise Damaged(f"{path}: the record of {name} lacks bytes, digest or blocks")
+    if len(blocks) != -(-size // BLOCK_BYTES) or not all(_hexadecimal(block, "block") for block in blocks):
+        raise Damaged(f"{path}: the blocks of {name} do not fit its {size} bytes")
+    return FileRecord(size, digest, tuple(blocks))
+
+
+def _whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _hexadecimal(value: Any, kind: str) -> TypeGuard[str]:
+    return isinstance(value, str) and _HEX[kind].fullmatch(value) is not None

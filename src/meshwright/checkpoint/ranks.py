@@ -1,0 +1,141 @@
+"""The few things ranks say to each other while they save or load: one word from the first rank, one word from
+everybody.
+
+A failure on any rank becomes the same error on all of them, so nobody waits for a rank that has given up. Messages go
+through the group's object collectives: pass a CPU (Gloo) group on GPU jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from meshwright.checkpoint.files import explain
+from meshwright.spec.errors import (
+    BadInput,
+    CommunicationFailure,
+    Damaged,
+    MeshwrightError,
+    NumericalFailure,
+    OutOfResources,
+)
+
+T = TypeVar("T")
+_BY_EXIT_CODE = {
+    kind.exit_code: kind for kind in (BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure)
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    exit_code: int
+    message: str
+
+
+class Ranks:
+    """The ranks of `group`, of the default group when that is None, or this process alone when no job was joined."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank = dist.get_rank(group) if joined else 0
+        self.size = dist.get_world_size(group) if joined else 1
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def together(self, doing: str, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return every rank's result, in rank order.
+
+        When it fails anywhere, all ranks raise the same error: the class of the lowest failing rank's, its message, and
+        who else failed. `doing` is the phrase before the message, such as "saving step 100".
+        """
+        outcome, cause = self._attempt(doing, work)
+        outcomes = self._gather(outcome) if not self.alone else [outcome]
+        failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, _Failure)}
+        if failures:
+            raise self._error(failures) from cause
+        return outcomes
+
+    def from_first(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work` on the first rank and return its result on all; its failure is raised on all."""
+        outcome, cause = self._attempt(doing, work) if self.first else (None, None)
+        outcome = self._broadcast(outcome) if not self.alone else outcome
+        if isinstance(outcome, _Failure):
+            raise self._error({0: outcome}) from cause
+        return cast(T, outcome)
+
+    def common(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work`, which holds collectives of its own and fails on all ranks alike, as DCP's calls do."""
+        try:
+            return work()
+        except CheckpointException as error:
+            failures = {rank: _failure(each[0], doing) for rank, each in sorted(error.failures.items())}
+            raise self._error(failures) from error
+        except RuntimeError as error:
+            raise CommunicationFailure(f"{doing}: rank {self.rank} of {self.size} lost the others: {error}") from error
+
+    def _attempt(self, doing: str, work: Callable[[], T]) -> tuple[Any, BaseException | None]:
+        try:
+            return work(), None
+        except Exception as error:
+            return _failure(error, doing), error
+
+    def _error(self, failures: dict[int, _Failure]) -> MeshwrightError:
+        rank, failure = next(iter(failures.items()))
+        message = failure.message
+        if not self.alone:
+            others = f" (so did {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+            message = f"rank {rank} of {self.size}{others}: {message}"
+        return _BY_EXIT_CODE.get(failure.exit_code, MeshwrightError)(message)
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with _Lost(self):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _broadcast(self, value: Any) -> Any:
+        values = [value]
+        with _Lost(self):
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
+
+
+class _Lost:
+    """Around a collective: torch's RuntimeError means that another rank is gone or too late."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise CommunicationFailure(
+                f"rank {self._ranks.rank} of {self._ranks.size} lost the others: {error}"
+            ) from error
+
+
+def _failure(error: BaseException, doing: str) -> _Failure:
+    """Whatever went wrong, in a form that travels: the message, and the exit code that names the error's class."""
+    if isinstance(error, OSError):
+        found = explain(error, doing)
+        return _Failure(found.exit_code, str(found))
+    if isinstance(error, MeshwrightError):
+        return _Failure(error.exit_code, f"{doing}: {error}")
+    log.error("%s failed", doing, exc_info=error)
+    return _Failure(MeshwrightError.exit_code, f"{doing}: {type(error).__name__}: {error}")

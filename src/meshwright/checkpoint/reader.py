@@ -1,0 +1,114 @@
+"""Whole tensors out of a checkpoint, in one process and without a process group: for export, evaluation and fresh
+starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.contents import Chunk, TensorRecord, read_contents
+from meshwright.checkpoint.files import plain_name
+from meshwright.checkpoint.manifest import STATE, DamagedCheckpoint, read_manifest
+from meshwright.checkpoint.shards import DTYPES, ShardFile
+from meshwright.checkpoint.state import decode_state
+from meshwright.checkpoint.verify import Vouched, check_sizes
+from meshwright.spec.errors import BadInput, Damaged, nearest
+
+_TEXT_LIMIT = 256 << 20
+
+
+class CheckpointReader:
+    """A committed checkpoint opened for reading; use it as a context manager, or `close` it.
+
+    Whatever is read is verified first, block by block, so a rank that needs a few rows pays for a few rows. Raises
+    Damaged when something does not match what was written, BadInput when `path` is not a folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        damage = check_sizes(path, self.manifest)
+        if damage:
+            raise DamagedCheckpoint(path, damage)
+        self._vouched = Vouched(path, self.manifest)
+        self._files: dict[str, ShardFile] = {}
+        self.tensors: dict[str, TensorRecord] = read_contents(self._vouched)
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """The tensors whose name starts with `prefix`."""
+        return (name for name in self.tensors if name.startswith(prefix))
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU, in its stored dtype."""
+        record = self._record(name)
+        if record.shape:
+            return self.read_rows(name, 0, record.shape[0])
+        target = torch.empty((), dtype=DTYPES[record.dtype])
+        for chunk in record.chunks:
+            self._fill(record, chunk, (), target)
+        return target
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of dimension 0, on the CPU, in the stored dtype; only these are read from disk."""
+        record = self._record(name)
+        if not record.shape or not 0 <= start <= stop <= record.shape[0]:
+            raise BadInput(f"{self.path}: {name} has shape {record.shape}; rows {start} to {stop} are not in it")
+        target = torch.empty((stop - start, *record.shape[1:]), dtype=DTYPES[record.dtype])
+        for chunk in record.chunks:
+            first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+            if first >= last:
+                continue
+            box = target[first - start : last - start]
+            for dim in range(1, len(record.shape)):
+                box = box.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
+            self._fill(record, chunk, (first - chunk.offsets[0], *(0 for _ in chunk.sizes[1:])), box)
+        return target
+
+    def state(self) -> dict[str, Any]:
+        """What `state.json` holds."""
+        return decode_state(self._bytes(STATE), self.path / STATE)
+
+    def text(self, name: str) -> str:
+        """One of the texts saved beside the tensors, such as `config.yaml`."""
+        try:
+            return self._bytes(name).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Damaged(f"{self.path / name} is not UTF-8: {error}") from error
+
+    def _bytes(self, name: str) -> bytes:
+        if plain_name(name) is None or name not in self.manifest.files:
+            raise BadInput(f"{self.path} holds no {name}; it has {', '.join(self.manifest.files)}")
+        return self._vouched.small(name, _TEXT_LIMIT)
+
+    def _record(self, name: str) -> TensorRecord:
+        if name not in self.tensors:
+            hint = nearest(name, self.tensors)
+            raise BadInput(f"{self.path} holds no tensor {name}" + (f"; nearest: {hint}" if hint else ""))
+        return self.tensors[name]
+
+    def _fill(self, record: TensorRecord, chunk: Chunk, offsets: tuple[int, ...], box: Tensor) -> None:
+        if chunk.file not in self._files:
+            vouch = partial(self._vouched.need, chunk.file)
+            self._files[chunk.file] = ShardFile(self.path / chunk.file, vouch)
+        file = self._files[chunk.file]
+        file.read_box(file.entry(chunk.key, record.dtype, chunk.sizes), offsets, box)

@@ -1,0 +1,162 @@
+"""Tensors to and from one safetensors file: streamed out through a small host buffer, read back by byte range.
+
+A shard larger than memory's spare room must still be writable, so at most two buffers of `PIECE_BYTES` exist at a time:
+while one is written, the next is filled from the device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.files import FileRecord, FileWriter, open_regular, read_range
+from meshwright.checkpoint.header import ITEM_BYTES, Entry, Row, encode_header, read_header
+from meshwright.spec.errors import BadInput, Damaged
+
+PIECE_BYTES = 64 << 20
+"""Bytes moved at a time: large enough for the disk, small enough for the host."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name safetensors gives a dtype; raises BadInput for one it cannot store."""
+    if dtype not in _NAMES:
+        raise BadInput(
+            f"{dtype} cannot be stored in a checkpoint; expected one of {', '.join(str(each) for each in _NAMES)}"
+        )
+    return _NAMES[dtype]
+
+
+def write_shard(
+    path: Path,
+    rows: Sequence[Row],
+    resolve: Callable[[int], Tensor],
+    *,
+    pinned: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> FileRecord:
+    """Write a new safetensors file holding `rows`, durable on return.
+
+    `resolve(i)` gives the tensor of `rows[i]`, on any device; it is called once each, in order, and not kept. `pinned`
+    stages through page-locked memory (CUDA tensors). `progress` is called with the bytes of each piece written.
+    """
+    size = min(PIECE_BYTES, sum(row.bytes for row in rows))
+    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    tensors = (_checked(row, resolve(index)) for index, row in enumerate(rows))
+    with FileWriter(path) as out, ThreadPoolExecutor(1) as pool:
+        out.write(encode_header(rows))
+        pending: Future[None] | None = None
+        for piece in _pieces(tensors, buffers):
+            out.digest(piece)
+            if pending is not None:
+                pending.result()
+            pending = pool.submit(out.append, piece)
+            if progress is not None:
+                progress(len(piece))
+        if pending is not None:
+            pending.result()
+        return out.finish()
+
+
+class ShardFile:
+    """An existing safetensors file, its header checked. Reading is thread-safe. Raises Damaged when it is not what it
+    should be.
+    """
+
+    def __init__(self, path: Path, vouch: Callable[[int, int], None] | None = None) -> None:
+        """`vouch(start, end)` is called before bytes of the file are used and raises when they are not good."""
+        self.path = path
+        self._vouch = vouch or (lambda start, end: None)
+        self._descriptor = open_regular(path)
+        try:
+            self.entries = read_header(self._descriptor, path, self._vouch)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def entry(self, key: str, dtype: str, shape: tuple[int, ...]) -> Entry:
+        """The entry under `key`, which must be of this dtype and shape."""
+        found = self.entries.get(key)
+        if found is None or found.dtype != dtype or found.shape != shape:
+            held = "nothing" if found is None else f"{found.dtype} {found.shape}"
+            raise Damaged(f"{self.path}: {key!r:.80} should be {dtype} of shape {shape}, the file holds {held}")
+        return found
+
+    def read_box(self, entry: Entry, offsets: Sequence[int], target: Tensor) -> None:
+        """Fill `target`, of any device, dtype and stride, with the box of `entry` that starts at `offsets` and has its
+        shape.
+
+        Only the rows (dimension 0) of the box are read from disk, in pieces; other dimensions are narrowed in memory.
+        """
+        if target.numel() == 0:
+            return
+        shape = entry.shape or (1,)
+        box = target if target.dim() else target.unsqueeze(0)
+        starts = tuple(offsets) or (0,)
+        row_bytes = math.prod(shape[1:]) * ITEM_BYTES[entry.dtype]
+        step = max(1, PIECE_BYTES // row_bytes)
+        for row in range(0, box.shape[0], step):
+            part = box[row : row + step]
+            stored = self._read_rows(entry, starts[0] + row, part.shape[0], (len(part), *shape[1:]), part.is_cuda)
+            for dim in range(1, box.dim()):
+                stored = stored.narrow(dim, starts[dim], box.shape[dim])
+            part.copy_(stored)
+
+    def _read_rows(self, entry: Entry, first: int, count: int, shape: tuple[int, ...], pinned: bool) -> Tensor:
+        row_bytes = (entry.end - entry.start) // (entry.shape[0] if entry.shape else 1)
+        buffer = torch.empty(count * row_bytes, dtype=torch.uint8, pin_memory=pinned)
+        start = entry.start + first * row_bytes
+        self._vouch(start, start + buffer.numel())
+        read_range(self._descriptor, buffer.numpy().data, start, self.path)
+        return buffer.view(DTYPES[entry.dtype]).view(shape)
+
+
+def _checked(row: Row, tensor: Tensor) -> Tensor:
+    assert dtype_name(tensor.dtype) == row.dtype and tuple(tensor.shape) == row.shape, (row, tensor.dtype, tensor.shape)
+    return tensor
+
+
+def _pieces(tensors: Iterator[Tensor], buffers: Sequence[Tensor]) -> Iterator[memoryview]:
+    """The tensors' bytes one after another, packed into the buffers in turn.
+
+    A yielded piece must be done with when the one after the next is asked for.
+    """
+    turn, used = 0, 0
+    for tensor in tensors:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        while data.numel():
+            part = data[: buffers[turn].numel() - used]
+            buffers[turn][used : used + part.numel()].copy_(part)
+            used, data = used + part.numel(), data[part.numel() :]
+            if used == buffers[turn].numel():
+                yield buffers[turn].numpy().data
+                turn, used = 1 - turn, 0
+    if used:
+        yield buffers[turn].numpy().data[:used]

@@ -1,0 +1,219 @@
+"""DCP's storage interface over our own files: torch plans who writes and reads which box, this file moves the bytes.
+
+Read in torch 2.11 and 2.13, whose interfaces agree:
+`torch/distributed/checkpoint/{storage,planner,state_dict_saver}.py`. Failures are kept in `failure` instead of raised:
+DCP would send the exception, traceback included, through a pickle to every rank, and the store tells all ranks in its
+own words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
+from meshwright.checkpoint.files import FileRecord, room_for
+from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.shards import DTYPES, ShardFile, dtype_name, write_shard
+from meshwright.checkpoint.verify import Vouched
+from meshwright.spec.errors import BadInput, OutOfResources
+
+READ_THREADS = 4
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's share of a save plan to one file, `tensors-<rank>.safetensors`, or none when the share is
+    empty.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, pinned: bool, progress: Callable[[int], None] | None = None) -> None:
+        self.folder, self.rank = folder, rank
+        self.files: dict[str, FileRecord] = {}
+        self.contents: Contents = {}
+        self.failure: Exception | None = None
+        self._pinned, self._progress = pinned, progress
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a writer serves one attempt."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the folder exists."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave out the empty shards of unevenly sharded tensors; a tensor without any element stays."""
+        return dataclasses.replace(
+            plan, items=[item for item in plan.items if _volume(item) or not math.prod(_data(item).size)]
+        )
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Compare what all ranks will write with what the disk has free; the ranks are told through the plan."""
+        need = sum(_volume(item) * _data(item).properties.dtype.itemsize for plan in plans for item in plan.items)
+        short = room_for(self.folder, need)
+        return [dataclasses.replace(plan, storage_data=short) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        try:
+            if plan.storage_data is not None:
+                raise OutOfResources(plan.storage_data)
+            results = self._write(plan, planner)
+        except Exception as error:
+            self.failure = error
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank: gather where everything lies. Files are committed by the store, after every rank has
+        reported.
+        """
+        places: dict[str, dict[tuple[int, ...], tuple[str, str]]] = defaultdict(dict)
+        for result in chain.from_iterable(results):
+            places[result.index.fqn][tuple(result.index.offset or ())] = result.storage_data
+        for name, stored in sorted(metadata.state_dict_metadata.items()):
+            assert isinstance(stored, TensorStorageMetadata)
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+            chunks = tuple(Chunk(at, sizes, *places[name][at]) for at, sizes in boxes if at in places[name])
+            self.contents[name] = TensorRecord(tuple(stored.size), dtype_name(stored.properties.dtype), chunks)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Torch never picks this writer by itself."""
+        return False
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        if not plan.items:
+            return []
+        items = sorted(
+            plan.items,
+            key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn, _data(item).chunk.offsets),
+        )
+        rows = [_row(item) for item in items]
+        name = f"tensors-{self.rank:05d}.safetensors"
+
+        def resolve(index: int) -> torch.Tensor:
+            found = planner.resolve_data(items[index])
+            assert isinstance(found, torch.Tensor)
+            return found
+
+        self.files[name] = write_shard(self.folder / name, rows, resolve, pinned=self._pinned, progress=self._progress)
+        return [WriteResult(item.index, row.bytes, (name, row.key)) for item, row in zip(items, rows, strict=True)]
+
+
+class BoxReader(StorageReader):
+    """Fills the boxes a load plan asks for from the files of a committed checkpoint, several at a time."""
+
+    def __init__(self, vouched: Vouched, contents: Contents, device: torch.device) -> None:
+        self.contents = contents
+        self.failure: Exception | None = None
+        self._vouched, self._device = vouched, device
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: _stored(record) for name, record in self.contents.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: files are opened when a box in them is read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            self._read(plan.items, planner)
+        except Exception as error:
+            self.failure = error
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Torch never picks this reader by itself."""
+        return False
+
+    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        chunks = {(name, chunk.offsets): chunk for name, record in self.contents.items() for chunk in record.chunks}
+        wanted = [chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())] for item in items]
+        with ExitStack() as stack:
+            names = sorted({chunk.file for chunk in wanted})
+            files = {name: stack.enter_context(self._open(name)) for name in names}
+
+            def read(item: ReadItem, chunk: Chunk) -> None:
+                entry = files[chunk.file].entry(chunk.key, self.contents[item.storage_index.fqn].dtype, chunk.sizes)
+                target = planner.resolve_tensor(item)
+                files[chunk.file].read_box(entry, tuple(item.storage_offsets), target.detach())
+                planner.commit_tensor(item, target)
+
+            with ThreadPoolExecutor(READ_THREADS, initializer=_use, initargs=(self._device,)) as pool:
+                list(pool.map(read, items, wanted))
+
+    def _open(self, name: str) -> ShardFile:
+        return ShardFile(self._vouched.path / name, partial(self._vouched.need, name))
+
+
+def _data(item: WriteItem) -> Any:
+    """What is to be written; plain Python values, which DCP would pickle, are refused."""
+    if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
+        raise BadInput(
+            f"{item.index.fqn} is not a tensor; plain values belong in the checkpoint's state, which is JSON"
+        )
+    return item.tensor_data
+
+
+def _volume(item: WriteItem) -> int:
+    return math.prod(_data(item).chunk.sizes)
+
+
+def _row(item: WriteItem) -> Row:
+    """A tensor stored whole keeps its name as key, so that a one-rank checkpoint is a plain safetensors file."""
+    chunk, data = _data(item).chunk, _data(item)
+    whole = tuple(chunk.sizes) == tuple(data.size)
+    key = item.index.fqn if whole else f"{item.index.fqn}[{','.join(map(str, chunk.offsets))}]"
+    return Row(key, dtype_name(data.properties.dtype), tuple(chunk.sizes))
+
+
+def _stored(record: TensorRecord) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in record.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[record.dtype]), torch.Size(record.shape), chunks)
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _use(device: torch.device) -> None:
+    """A new thread starts on device 0; make it use the rank's own, so that no stray context appears there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

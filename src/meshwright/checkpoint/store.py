@@ -1,0 +1,340 @@
+"""The checkpoints of one run: save, find the newest good one, load it in any layout, keep the last few.
+
+This is the interface the trainer knows. What lies behind it (DCP's planning over our safetensors files) can change
+without it noticing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from meshwright.checkpoint.attempt import Attempt, candidates, delete_beyond, new_attempt, recover, remove_stale
+from meshwright.checkpoint.contents import Contents, read_contents
+from meshwright.checkpoint.files import FileRecord
+from meshwright.checkpoint.manifest import (
+    STATE,
+    Damage,
+    DamagedCheckpoint,
+    has_commit,
+    read_manifest,
+    step_name,
+    steps_in,
+)
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.shards import dtype_name
+from meshwright.checkpoint.state import decode_state, encode_plain
+from meshwright.checkpoint.storage import BoxReader, ShardWriter
+from meshwright.checkpoint.verify import Vouched, blocks_to_check, check_blocks, check_sizes, verify
+from meshwright.events.span import NullRecorder, Recorder
+from meshwright.spec.errors import BadInput, nearest
+
+log = logging.getLogger(__name__)
+_STATE_LIMIT = 256 << 20
+_FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+"""Tensors are passed by name in one flat mapping; DCP need not look for nested ones."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk. `written` is false when the step was there already, and nothing was done."""
+
+    path: Path
+    bytes: int
+    seconds: float
+    written: bool = True
+
+
+class CheckpointStore:
+    """The checkpoints in one folder, normally `RUN/checkpoints`.
+
+    Every method is collective: all ranks of `group` (the default group when None; this process alone when no job was
+    joined) call it with the same arguments, and all return the same or raise the same error. On GPU jobs pass a Gloo
+    group. Tensors are DTensors, or plain tensors that are equal on all ranks that pass them; their names are the
+    caller's. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        group: dist.ProcessGroup | None = None,
+        recorder: Recorder | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.folder = folder
+        self._ranks = Ranks(group)
+        self._recorder = recorder or NullRecorder()
+        self._progress = progress
+        self._good: set[Path] = set()
+        """Written or verified by this store; retention takes them for good without reading them again."""
+        self._reported: set[Path] = set()
+
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        texts: dict[str, str],
+        *,
+        overwrite: bool = False,
+    ) -> Saved:
+        """Write the checkpoint of `step` and make it visible, whole and durable, or raise and leave nothing visible.
+
+        `state` is plain values (JSON) and `texts` are files to keep beside the tensors, such as the resolved
+        configuration; both are taken from the first rank. A step that is there and good is left alone unless
+        `overwrite`. Raises OutOfResources when the disk is or becomes full (earlier checkpoints stay), BadInput for
+        what cannot be stored, CommunicationFailure when a rank is lost.
+        """
+        started = time.perf_counter()
+        doing = f"saving step {step}"
+        there = None if overwrite else self._already(doing, step)
+        if there is not None:
+            return Saved(there, read_manifest(there).total_bytes, time.perf_counter() - started, written=False)
+
+        def check() -> dict[str, bytes]:
+            _check_tensors(tensors)
+            return encode_plain(state, texts) if self._ranks.first else {}
+
+        plain = self._ranks.together(doing, check)[0]
+        attempt = self._ranks.from_first(doing, lambda: self._begin(step))
+        try:
+            with self._recorder.span("write", lane="checkpoint"):
+                shards, contents = self._write(doing, attempt, tensors)
+
+            def commit() -> int:
+                manifest = attempt.commit(
+                    shards, contents, plain, ranks=self._ranks.size, torch_version=str(torch.__version__)
+                )
+                return manifest.total_bytes
+
+            with self._recorder.span("commit", lane="checkpoint"):
+                size = self._ranks.from_first(doing, commit)
+        except BaseException:
+            if self._ranks.first:
+                attempt.abandon()
+            raise
+        self._good.add(attempt.target)
+        return Saved(attempt.target, size, time.perf_counter() - started)
+
+    def newest_good(self) -> Path | None:
+        """The newest checkpoint that is committed and whose every byte is what was written, or None.
+
+        Ranks verify a share each. One that is damaged or not committed is reported once, with the files concerned, and
+        the next older is tried.
+        """
+        doing = f"looking for checkpoints in {self.folder}"
+        names = self._ranks.from_first(doing, lambda: [path.name for path in candidates(self.folder)])
+        for path in (self.folder / name for name in names):
+            damage = self._damage(doing, path)
+            if not damage:
+                return path
+            if path not in self._reported and self._ranks.first:
+                log.warning("%s; trying the next older one", DamagedCheckpoint(path, damage))
+            self._reported.add(path)
+        return None
+
+    def load(
+        self, path: Path, tensors: dict[str, Tensor], *, prefix: str = "", convert: bool = False
+    ) -> dict[str, Any]:
+        """Fill `tensors` in place from the checkpoint at `path`, whatever layout it was written in, and return its
+        state.
+
+        The names given by all ranks together must be exactly those in the checkpoint that start with `prefix`:
+        `prefix="model."` loads the weights alone. Shapes must agree, and dtypes too unless `convert`. What is read is
+        verified first. Raises Damaged when it is not what was written (some tensors may have been filled by then),
+        BadInput when it does not fit the tensors.
+        """
+        doing = f"loading {path}"
+        opened: list[_Opened] = []
+
+        def check() -> set[str]:
+            opened.append(_Opened.at(path))
+            return _check_fit(opened[0].contents, tensors, prefix, convert)
+
+        given = set().union(*self._ranks.together(doing, check))
+        here = opened[0]
+        spare = [name for name in here.contents if name.startswith(prefix) and name not in given]
+        if spare:
+            raise BadInput(
+                f"{doing}: the checkpoint has {_some(spare)} too, for which no rank gave a tensor (prefix: {prefix!r})"
+            )
+        reader = BoxReader(here.vouched, {name: here.contents[name] for name in tensors}, _device(tensors))
+        with self._recorder.span("read", lane="checkpoint"):
+            self._plan_and(
+                doing,
+                lambda options: dcp.load(
+                    _detached(tensors), storage_reader=reader, planner=DefaultLoadPlanner(**_FLAT), **options
+                ),
+            )
+            self._ranks.together(doing, lambda: _reraise(reader.failure))
+        return here.state
+
+    def retain(self, keep: int) -> list[Path]:
+        """Delete the oldest committed checkpoints beyond the newest `keep`, and what dead attempts left; returns what
+        was deleted.
+
+        The newest good one is never deleted, even when `keep` newer ones turn out to be damaged.
+        """
+        deleted = self._ranks.from_first(f"deleting old checkpoints in {self.folder}", lambda: self._retain(keep))
+        self._good.difference_update(deleted)
+        return deleted
+
+    def _already(self, doing: str, step: int) -> Path | None:
+        """The checkpoint of `step` if it is there and good."""
+        target = self.folder / step_name(step)
+        committed = self._ranks.from_first(doing, lambda: has_commit(target))
+        return target if committed and not self._damage(doing, target) else None
+
+    def _begin(self, step: int) -> Attempt:
+        attempt = Attempt(self.folder, step, new_attempt())
+        recover(self.folder)
+        attempt.create()
+        return attempt
+
+    def _write(
+        self, doing: str, attempt: Attempt, tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, FileRecord], Contents]:
+        """Every rank's tensors, durable in the attempt's folder: the files of all ranks, and what they hold (on the
+        first rank).
+        """
+        writer = ShardWriter(
+            attempt.folder, self._ranks.rank, pinned=_device(tensors).type == "cuda", progress=self._progress
+        )
+        self._plan_and(
+            doing,
+            lambda options: dcp.save(
+                _detached(tensors), storage_writer=writer, planner=DefaultSavePlanner(**_FLAT), **options
+            ),
+        )
+
+        def report() -> dict[str, FileRecord]:
+            _reraise(writer.failure)
+            return writer.files
+
+        shares = self._ranks.together(doing, report)
+        return {name: record for share in shares for name, record in share.items()}, writer.contents
+
+    def _damage(self, doing: str, path: Path) -> list[Damage]:
+        """What is wrong with a checkpoint: every rank looks at names and sizes, and reads its share of the blocks."""
+
+        def check() -> tuple[str, list[Damage]]:
+            try:
+                manifest = read_manifest(path)
+            except DamagedCheckpoint as error:
+                return "", list(error.damage)
+            damage = check_sizes(path, manifest)
+            blocks = blocks_to_check(manifest, damage)
+            mine = slice(
+                len(blocks) * self._ranks.rank // self._ranks.size,
+                len(blocks) * (self._ranks.rank + 1) // self._ranks.size,
+            )
+            return manifest.attempt, damage + check_blocks(path, manifest, blocks[mine])
+
+        with self._recorder.span("verify", lane="checkpoint"):
+            found = self._ranks.together(doing, check)
+        if len({attempt for attempt, _ in found}) > 1:
+            blind = next(rank for rank, (attempt, _) in enumerate(found) if attempt != found[0][0])
+            raise BadInput(
+                f"{doing}: rank {blind} does not see the {path} that rank 0 sees; "
+                "the run folder must be on storage that all hosts share"
+            )
+        damage = list(dict.fromkeys(each for _, share in found for each in share))
+        if not damage:
+            self._good.add(path)
+        return damage
+
+    def _plan_and(self, doing: str, work: Callable[[dict[str, Any]], object]) -> None:
+        """Let DCP plan and move the bytes; what fails in our reader or writer is kept there, for the ranks to share."""
+        options = {"no_dist": True} if self._ranks.alone else {"process_group": self._ranks.group}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            self._ranks.common(doing, lambda: work(options))
+
+    def _retain(self, keep: int) -> list[Path]:
+        recover(self.folder)
+        committed = [path for path in reversed(steps_in(self.folder)) if has_commit(path)]
+        newest_good = next((path for path in committed if path in self._good or not verify(path)), None)
+        deleted = delete_beyond(self.folder, keep, newest_good)
+        remove_stale(self.folder)
+        return deleted
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint's plain parts, read on every rank."""
+
+    vouched: Vouched
+    contents: Contents
+    state: dict[str, Any]
+
+    @classmethod
+    def at(cls, path: Path) -> _Opened:
+        manifest = read_manifest(path)
+        damage = check_sizes(path, manifest)
+        if damage:
+            raise DamagedCheckpoint(path, damage)
+        vouched = Vouched(path, manifest)
+        return cls(vouched, read_contents(vouched), decode_state(vouched.small(STATE, _STATE_LIMIT), path / STATE))
+
+
+def _check_tensors(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise BadInput(
+                f"{name} is a {type(tensor).__name__}; only tensors are stored so, plain values belong in the state"
+            )
+        if tensor.is_meta:
+            raise BadInput(f"{name} is on the meta device and has no values to store")
+        dtype_name(tensor.dtype)
+
+
+def _check_fit(contents: Contents, tensors: dict[str, Tensor], prefix: str, convert: bool) -> set[str]:
+    """Names, shapes and dtypes asked for against those stored; returns the names."""
+    missing = [name for name in tensors if name not in contents]
+    if missing:
+        hint = nearest(missing[0], contents)
+        raise BadInput(f"the checkpoint has no {_some(missing)}" + (f"; nearest to the first: {hint}" if hint else ""))
+    for name, tensor in tensors.items():
+        stored = contents[name]
+        if not name.startswith(prefix):
+            raise BadInput(f"{name} does not start with the prefix {prefix!r} that is loaded")
+        if tuple(tensor.shape) != stored.shape:
+            raise BadInput(f"{name} is stored with shape {stored.shape}, and shape {tuple(tensor.shape)} is asked for")
+        if dtype_name(tensor.dtype) != stored.dtype and not convert:
+            raise BadInput(
+                f"{name} is stored as {stored.dtype}, and {dtype_name(tensor.dtype)} is asked for; "
+                "pass convert=True to convert it"
+            )
+        if tensor.is_meta:
+            raise BadInput(f"{name} is on the meta device and cannot be filled")
+    return set(tensors)
+
+
+def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same memory without gradients, so that filling it in place is no operation of autograd's."""
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _device(tensors: dict[str, Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+
+def _reraise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more tensors" if len(names) > 5 else "")

@@ -1,0 +1,194 @@
+"""Is this checkpoint what was written? Names and sizes at once, contents block by block in parallel.
+
+Torch-free: `checkpoint verify`, the launcher and every loading rank use the same few functions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from meshwright.checkpoint.files import BLOCK_BYTES, device_failed, open_regular, read_range, read_small
+from meshwright.checkpoint.manifest import (
+    COMMITTED,
+    MANIFEST,
+    Damage,
+    DamagedCheckpoint,
+    Manifest,
+    has_commit,
+    read_manifest,
+    step_of,
+    steps_in,
+)
+from meshwright.spec.errors import BadInput, Damaged, nearest
+
+MAX_THREADS = 8
+"""Readers of one process; more gain nothing on the disks we know and take memory (one block each)."""
+
+
+def verify(path: Path) -> list[Damage]:
+    """Everything wrong with the checkpoint in `path`; empty means every byte is what was written.
+
+    Raises BadInput when `path` is not a folder.
+    """
+    try:
+        manifest = read_manifest(path)
+    except DamagedCheckpoint as error:
+        return list(error.damage)
+    damage = check_sizes(path, manifest)
+    return damage + check_blocks(path, manifest, blocks_to_check(manifest, damage))
+
+
+def list_checkpoints(folder: Path, *, contents: bool = True) -> list[dict[str, Any]]:
+    """The checkpoints a run folder, its `checkpoints` folder or one checkpoint's own folder holds, oldest first.
+
+    Each as `{path, step, committed, ok, damaged: [{file, offset, kind}]}`. `contents=False` trusts the digests and
+    looks at names, sizes and the manifest only, which is quick. `ok` is false for a folder that was never committed:
+    nothing loads it.
+    """
+    return [_row(path, contents) for path in find_checkpoints(folder)]
+
+
+def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
+    """The newest good checkpoint that a run folder, a `checkpoints` folder or a checkpoint's own folder stands for.
+
+    `contents=False` looks at names and sizes only; reading verifies what it reads anyway. Raises BadInput when there is
+    none, Damaged when all of them are.
+    """
+    rows = list_checkpoints(folder, contents=contents)
+    for row in reversed(rows):
+        if row["ok"]:
+            return Path(row["path"])
+    if any(row["committed"] for row in rows):
+        raise Damaged(f"every checkpoint in {folder} is damaged; `meshwright checkpoint verify {folder}` says where")
+    raise BadInput(f"{folder} holds no committed checkpoint")
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint folders that `folder` stands for, oldest first: see `list_checkpoints`. Raises BadInput when it is
+    no folder.
+    """
+    if not folder.is_dir():
+        beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        hint = nearest(folder.name, beside)
+        raise BadInput(f"{folder} is not a folder" + (f"; nearest: {folder.parent / hint}" if hint else ""))
+    if has_commit(folder) or step_of(folder.name) is not None:
+        return [folder]
+    return steps_in(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)
+
+
+def check_sizes(path: Path, manifest: Manifest) -> list[Damage]:
+    """Files missing, too short, too long, or not in the manifest."""
+    damage: list[Damage] = []
+    with os.scandir(path) as entries:
+        found = {entry.name: entry for entry in entries}
+    for name, record in manifest.files.items():
+        entry = found.pop(name, None)
+        if entry is None or not entry.is_file(follow_symlinks=False):
+            damage.append(Damage(name, None, "missing", "" if entry is None else "not a regular file"))
+            continue
+        size = entry.stat(follow_symlinks=False).st_size
+        if size < record.bytes:
+            damage.append(Damage(name, size, "truncated", f"{record.bytes} bytes were written"))
+        elif size > record.bytes:
+            damage.append(Damage(name, record.bytes, "extra", f"{size - record.bytes} bytes more than were written"))
+    return damage + [
+        Damage(name, None, "extra", "not in the manifest") for name in found if name not in (MANIFEST, COMMITTED)
+    ]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block `index` of a file: the unit of verification, and of sharing it among ranks."""
+
+    file: str
+    index: int
+
+
+def blocks_to_check(manifest: Manifest, known: Sequence[Damage] = ()) -> list[Block]:
+    """Every block of every file that is not already known to be damaged, in file order."""
+    skipped = {damage.file for damage in known}
+    files = ((name, record) for name, record in manifest.files.items() if name not in skipped)
+    return [Block(name, index) for name, record in files for index in range(len(record.blocks))]
+
+
+def check_blocks(path: Path, manifest: Manifest, blocks: Sequence[Block]) -> list[Damage]:
+    """The first wrong block of each file among `blocks`, read by several threads."""
+
+    def check(block: Block) -> Damage | None:
+        return _check_block(path, manifest, block)
+
+    with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(blocks), os.cpu_count() or 1))) as pool:
+        found = [damage for damage in pool.map(check, blocks) if damage is not None]
+    first: dict[str, Damage] = {}
+    for damage in sorted(found, key=lambda each: each.offset or 0):
+        first.setdefault(damage.file, damage)
+    return list(first.values())
+
+
+class Vouched:
+    """The blocks of a checkpoint, each verified the first time it is about to be used. Thread-safe; keeps a few bytes
+    per block.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._good: set[Block] = set()
+
+    def need(self, file: str, start: int, end: int) -> None:
+        """Bytes `start` to `end` of `file` are about to be used: raises DamagedCheckpoint unless they are what was
+        written.
+        """
+        for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            block = Block(file, index)
+            if block in self._good:
+                continue
+            damage = _check_block(self.path, self.manifest, block)
+            if damage is not None:
+                raise DamagedCheckpoint(self.path, [damage])
+            self._good.add(block)
+
+    def small(self, file: str, limit: int) -> bytes:
+        """All of a small file, verified."""
+        self.need(file, 0, self.manifest.files[file].bytes)
+        return read_small(self.path / file, limit)
+
+
+def _check_block(path: Path, manifest: Manifest, block: Block) -> Damage | None:
+    record, offset = manifest.files[block.file], block.index * BLOCK_BYTES
+    data = bytearray(min(BLOCK_BYTES, record.bytes - offset))
+    try:
+        descriptor = open_regular(path / block.file)
+        try:
+            read_range(descriptor, data, offset, path / block.file)
+        finally:
+            os.close(descriptor)
+    except (FileNotFoundError, Damaged) as error:
+        return Damage(block.file, offset, "digest", f"changed while it was verified: {error}")
+    except OSError as error:
+        if not device_failed(error):
+            raise
+        return Damage(block.file, offset, "digest", f"unreadable: {error.strerror}")
+    same = xxhash.xxh3_64(data).hexdigest() == record.blocks[block.index]
+    return None if same else Damage(block.file, offset, "digest")
+
+
+def _row(path: Path, contents: bool) -> dict[str, Any]:
+    if contents:
+        damage = verify(path)
+    else:
+        try:
+            damage = check_sizes(path, read_manifest(path))
+        except DamagedCheckpoint as error:
+            damage = list(error.damage)
+    plain = [{"file": each.file, "offset": each.offset, "kind": each.kind} for each in damage]
+    step, committed = step_of(path.name), has_commit(path)
+    if step is None and not damage:
+        step = read_manifest(path).step
+    return {"path": str(path), "step": step, "committed": committed, "ok": not damage, "damaged": plain}

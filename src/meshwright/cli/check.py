@@ -1,0 +1,74 @@
+"""`meshwright check`: everything that can be found wrong before a run starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.cli.options import Json, Runs, Words, load
+from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake
+
+if TYPE_CHECKING:
+    from meshwright.spec.run import RunSpec
+
+
+def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
+    """Check a run without starting it: configuration, data, divisibility, plan, disk, and what it would resume.
+
+    Every mistake is reported, not only the first. The exit code is that of the gravest: 2 bad input, 3 out of resources, 4 damaged data.
+
+    Example:
+
+        meshwright check run.yaml --json
+    """
+    mistakes, code = find_mistakes(words, runs)
+    if as_json:
+        print(json.dumps({"ok": not mistakes, "errors": [asdict(mistake) for mistake in mistakes]}))
+    else:
+        for mistake in mistakes:
+            print(mistake, file=sys.stderr)
+        print(f"{len(mistakes)} mistakes" if mistakes else "ok", file=sys.stderr)
+    sys.exit(code)
+
+
+def find_mistakes(words: list[str] | None, runs: Path) -> tuple[list[Mistake], int]:
+    """Everything wrong with the run the words describe, and the exit code it would end with."""
+    try:
+        run = load(words)
+    except BadConfig as error:
+        return list(error.mistakes), error.exit_code
+    file = next((word for word in words or [] if "=" not in word), "built-in run")
+    found = [(mistake, error.exit_code) for error, mistake in _run_checks(run, runs, file)]
+    return [mistake for mistake, _ in found], max((code for _, code in found), default=0)
+
+
+def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightError, Mistake]]:
+    from meshwright.launch import prepare
+
+    wrong: list[tuple[MeshwrightError, Mistake]] = []
+
+    def attempt(key: str, expected: str, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except MeshwrightError as error:
+            wrong.append((error, Mistake(file, None, None, key, expected, str(error))))
+            return False
+        return True
+
+    resolved = run
+    if not prepare.needs_stdlib(run):
+        if attempt("data", "prepared data with a tokenizer the model fits", lambda: prepare.resolve_data(run, _quiet)):
+            resolved = prepare.resolve_data(run, _quiet)
+    resolved = prepare.with_vocabulary(resolved)
+    attempt("plan", "a plan that fits the cluster", lambda: prepare.plan_for(resolved))
+    attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(resolved, runs / run.name))
+    attempt("name", "a new name, or a run with the same configuration", lambda: prepare.find_folder(resolved, runs, fresh=False))
+    return wrong
+
+
+def _quiet(text: str) -> None:
+    del text

@@ -1,0 +1,200 @@
+"""`meshwright data`: prepare text for training, and show what a step reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from meshwright.data.prepare import Prepared
+    from meshwright.data.source import DataSource
+
+app = typer.Typer(help="Prepare text for training, and show what a training step reads.", no_args_is_help=True)
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout and everything else on stderr.")
+]
+
+
+class OnBad(StrEnum):
+    """What to do with a document that cannot be used."""
+
+    skip = "skip"
+    refuse = "refuse"
+
+
+@app.command("prepare")
+def prepare_command(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories of such files or of source code, "
+            "or the word `stdlib` for Python's own standard library.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="A tokenizer.json, a folder that has one, or train:SIZE to train one on these inputs, for example "
+            "train:32000."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write; `data.mix` in a run file names it.")],
+    held_out: Annotated[
+        float,
+        typer.Option(
+            metavar="FRACTION",
+            help="Share of the documents kept apart for validation, for example 0.01. They go to OUT/held_out, the "
+            "others to OUT/train; training on OUT then validates on the first by itself.",
+        ),
+    ] = 0.0,
+    text_key: Annotated[
+        str, typer.Option(metavar="KEY", help="Key (or parquet column) that holds the text of a record.")
+    ] = "text",
+    on_bad: Annotated[
+        OnBad,
+        typer.Option(
+            help="Documents that are not utf-8, not JSON, lack the key or are empty: skip and name them at the end, or "
+            "check all first and refuse to start."
+        ),
+    ] = OnBad.skip,
+    eos: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="Token that ends each document, when the tokenizer's is not a usual one."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Encoding threads. The output does not depend on it. Default: all cores.")
+    ] = None,
+    shard_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens after which a shard is closed; a killed preparation loses at most one shard."),
+    ] = 1 << 27,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Then read every file again and compare its digest with the manifest.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn text into token shards that training reads.
+
+    The work is done in parallel. When it is killed, the same command continues it, to the same bytes.
+
+    Example: meshwright data prepare docs/ posts.jsonl.gz --tokenizer train:32000 --held-out 0.01 --out data/mine
+    """
+    from meshwright.data.manifest import verify as verify_directory
+    from meshwright.data.prepare import prepare
+    from meshwright.spec.errors import Damaged
+
+    made = prepare(
+        inputs,
+        tokenizer,
+        out,
+        held_out=held_out,
+        text_key=text_key,
+        on_bad=on_bad.value,
+        eos=eos,
+        shard_tokens=shard_tokens,
+        workers=workers,
+        shown=True,
+    )
+    if made.bad.count:
+        sys.stderr.write(f"left out {made.bad.count} bad documents:\n{made.bad}\n")
+    if verify and (faults := verify_directory(out)):
+        raise Damaged("\n".join(faults))
+    print(json.dumps(_summary(made)) if as_json else _sentences(made))
+
+
+@app.command("show")
+def show_command(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="RUN.yaml|RUN_DIR|DATA_DIR", help="A run file, the folder of a run, or prepared data."),
+    ],
+    step: Annotated[int, typer.Option(min=0, help="Training step, counted from 0: step 0 is the one that metrics.jsonl numbers 1.")],
+    text: Annotated[bool, typer.Option("--text", help="Also decode each sample's tokens.")] = False,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Only for DATA_DIR: tokens in a sequence (default 2048). A run has its own."),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Only for DATA_DIR: sequences in a step (default 8). A run has its own.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Only for DATA_DIR: seed of the order (default 0). A run has its own.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which documents a training step reads, of any step, past or future.
+
+    Nothing is replayed: the order of the data is a function of the seed and the number of the sample.
+
+    Example: meshwright data show runs/quickstart --step 120 --text
+    """
+    from meshwright.data.show import show_step
+
+    source, batch = _open_target(target, seq_len, global_batch, seed)
+    shown = show_step(source, step, batch, text)
+    print(json.dumps(shown) if as_json else _step_lines(shown))
+
+
+def _open_target(
+    target: Path, seq_len: int | None, global_batch: int | None, seed: int | None
+) -> tuple[DataSource, int]:
+    """The data of a run file, run folder or data directory, and the sequences in one of its steps."""
+    from meshwright.data.source import open_data
+    from meshwright.spec.job import DataSpec
+
+    config = target if target.suffix in (".yaml", ".yml") else target / "config.yaml"
+    if config != target and not config.is_file():
+        data = open_data(DataSpec(mix={str(target): 1.0}), seq_len=seq_len or 2048, seed=seed or 0)
+        return data, global_batch or 8
+    given = {"--seq-len": seq_len, "--global-batch": global_batch, "--seed": seed}
+    refused = [name for name, value in given.items() if value is not None]
+    if refused:
+        raise BadInput(f"{refused[0]}: is for data directories; {config} says it for this run")
+    from meshwright.spec.load import load_run
+
+    run = load_run(config)
+    return open_data(run.data, seq_len=run.train.seq_len, seed=run.seed), run.train.global_batch
+
+
+def _summary(made: Prepared) -> dict[str, Any]:
+    splits = {
+        split: {"documents": manifest.documents, "tokens": manifest.tokens, "text_bytes": manifest.text_bytes}
+        for split, manifest in made.manifests.items()
+    }
+    tokenizer = next(iter(made.manifests.values())).tokenizer
+    bad = {"count": made.bad.count, "first": made.bad.first}
+    return {
+        "out": str(made.out),
+        "splits": splits,
+        "vocab_size": tokenizer.vocab_size,
+        "bad": bad,
+        "reused": made.reused,
+    }
+
+
+def _sentences(made: Prepared) -> str:
+    lines = ["already prepared by this command" if made.reused else "prepared"]
+    for split, manifest in made.manifests.items():
+        ratio = manifest.text_bytes / manifest.tokens
+        size = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {ratio:.2f} bytes per token"
+        lines.append(f"  {split}: {size}")
+    lines.append(f"Train on it with  data: {{mix: {{{made.out}: 1}}}}")
+    return "\n".join(lines)
+
+
+def _step_lines(shown: dict[str, Any]) -> str:
+    lines = [f"step {shown['step']}"]
+    for sample in shown["samples"]:
+        lines.append(f"sample {sample['global_index']} from {sample['source']}, {sample['tokens']} tokens")
+        lines += [f"  {d['file']} [{d['id']}] tokens {d['start']}-{d['end']}" for d in sample["documents"]]
+        lines += [sample["text"]] if "text" in sample else []
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""`meshwright eval`: loss, perplexity and bits per byte of a model on held-out text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.options import Json
+from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from meshwright.train.evaluate import Evaluation
+
+Model = Annotated[Path, typer.Argument(help="A run folder (its newest good checkpoint), one checkpoint, or a Hugging Face folder.")]
+
+
+def evaluate(
+    model: Model,
+    data: Annotated[str | None, typer.Option(help="Prepared data directory; a run's own held-out text when left out.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in one sequence; a run's own when left out.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences read at a time.")] = 8,
+    batches: Annotated[int, typer.Option(min=1, help="Batches read at most.")] = 1_000_000,
+    as_json: Json = False,
+) -> None:
+    """Measure a model on held-out text: loss in nats per token, perplexity, and bits per byte of the text.
+
+    Runs on one device (a GPU when there is one).
+
+    Examples:
+
+        meshwright eval runs/quickstart
+
+        meshwright eval exported-model --data corpus/held_out --seq-len 1024 --json
+    """
+    result = _evaluate(model, data, seq_len, batch, batches)
+    answer = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, "tokens": result.tokens}
+    if as_json:
+        print(json.dumps(answer))
+        return
+    bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte else ""
+    print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}{bits} ({result.tokens:,} tokens)")
+
+
+def _evaluate(model: Path, data: str | None, seq_len: int | None, batch: int, batches: int) -> Evaluation:
+    from dataclasses import replace
+
+    from meshwright.data.loader import open_data
+    from meshwright.spec.job import DataSpec
+    from meshwright.spec.load import load_run
+    from meshwright.train.evaluate import HeldOut, evaluate
+    from meshwright.train.load import device_and_dtype, load_model
+
+    config = next((path for path in (model / "config.yaml",) if path.exists()), None)
+    run = load_run(config) if config else None
+    if run is None and (data is None or seq_len is None):
+        raise BadInput(f"{model} does not say what it was trained on; give --data DIR and --seq-len N")
+    spec = run.data if run else DataSpec()
+    if data is not None:
+        spec = replace(spec, validation=data)
+    length = seq_len or (run.train.seq_len if run else 0)
+    device, dtype = device_and_dtype()
+    decoder = load_model(model, device, dtype)
+    source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
+    print(f"evaluating on {device}", file=sys.stderr)
+    return evaluate(decoder, HeldOut.of(source, batch, batches), mesh=None, micro_batch=batch, device=device)

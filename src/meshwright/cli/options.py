@@ -1,0 +1,51 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.run import RunSpec
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN.yaml] [KEY=VALUE]...",
+        help="A run file, and values that replace what it says, e.g. `train.steps=200 model=llama3-8b`. "
+        "Without a file the quick start's built-in run is used.",
+        show_default=False,
+    ),
+]
+Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which each run has a folder of its own.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; everything else goes to stderr.")]
+
+
+def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The run file, if one is named, and the overrides. Raises BadInput for a second file."""
+    files = [word for word in words or [] if "=" not in word]
+    if len(files) > 1:
+        raise BadInput(f"one run file is expected, got {len(files)}: {' '.join(files)}; overrides are written key=value")
+    return (Path(files[0]) if files else None), [word for word in words or [] if "=" in word]
+
+
+def load(words: list[str] | None) -> RunSpec:
+    """The run that the words of a command line describe."""
+    from meshwright.launch.machine import found_cluster
+    from meshwright.models.families import folder_spec
+    from meshwright.spec.load import load_run
+
+    path, overrides = split_words(words)
+    return load_run(path, overrides, detect=found_cluster, model_reader=folder_spec)
+
+
+def run_folder(text: Path, runs: Path) -> Path:
+    """The folder of a run named by its folder or by its name under `runs`. Raises BadInput naming the nearest run."""
+    for folder in (text, runs / text):
+        if (folder / "config.yaml").exists():
+            return folder
+    names = [path.parent.name for path in runs.glob("*/config.yaml")]
+    near = nearest(text.name, names)
+    raise BadInput(f"{text} is no run folder (it has no config.yaml)" + (f"; nearest: {runs / near}" if near else ""))

@@ -1,0 +1,123 @@
+"""`meshwright plan`: how a run would be laid out, what it needs, and why. Needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.options import Json, Words, load
+
+if TYPE_CHECKING:
+    from meshwright.planner.data_parallel import Candidate
+    from meshwright.spec.plan import Plan
+    from meshwright.spec.run import RunSpec
+
+SHOWN = 8
+"""Alternatives printed."""
+
+
+def plan(
+    words: Words = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen plan as YAML, to edit and pass back.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose a plan for a run and show what it needs, without starting anything.
+
+    This release plans data parallelism: replicas × shards, micro-batch, resharding and recompute, with an estimate of memory. No file is
+    needed for a question.
+
+    Examples:
+
+        meshwright plan run.yaml
+
+        meshwright plan model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64
+
+        meshwright plan run.yaml plan.recompute=full --out plan.yaml
+    """
+    from meshwright.launch.prepare import plan_for, plan_yaml, with_vocabulary
+    from meshwright.spec.fields import to_plain
+
+    run = with_vocabulary(load(words))
+    chosen, candidates = plan_for(run)
+    if out is not None:
+        out.write_text(plan_yaml(chosen), encoding="utf-8")
+    if as_json:
+        answer = to_plain(chosen)
+        alternatives = [{"fits": c.fits, "plan": to_plain(c.plan)} for c in candidates[1:]]
+        print(json.dumps({"plan": answer, "predicted": answer["predicted"], "alternatives": alternatives}))
+    else:
+        _show(run, chosen, candidates)
+
+
+def _show(run: RunSpec, chosen: Plan, candidates: tuple[Candidate, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshwright.spec.model import parameter_count
+
+    console = Console()
+    console.print(f"[bold]{run.model.preset or run.model.family}[/bold], {parameter_count(run.model) / 1e9:.3g} B parameters, on {_cluster(run)}")
+    console.print(_picture(chosen))
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for key, value in _facts(run, chosen):
+        facts.add_row(key, value)
+    console.print(facts)
+    _show_memory(console, run, chosen)
+    for reason in chosen.why:
+        console.print(f"  · {reason}")
+    if len(candidates) > 1:
+        console.print(_alternatives(candidates[1 : SHOWN + 1]))
+
+
+def _cluster(run: RunSpec) -> str:
+    cluster = run.cluster
+    return f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu}"
+
+
+def _picture(plan: Plan) -> str:
+    """The mesh as one line per replica, `▣` per shard."""
+    shards, replicas = plan.axis_size("shard"), plan.axis_size("replicate")
+    row = "▣ " * min(shards, 32) + (f"… {shards} shards" if shards > 32 else "")
+    lines = [f"  replica {index}: {row}" for index in range(min(replicas, 4))]
+    return "\n".join(lines + ([f"  … {replicas} replicas"] if replicas > 4 else []))
+
+
+def _facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
+    layers = "; ".join(f"{s.range}: recompute {s.recompute}, {'reshard' if s.reshard else 'keep gathered'}" for s in plan.layers)
+    return [
+        ("mesh", " × ".join(f"{axis.axis} {axis.size} (crosses {axis.crosses}s)" for axis in plan.mesh)),
+        ("batch", f"{plan.batch.global_batch} = {plan.batch.micro_batch} × {plan.batch.accumulate} micro-batches × ranks, {run.train.seq_len} tokens each"),
+        ("layers", layers),
+        ("precision", f"compute {plan.precision.compute}, reduce {plan.precision.reduce}"),
+        ("compile", "each block" if plan.compile else "no"),
+    ]
+
+
+def _show_memory(console, run: RunSpec, plan: Plan) -> None:
+    if plan.predicted is None:
+        return
+    peak, budget = plan.predicted.memory_peak_bytes, run.cluster.memory_bytes()
+    console.print(f"memory a rank: [bold]{peak / 1e9:.2f} GB[/bold] (estimate)" + (f" of {budget / 1e9:.0f} GB" if budget else ""))
+    for kind, size in plan.predicted.memory_bytes.items():
+        console.print(f"  {kind:12s} {size / 1e9:8.2f} GB {'█' * round(40 * size / peak)}")
+
+
+def _alternatives(candidates: tuple[Candidate, ...]):
+    from rich.table import Table
+
+    table = Table("mesh", "micro", "reshard", "recompute", "memory", "why not", title="alternatives", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for candidate in candidates:
+        plan = candidate.plan
+        assert plan.predicted is not None
+        table.add_row(
+            " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh),
+            str(plan.batch.micro_batch),
+            "yes" if plan.layers[0].reshard else "no",
+            plan.layers[0].recompute,
+            f"{plan.predicted.memory_peak_bytes / 1e9:.1f} GB",
+            "slower" if candidate.fits else "does not fit",
+        )
+    return table

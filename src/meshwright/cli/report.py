@@ -1,0 +1,57 @@
+"""`meshwright report`: makes a run's report.html again, from the files in its folder."""
+
+from __future__ import annotations
+
+import json as json_module
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.observe.report import write_report
+from meshwright.observe.runfolder import read_run
+from meshwright.spec.errors import BadInput, nearest
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run's folder, or its name under `runs/`.", show_default=False)
+    ],
+    open_page: Annotated[bool, typer.Option("--open", help="Show it in the web browser.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: the path, steps, and what is missing.")
+    ] = False,
+) -> None:
+    """Write report.html for a run and print its path.
+
+    One self-contained file: loss, throughput, step time, memory, the plan, samples, configuration. It opens from disk,
+    needs no network, and is written from metrics.jsonl and its neighbours, so it also serves a run that is still going
+    or was stopped.
+
+    Example: meshwright report runs/quickstart
+    """
+    folder = find_run(run)
+    path = write_report(folder)
+    if open_page:
+        webbrowser.open(path.resolve().as_uri())
+    if json:
+        found = read_run(folder)
+        steps = found.steps[-1]["step"] if found.steps else 0
+        print(json_module.dumps({"report": str(path), "steps": steps, "missing": list(found.notes)}))
+    else:
+        print(path)
+
+
+def find_run(run: Path) -> Path:
+    """The folder that `run` names, as a path or under `runs/`; raises BadInput, naming the nearest run, if none."""
+    choices = [run, Path("runs") / run]
+    found = next((folder for folder in choices if (folder / "metrics.jsonl").is_file()), None)
+    if found:
+        return found
+    others = sorted(path.parent for root in {run.parent, Path("runs")} for path in root.glob("*/metrics.jsonl"))
+    close = nearest(run.name, [folder.name for folder in others])
+    hint = next((f"; did you mean {folder}?" for folder in others if folder.name == close), "")
+    known = f"; runs here: {', '.join(str(folder) for folder in others[:5])}" if others and not hint else ""
+    what = "has no metrics.jsonl" if run.is_dir() else "is not a folder"
+    raise BadInput(f"{run}: {what}; expected a run's folder, as in runs/NAME{hint}{known}")

@@ -1,0 +1,27 @@
+"""`meshwright schema`: the run file, for editors and for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def schema(
+    reference: Annotated[bool, typer.Option("--reference", help="Print the reference as Markdown instead (docs/run-file.md).")] = False,
+) -> None:
+    """Print the JSON schema of the run file, for completion and checks in an editor.
+
+    Example: `meshwright schema > meshwright.schema.json`, then put this on the first line of run.yaml:
+
+        # yaml-language-server: $schema=./meshwright.schema.json
+    """
+    if reference:
+        from meshwright.spec.reference import reference_markdown
+
+        print(reference_markdown(), end="")
+        return
+    from meshwright.spec.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=1))

@@ -1,0 +1,67 @@
+"""`meshwright tokenizer`: train a tokenizer from text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Train a tokenizer.", no_args_is_help=True)
+
+
+@app.callback()
+def tokenizer_commands() -> None:
+    """Train a tokenizer. (A group of its own also while it has one command.)"""
+
+
+@app.command("train")
+def train_command(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories, or the word `stdlib`. Of much "
+            "text, a sample of 64 MiB spread over all files is used.",
+        ),
+    ],
+    size: Annotated[
+        int,
+        typer.Option(help="Tokens in the vocabulary, at least 257. 4096 suits a toy, 32000 to 128000 a real model."),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write, for example tokenizer.json.")],
+    text_key: Annotated[
+        str, typer.Option(metavar="KEY", help="Key (or parquet column) that holds the text of a record.")
+    ] = "text",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout and everything else on stderr.")
+    ] = False,
+) -> None:
+    """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer.json.
+
+    Any text can be encoded and decoded exactly. `<|endoftext|>` (id 0) ends a document. The same text gives the same
+    file.
+
+    Example: meshwright tokenizer train corpus/ --size 32000 --out tokenizer.json
+    """
+    from meshwright.data.corpus import list_inputs
+    from meshwright.data.files import write_atomic
+    from meshwright.data.tokenizer import check_size, parse_tokenizer, sample_texts, train_tokenizer
+    from meshwright.spec.errors import BadInput
+
+    check_size(size)
+    if not out.parent.is_dir():
+        raise BadInput(f"{out}: no directory {out.parent}")
+    texts = [text for _, text in sample_texts(list_inputs(inputs), text_key)]
+    if not texts:
+        raise BadInput(
+            f"{', '.join(inputs)}: no usable document; `meshwright data prepare` names what is wrong with each"
+        )
+    sys.stderr.write(f"training on {sum(map(len, texts)):,} characters\n")
+    content = train_tokenizer(texts, size)
+    write_atomic(out, content)
+    made = parse_tokenizer(content, str(out)).record
+    summary = {"file": str(out), "vocab_size": made.vocab_size, "eos": made.eos, "digest": made.digest}
+    print(json.dumps(summary) if as_json else f"wrote {out}: {made.vocab_size} tokens")

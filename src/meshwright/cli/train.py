@@ -1,0 +1,133 @@
+"""`meshwright train`: start the ranks of a run here, or join them when a launcher already started this process as one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.options import Runs, Words, load
+from meshwright.spec.errors import BadInput
+from meshwright.spec.run import RunSpec
+
+ProfileSteps = Annotated[
+    str | None,
+    typer.Option("--profile-steps", metavar="A:B", help="Write one Perfetto trace per rank of steps A to B into RUN/traces/."),
+]
+
+
+def train(
+    words: Words = None,
+    runs: Runs = Path("runs"),
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start a new run beside an earlier one of this name, as NAME-2, NAME-3, …")
+    ] = False,
+    profile_steps: ProfileSteps = None,
+) -> None:
+    """Train a model from a run file, or continue a run that was stopped.
+
+    The same command starts and resumes: a run of this name with the same configuration continues from its newest good checkpoint.
+    Local ranks are started by this command itself. Under torchrun, Slurm or Kubernetes (RANK or SLURM_PROCID set) it joins as one rank.
+
+    Examples:
+
+        meshwright train run.yaml
+
+        meshwright train run.yaml train.steps=200 cluster.gpus_per_node=4
+
+        torchrun --nproc-per-node 8 -m meshwright train run.yaml
+
+    Ctrl-C writes a checkpoint and ends with code 130; a second one stops at once. SIGTERM or SIGUSR1 (a scheduler's warning) writes a
+    checkpoint and ends with code 75.
+    """
+    from meshwright.launch.machine import started_by_launcher
+
+    run = load(words)
+    steps = parse_steps(profile_steps)
+    code = join_ranks(run, runs, fresh, steps) if started_by_launcher() else start_ranks(run, runs, fresh, steps)
+    if code:
+        sys.exit(code)
+
+
+def start_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None) -> int:
+    """Prepare the run and start its local ranks; returns the job's exit code."""
+    from meshwright.launch.local import run_ranks
+    from meshwright.launch.prepare import prepare_run
+
+    if run.cluster.nodes > 1:
+        raise BadInput(
+            f"cluster.nodes is {run.cluster.nodes}: start the ranks with a launcher on every node, e.g. "
+            f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT -m meshwright train …"
+        )
+    prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say)
+    announce(prepared.assignment, prepared.resumes)
+    ranks = run.cluster.ranks
+    threads = max(1, (os.cpu_count() or 1) // ranks) if run.cluster.is_cpu else max(1, min(8, (os.cpu_count() or 1) // ranks))
+    return run_ranks(
+        "meshwright.train.worker",
+        [str(prepared.folder / "assignment.json")],
+        ranks=ranks,
+        logs=prepared.folder / "logs",
+        threads=threads,
+    )
+
+
+def join_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None) -> int:
+    """Be one rank of a job that a launcher started; rank 0 prepares the run for all."""
+    from meshwright.parallel.world import Place, join
+    from meshwright.train.join import agreed_assignment
+    from meshwright.train.stop import StopRequest
+    from meshwright.train.worker import guarded, run_rank
+
+    place = Place.from_environment()
+    stop = StopRequest()
+    stop.listen()
+
+    def work() -> None:
+        from meshwright.launch.prepare import prepare_run
+
+        world = join(place, cpu=run.cluster.is_cpu, timeout_seconds=run.train.timeout_seconds)
+        assignment = agreed_assignment(
+            world, lambda: prepare_run(run, runs, fresh=fresh, profile=profile, note=say).assignment
+        )
+        if world.leads:
+            announce(assignment, resumes=False)
+        run_rank(assignment, world, stop)
+        world.leave()
+
+    return guarded(work, runs / run.name, place.rank)
+
+
+def announce(assignment, resumes: bool) -> None:
+    """What is about to run, before any rank starts."""
+    from meshwright.spec.model import flops_per_token, parameter_count
+
+    run, plan = assignment.run, assignment.plan
+    mesh = " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh)
+    seq = run.train.seq_len
+    say(f"{'resume' if resumes else 'run'} {assignment.folder}")
+    say(
+        f"  {parameter_count(run.model) / 1e6:,.1f} M parameters, {flops_per_token(run.model, seq, causal=True) / 1e9:.3g} GFLOP a token "
+        f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.global_batch * seq:,} tokens a step, "
+        f"{run.train.steps} steps"
+    )
+    batch = plan.batch
+    say(f"  plan: {mesh}; micro-batch {batch.micro_batch} × {batch.accumulate}; {plan.precision.compute}; " + "; ".join(plan.why[:1]))
+
+
+def parse_steps(text: str | None) -> tuple[int, int] | None:
+    """`A:B` as two step numbers. Raises BadInput when it is not that."""
+    if text is None:
+        return None
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise BadInput(f"--profile-steps {text}: expected A:B with 1 ≤ A ≤ B, e.g. 10:12")
+    return int(first), int(last)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)

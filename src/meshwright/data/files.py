@@ -1,0 +1,89 @@
+"""Files that are whole or absent: written beside their name, made durable, then renamed; and a lock on a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import xxhash
+
+from meshwright.spec.errors import BadInput
+
+PARTIAL = ".partial"
+"""Suffix of a file that is still being written."""
+LOCK = ".lock"
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write `content` so that `path` holds all of it or what it held before, also after a power cut."""
+    partial = path.with_name(path.name + PARTIAL)
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(partial, path)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a durable file its final name, and make the name durable."""
+    os.replace(partial, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names inside `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(content: bytes) -> str:
+    """xxh3_128 of `content`, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def digest_file(path: Path) -> str:
+    """xxh3_128 of a file, read in pieces of 8 MiB."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(8 << 20):
+            state.update(piece)
+    return state.hexdigest()
+
+
+@contextmanager
+def locked(directory: Path, wait: bool) -> Iterator[None]:
+    """Hold the one lock of `directory` (made when missing) for the length of a `with` block.
+
+    Raises BadInput when another process holds it and `wait` is false.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
+    file = _acquire(path, wait)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def _acquire(path: Path, wait: bool) -> TextIO:
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.close()
+            raise BadInput(
+                f"{path.parent}: another process is writing here; wait for it, or choose another --out"
+            ) from None
+        # The last holder may have removed the file between our open and our lock; a lock on a nameless file is no lock.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()

@@ -1,0 +1,227 @@
+"""Megatron's `.bin`/`.idx` pair: tokens one after another, and where each sequence and document starts.
+
+Layout of `.idx`, little-endian: 9 bytes magic, uint64 version (1), uint8 dtype code, uint64 sequences n, uint64
+document entries d; then n int32 lengths, n int64 byte pointers into `.bin`, d int64 sequence numbers at which documents
+start (the first 0, the last n). Multimodal files append n int8 modes, which are not read here. Source:
+NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py (the format, not the code).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import xxhash
+
+from meshwright.data.files import PARTIAL, publish
+from meshwright.spec.errors import BadInput, Damaged
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOATS = {6: "float64", 7: "float32"}
+LONGEST_DOCUMENT = 2**31 - 1
+
+
+class Span(NamedTuple):
+    """Part of one document: its number in the file, its whole range of tokens in the file, first and last+1."""
+
+    document: int
+    start: int
+    stop: int
+
+
+class IndexedFile:
+    """A `.bin`/`.idx` pair, mapped and not read: opening costs a few pages whatever the size.
+
+    `stem` is the path without suffix. Raises BadInput when a file is missing, Damaged when header or sizes disagree; a
+    gap between sequences, which only a pass over the index can find, is looked for by `check_layout`.
+    """
+
+    def __init__(self, stem: Path) -> None:
+        self.stem = stem
+        self.bin_path, self.idx_path = bin_path(stem), idx_path(stem)
+        for path in (self.bin_path, self.idx_path):
+            if not path.is_file():
+                raise BadInput(f"{path}: no such file; a .bin and its .idx must lie side by side")
+        self.dtype, self.sequences, entries = self._read_header()
+        self._lengths, self._pointers, self._document_starts = self._map_index(entries)
+        self.documents = entries - 1
+        self.tokens = self._check_sizes()
+        self._tokens = _map(self.bin_path, self.dtype, 0, self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the file, in its own dtype, not copied."""
+        return self._tokens[start:stop]
+
+    def document_spans(self, start: int, stop: int) -> list[Span]:
+        """The documents that hold tokens [start, stop), in order; empty documents are passed over."""
+        first = self._document_at(start)
+        spans = []
+        for document in range(first, self.documents):
+            span = self._span(document)
+            if span.start >= stop:
+                break
+            if span.stop > span.start:
+                spans.append(span)
+        return spans
+
+    def document_length(self, document: int) -> int:
+        """Tokens of one document."""
+        span = self._span(document)
+        return span.stop - span.start
+
+    def token_offset(self, token: int) -> int:
+        """Byte in `.bin` at which a token of the file lies."""
+        return token * self.dtype.itemsize
+
+    def check_layout(self) -> None:
+        """Read the whole index: raises Damaged unless sequences follow each other without gaps and documents ascend."""
+        ends = np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize
+        expected = np.concatenate([[0], ends])[: self.sequences]
+        wrong = np.flatnonzero(self._pointers != expected)
+        if len(wrong):
+            at = int(wrong[0])
+            offset = HEADER.size + 4 * self.sequences + 8 * at
+            what = f"sequence {at} to start at byte {expected[at]} of the .bin, found {self._pointers[at]}"
+            raise Damaged(f"{self.idx_path}: offset {offset}: expected {what}")
+        if np.any(np.diff(self._document_starts) < 0):
+            raise Damaged(f"{self.idx_path}: document starts do not ascend")
+
+    def _span(self, document: int) -> Span:
+        first, after = self._document_starts[document], self._document_starts[document + 1]
+        return Span(document, self._sequence_start(int(first)), self._sequence_start(int(after)))
+
+    def _sequence_start(self, sequence: int) -> int:
+        return int(self._pointers[sequence]) // self.dtype.itemsize if sequence < self.sequences else self.tokens
+
+    def _document_at(self, token: int) -> int:
+        # The arrays start at an odd address, so np.searchsorted would copy them whole; bisect touches log2(n) entries.
+        sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1
+        return max(bisect_right(self._document_starts, sequence) - 1, 0)
+
+    def _read_header(self) -> tuple[np.dtype[Any], int, int]:
+        with self.idx_path.open("rb") as file:
+            head = file.read(HEADER.size)
+        if len(head) < HEADER.size:
+            raise Damaged(f"{self.idx_path}: expected a header of {HEADER.size} bytes, the file has {len(head)}")
+        magic, version, code, sequences, entries = HEADER.unpack(head)
+        if magic != MAGIC:
+            raise Damaged(f"{self.idx_path}: offset 0: expected {MAGIC!r}, found {magic!r}")
+        if version != VERSION:
+            raise Damaged(f"{self.idx_path}: offset 9: expected version {VERSION}, found {version}")
+        if code in FLOATS:
+            raise BadInput(f"{self.idx_path}: offset 17: holds {FLOATS[code]} values, expected integer token ids")
+        if code not in DTYPES:
+            raise Damaged(f"{self.idx_path}: offset 17: expected a dtype code of {sorted(DTYPES)}, found {code}")
+        if entries < 1:
+            raise Damaged(f"{self.idx_path}: offset 26: expected at least 1 document entry, found {entries}")
+        return np.dtype(DTYPES[code]), sequences, entries
+
+    def _map_index(self, entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        lengths_at = HEADER.size
+        pointers_at = lengths_at + 4 * self.sequences
+        documents_at = pointers_at + 8 * self.sequences
+        size, found = documents_at + 8 * entries, self.idx_path.stat().st_size
+        if found not in (size, size + self.sequences):
+            counts = f"{self.sequences} sequences and {entries} document entries"
+            raise Damaged(f"{self.idx_path}: expected {size} bytes for {counts}, found {found}")
+        lengths = _map(self.idx_path, np.dtype("<i4"), lengths_at, self.sequences)
+        pointers = _map(self.idx_path, np.dtype("<i8"), pointers_at, self.sequences)
+        documents = _map(self.idx_path, np.dtype("<i8"), documents_at, entries)
+        for at, expected, offset in ((0, 0, documents_at), (-1, self.sequences, documents_at + 8 * (entries - 1))):
+            if documents[at] != expected:
+                what = (
+                    f"document entry {'0' if at == 0 else entries - 1} to be sequence {expected}, found {documents[at]}"
+                )
+                raise Damaged(f"{self.idx_path}: offset {offset}: expected {what}")
+        return lengths, pointers, documents
+
+    def _check_sizes(self) -> int:
+        """Number of tokens, once the end of the last sequence is known to be the end of `.bin`."""
+        expected = 0
+        if self.sequences:
+            expected = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        found = self.bin_path.stat().st_size
+        if found != expected:
+            raise Damaged(f"{self.bin_path}: expected {expected} bytes (by its .idx), found {found}")
+        return found // self.dtype.itemsize
+
+
+class IndexedWriter:
+    """Writes a `.bin`/`.idx` pair, one sequence per document; the pair has its names only after `finish`.
+
+    `digests` maps "bin" and "idx" to the xxh3_128 of what was written, once finished.
+    """
+
+    def __init__(self, stem: Path, dtype: str) -> None:
+        self.stem = stem
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.lengths: list[int] = []
+        self.tokens = 0
+        self.digests: dict[str, str] = {}
+        self._state = xxhash.xxh3_128()
+        self._bin: BinaryIO = _partial(bin_path(stem)).open("wb")
+
+    def add_document(self, tokens: np.ndarray) -> None:
+        """Append one document. Raises BadInput when its length does not fit the format."""
+        if len(tokens) > LONGEST_DOCUMENT:
+            raise BadInput(f"{self.stem}: a document of {len(tokens)} tokens; .idx can hold at most {LONGEST_DOCUMENT}")
+        content = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
+        self._bin.write(content)
+        self._state.update(content)
+        self.lengths.append(len(tokens))
+        self.tokens += len(tokens)
+
+    def finish(self) -> None:
+        """Make both files durable and give them their names, `.idx` last: a pair with an `.idx` is whole."""
+        _sync_and_close(self._bin)
+        index = self._index()
+        with _partial(idx_path(self.stem)).open("wb") as file:
+            file.write(index)
+            _sync_and_close(file)
+        self.digests = {"bin": self._state.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
+        for path in (bin_path(self.stem), idx_path(self.stem)):
+            publish(_partial(path), path)
+
+    def abandon(self) -> None:
+        """Close without publishing; the partial file stays for the next attempt to overwrite."""
+        self._bin.close()
+
+    def _index(self) -> bytes:
+        lengths = np.asarray(self.lengths, dtype="<i4")
+        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)].astype("<i8")
+        documents = np.arange(len(lengths) + 1, dtype="<i8")
+        head = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents))
+        return b"".join([head, lengths.tobytes(), pointers.tobytes(), documents.tobytes()])
+
+
+def bin_path(stem: Path) -> Path:
+    return stem.with_name(stem.name + ".bin")
+
+
+def idx_path(stem: Path) -> Path:
+    return stem.with_name(stem.name + ".idx")
+
+
+def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> np.ndarray:
+    if count == 0:
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL)
+
+
+def _sync_and_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

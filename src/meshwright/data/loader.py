@@ -1,0 +1,152 @@
+"""Micro-batches for one rank as torch tensors, read ahead by a thread.
+
+Step t of a run reads global samples [t * global_batch, (t + 1) * global_batch); data rank d takes the d-th contiguous
+part. The state is one integer, the global samples consumed, and means the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from meshwright.data.source import Batch, DataSource, has_validation, open_data
+from meshwright.spec.errors import BadInput
+
+__all__ = ["Batch", "DataSource", "Loader", "MicroBatch", "has_validation", "open_data"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """int64 tensors of `(micro_batch, seq)`; `targets` is -1 where nothing is to be learned.
+
+    `valid_tokens` is the number of targets that are not -1, counted on the host so that nobody waits for the device.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+    valid_tokens: int
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        """The same with `change` applied to each tensor."""
+        tensors = {name: change(getattr(self, name)) for name in ("tokens", "targets", "positions", "documents")}
+        return replace(self, **tensors)
+
+
+class Loader:
+    """Iterator over steps; each item is this data rank's list of micro-batches for one step. It never ends by itself.
+
+    `prefetch` steps are read ahead by a thread. On a CUDA device the host copies are pinned and the tensors arrive by
+    asynchronous copies on the current stream. Close it, or use it in a `with` block. Raises BadInput when
+    `global_batch` cannot be cut evenly; what goes wrong in the thread is raised by the `next` that would have had the
+    data.
+    """
+
+    def __init__(
+        self,
+        source: DataSource,
+        *,
+        global_batch: int,
+        data_rank: int,
+        data_ranks: int,
+        micro_batch: int,
+        start_sample: int = 0,
+        prefetch: int = 2,
+        device: torch.device | str | None = None,
+    ) -> None:
+        _check_division(global_batch, data_ranks, micro_batch)
+        self.source, self.global_batch, self.micro_batch = source, global_batch, micro_batch
+        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self.device = _with_index(torch.device(device or "cpu"))
+        self.consumed = start_sample
+        """Global samples consumed by all ranks: the whole state of the data."""
+        self.wait_seconds = 0.0
+        """Time the last `next` waited for the thread."""
+        self._ready: queue.Queue[list[MicroBatch] | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), name="data", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        return self
+
+    def __next__(self) -> list[MicroBatch]:
+        if self._stop.is_set():
+            raise StopIteration
+        started = time.perf_counter()
+        item = self._ready.get()
+        self.wait_seconds = time.perf_counter() - started
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        self.consumed += self.global_batch
+        return item if self.device.type == "cpu" else [micro.map(self._to_device) for micro in item]
+
+    def close(self) -> None:
+        """End the thread; a second call does nothing."""
+        self._stop.set()
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._thread.join()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_ahead(self, sample: int) -> None:
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # else pinning would open a context on device 0 too
+            while self._offer(self._read_step(sample)):
+                sample += self.global_batch
+        except BaseException as error:  # handed to the consumer, which raises it
+            self._offer(error)
+
+    def _offer(self, item: list[MicroBatch] | BaseException) -> bool:
+        """Wait for room in the queue; false when the loader was closed meanwhile."""
+        while not self._stop.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _read_step(self, sample: int) -> list[MicroBatch]:
+        part = self.global_batch // self.data_ranks
+        first = sample + self.data_rank * part
+        starts = range(first, first + part, self.micro_batch)
+        return [self._micro_batch(self.source.samples(range(start, start + self.micro_batch))) for start in starts]
+
+    def _micro_batch(self, batch: Batch) -> MicroBatch:
+        arrays = {field.name: torch.from_numpy(getattr(batch, field.name)) for field in fields(batch)}
+        micro = MicroBatch(**arrays, valid_tokens=int(np.count_nonzero(batch.targets >= 0)))
+        return micro.map(torch.Tensor.pin_memory) if self.device.type == "cuda" else micro
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_division(global_batch: int, data_ranks: int, micro_batch: int) -> None:
+    if global_batch % (data_ranks * micro_batch):
+        cut = f"{data_ranks} data ranks x micro-batch {micro_batch}"
+        near = max(round(global_batch / (data_ranks * micro_batch)), 1) * data_ranks * micro_batch
+        raise BadInput(f"train.global_batch {global_batch}: expected a multiple of {cut} (nearest: {near})")

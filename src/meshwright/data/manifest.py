@@ -1,0 +1,254 @@
+"""A prepared data directory: what it holds, how it is found, and whether its files are the ones that were written.
+
+    manifest.json   this record          tokenizer.json   the tokenizer the shards were made with
+    shard-00000.bin, .idx                tokens, in Megatron's format (data/indexed.py)
+    shard-00000.documents.jsonl          one line for each document: [source file, id]
+
+A directory of foreign `.bin`/`.idx` pairs without manifest is read too: its tokenizer is unknown, its documents are
+numbered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.data.files import digest_file, write_atomic
+from meshwright.data.indexed import IndexedFile, bin_path, idx_path
+from meshwright.spec.errors import BadInput, Damaged, nearest
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+UNFINISHED = "unfinished.json"
+TRAIN, HELD_OUT = "train", "held_out"
+VERSION = 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """The tokenizer that made the shards; `eos` is the id that ends each document."""
+
+    file: str
+    vocab_size: int
+    digest: str
+    eos: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One `.bin`/`.idx` pair. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx" and "documents"."""
+
+    name: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    bytes: dict[str, int]
+    digest: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Record of one prepared directory. `request` is the command that made it, `skipped` its bad documents."""
+
+    tokenizer: TokenizerRecord
+    dtype: str
+    shards: tuple[Shard, ...]
+    skipped: int
+    request: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(shard.text_bytes for shard in self.shards)
+
+    def write(self, directory: Path) -> None:
+        """Write `manifest.json` whole or not at all."""
+        totals = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
+        text = json.dumps({"version": VERSION, **totals, **asdict(self)}, indent=1)
+        write_atomic(directory / MANIFEST, text.encode() + b"\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Raises Damaged when the file is not a manifest of this version."""
+        path = directory / MANIFEST
+        try:
+            return _parse(json.loads(path.read_bytes()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(
+                f"{path}: not a readable manifest ({type(error).__name__}: {error}); prepare again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """A shard that passed the check at opening. `record` is None when it is foreign."""
+
+    file: IndexedFile
+    record: Shard | None
+
+
+@dataclass(frozen=True)
+class PreparedDirectory:
+    """A directory opened for reading; `left_out` names the damaged shards that were skipped."""
+
+    path: Path
+    manifest: Manifest | None
+    shards: tuple[OpenShard, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        return self.path / self.manifest.tokenizer.file if self.manifest else None
+
+
+def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") -> PreparedDirectory:
+    """Open what `locate` finds at `path`, comparing every shard's sizes and header with the manifest.
+
+    A shard that disagrees raises Damaged, or is left out with one warning line. Files alone decide, so every rank
+    decides alike.
+    """
+    directory, stems = locate(path)
+    manifest = Manifest.read(directory) if not stems else None
+    shards, left_out = [], []
+    for stem, record in _shards_of(directory, manifest, stems):
+        try:
+            shards.append(OpenShard(_check_shard(stem, record), record))
+        except (Damaged, BadInput) as error:
+            if damaged == "refuse":
+                raise Damaged(f"{error}; `data.damaged: skip` leaves the shard out") from error
+            left_out.append(stem.name)
+            log.warning("left out damaged shard: %s", error)
+    if not any(shard.file.tokens for shard in shards):
+        raise Damaged(f"{directory}: no usable shard is left ({len(left_out)} damaged)")
+    return PreparedDirectory(directory, manifest, tuple(shards), tuple(left_out))
+
+
+def locate(path: Path) -> tuple[Path, tuple[Path, ...]]:
+    """(directory, no stems) of prepared data at `path` or `path/train`; (directory, stems) of foreign `.bin`/`.idx`
+    pairs.
+
+    `path` may also be one foreign pair, with or without suffix. Raises BadInput when nothing is there.
+    """
+    for directory in (path, path / TRAIN):
+        if (directory / MANIFEST).is_file():
+            return directory, ()
+    if (path / UNFINISHED).is_file():
+        raise BadInput(
+            f"{path}: preparation was not finished; run the same `meshwright data prepare` again to continue it"
+        )
+    if path.is_dir():
+        stems = tuple(sorted(file.with_suffix("") for file in path.glob("*.idx")))
+        if stems:
+            return path, stems
+    single = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if idx_path(single).is_file():
+        return single.parent, (single,)
+    raise BadInput(_nothing_at(path))
+
+
+def held_out_beside(path: Path) -> Path | None:
+    """The held-out set that was prepared together with the data at `path`, if there is one."""
+    candidates = [path / HELD_OUT] + ([path.parent / HELD_OUT] if path.name == TRAIN else [])
+    return next((found for found in candidates if (found / MANIFEST).is_file()), None)
+
+
+def verify(path: Path) -> list[str]:
+    """Read every file of a prepared directory (and of its held-out set) and compare digests; one line for each fault.
+
+    Of foreign files, which carry no digest, only the layout is checked.
+    """
+    faults = []
+    held_out = held_out_beside(path)
+    for directory, stems in [locate(path)] + ([locate(held_out)] if held_out and path.name != TRAIN else []):
+        manifest = Manifest.read(directory) if not stems else None
+        if manifest and _digest_or_none(directory / manifest.tokenizer.file) != manifest.tokenizer.digest:
+            faults.append(f"{directory / manifest.tokenizer.file}: expected digest {manifest.tokenizer.digest}")
+        for stem, record in _shards_of(directory, manifest, stems):
+            faults += _verify_shard(stem, record)
+    return faults
+
+
+def documents_path(stem: Path) -> Path:
+    return stem.with_name(stem.name + ".documents.jsonl")
+
+
+def shard_files(stem: Path) -> dict[str, Path]:
+    """The files of a prepared shard by their key in the manifest."""
+    return {"bin": bin_path(stem), "idx": idx_path(stem), "documents": documents_path(stem)}
+
+
+def _shards_of(
+    directory: Path, manifest: Manifest | None, stems: tuple[Path, ...]
+) -> Iterator[tuple[Path, Shard | None]]:
+    if manifest is None:
+        yield from ((stem, None) for stem in stems)
+    else:
+        yield from ((directory / shard.name, shard) for shard in manifest.shards)
+
+
+def _check_shard(stem: Path, record: Shard | None) -> IndexedFile:
+    if record is not None:
+        for key in ("bin", "idx"):
+            path = shard_files(stem)[key]
+            found = path.stat().st_size if path.is_file() else None
+            if found != record.bytes[key]:
+                what = "no file" if found is None else str(found)
+                raise Damaged(f"{path}: expected {record.bytes[key]} bytes (by the manifest), found {what}")
+    file = IndexedFile(stem)
+    if record is None:
+        file.check_layout()
+    elif (file.tokens, file.documents) != (record.tokens, record.documents):
+        expected = f"{record.tokens} tokens in {record.documents} documents (by the manifest)"
+        raise Damaged(f"{file.idx_path}: expected {expected}, found {file.tokens} in {file.documents}")
+    return file
+
+
+def _verify_shard(stem: Path, record: Shard | None) -> list[str]:
+    try:
+        _check_shard(stem, record).check_layout()
+    except (Damaged, BadInput) as error:
+        return [str(error)]
+    if record is None:
+        return []
+    found = {key: _digest_or_none(path) for key, path in shard_files(stem).items()}
+    return [
+        f"{shard_files(stem)[key]}: expected digest {expected}, found {found[key] or 'no file'}"
+        for key, expected in record.digest.items()
+        if found[key] != expected
+    ]
+
+
+def _digest_or_none(path: Path) -> str | None:
+    return digest_file(path) if path.is_file() else None
+
+
+def _parse(data: dict[str, Any]) -> Manifest:
+    if data["version"] != VERSION:
+        raise ValueError(f"version {data['version']}, this release reads version {VERSION}")
+    shards = tuple(Shard(**shard) for shard in data["shards"])
+    tokenizer = TokenizerRecord(**data["tokenizer"])
+    for name in (tokenizer.file, *(shard.name for shard in shards)):
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} leaves the directory")
+    return Manifest(tokenizer, data["dtype"], shards, data["skipped"], data["request"])
+
+
+def _nothing_at(path: Path) -> str:
+    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    near = nearest(path.name, siblings)
+    hint = f" (nearest: {path.parent / near})" if near and near != path.name else ""
+    expected = f"expected {MANIFEST}, {TRAIN}/{MANIFEST} or .bin/.idx pairs"
+    return f"{path}: no prepared data here{hint}; {expected}. `meshwright data prepare INPUT --out {path}` makes it"

@@ -1,0 +1,136 @@
+"""Which sample is global sample i: pure functions of (seed, names, i), never of rank count or history.
+
+A mixture is laid out in blocks of 65,536 samples. Each block holds every source as often as its weight says, shuffled;
+within a source, each epoch visits every window once in an order of its own. So any sample is found without replaying
+those before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.spec.errors import BadInput
+
+BLOCK = 65536
+ROUNDS = 8
+FEWEST_HALF_BITS = 3
+MASK64 = 2**64 - 1
+
+
+class Place(NamedTuple):
+    """Where global samples lie: source numbers and windows within them, both `(samples,)`."""
+
+    source: np.ndarray
+    window: np.ndarray
+
+
+class Mixture:
+    """The order in which samples of several sources are drawn.
+
+    `weights` maps names to relative numbers of samples, `windows` names to how many windows a source has. Sources are
+    numbered in the order of their sorted names, so the order of keys in a file does not matter. With `shuffle` false,
+    blocks still mix the sources but each source is read from its first window on: the fixed order of validation. Raises
+    BadInput when a weight is too small to give one sample in 65,536.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], windows: Mapping[str, int], seed: int, shuffle: bool = True
+    ) -> None:
+        self.names = sorted(weights)
+        self.windows = [windows[name] for name in self.names]
+        self.seed, self.shuffle = seed, shuffle
+        self.counts = quantise([weights[name] for name in self.names], self.names)
+        self._block = lru_cache(maxsize=4)(self._make_block)
+
+    def places(self, indices: np.ndarray) -> Place:
+        """Source and window of each global sample index; `indices` is `(samples,)`, not negative."""
+        indices = np.asarray(indices, dtype=np.int64)
+        source, index = self._within_sources(indices)
+        window = np.empty_like(index)
+        for number, name in enumerate(self.names):
+            mine = source == number
+            window[mine] = self._windows_of(name, self.windows[number], index[mine])
+        return Place(source, window)
+
+    def _within_sources(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if len(self.names) == 1:
+            return np.zeros_like(indices), indices
+        source, index = np.empty_like(indices), np.empty_like(indices)
+        blocks, offsets = np.divmod(indices, BLOCK)
+        for block in np.unique(blocks):
+            here = blocks == block
+            sources, rank = self._block(int(block))
+            source[here] = sources[offsets[here]]
+            index[here] = block * self.counts[source[here]] + rank[offsets[here]]
+        return source, index
+
+    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Source of each sample of a block, and how many samples of the same source come before it in the block."""
+        # Sorting raw Philox output, not Generator.permutation: NumPy promises only the raw stream to stay the same.
+        philox = np.random.Philox(key=np.array([self.seed & MASK64, block], dtype=np.uint64))
+        pattern = np.repeat(np.arange(len(self.names)), self.counts)
+        sources = pattern[np.argsort(philox.random_raw(BLOCK), kind="stable")]
+        rank = np.empty(BLOCK, dtype=np.int64)
+        for number, count in enumerate(self.counts):
+            rank[sources == number] = np.arange(count)
+        return sources, rank
+
+    def _windows_of(self, name: str, windows: int, index: np.ndarray) -> np.ndarray:
+        epochs, within = np.divmod(index, windows)
+        if not self.shuffle:
+            return within
+        result = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            result[here] = permute(within[here], windows, f"{self.seed}/{name}/{int(epoch)}")
+        return result
+
+
+def quantise(weights: Sequence[float], names: Sequence[str]) -> np.ndarray:
+    """Samples of each source in a block of 65,536, by largest remainder; ties go to the earlier name."""
+    exact = np.asarray(weights, dtype=np.float64)
+    exact = exact / exact.sum() * BLOCK
+    counts = np.floor(exact).astype(np.int64)
+    most = np.argsort(-(exact - counts), kind="stable")[: BLOCK - int(counts.sum())]
+    counts[most] += 1
+    for name, weight, count in zip(names, weights, counts, strict=True):
+        if count == 0:
+            share = f"less than one sample in {BLOCK:,}"
+            raise BadInput(f"data.mix: {name}: weight {weight:g} gives {share}; raise it or leave the source out")
+    return counts
+
+
+def permute(values: np.ndarray, size: int, key: str) -> np.ndarray:
+    """Image of `values` (each in [0, size)) under a pseudo-random permutation of [0, size) that `key` names.
+
+    A Feistel network on the smallest even number of bits that covers `size`; values that leave the range walk on along
+    their cycle until they are back in it (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+    half = max((max(size - 1, 1).bit_length() + 1) // 2, FEWEST_HALF_BITS)
+    keys = np.frombuffer(
+        hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8 * ROUNDS).digest(), dtype="<u8"
+    )
+    result = _feistel(np.asarray(values).astype(np.uint64), half, keys)
+    while (outside := result >= size).any():
+        result[outside] = _feistel(result[outside], half, keys)
+    return result.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (_scramble(right + key) & mask)
+    return (left << bits) | right
+
+
+def _scramble(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function (Steele, Lea and Flood 2014): every input bit reaches every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,111 @@
+"""Documents laid end to end and cut into windows of one fixed length, so that nothing recompiles.
+
+Window w of a source is tokens [w*S, w*S + S] of its stream: S inputs, and the same shifted by one as targets. Where
+documents begin is read from the index on every rank and never sent. The tail that does not fill a window is dropped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.data.indexed import IndexedFile
+
+IGNORED = -1
+"""Target of a position that is not trained on."""
+
+
+class DocumentPart(NamedTuple):
+    """Tokens [start, stop) of one document, which is number `document` of shard `shard`; `offset` is where in the
+    stream they begin.
+    """
+
+    shard: int
+    document: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One window, all `(seq,)` int64; `documents` counts from 0 within the window."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    documents: np.ndarray
+
+
+class TokenStream:
+    """The tokens of several shards as one sequence, in the order of the shards."""
+
+    def __init__(self, files: Sequence[IndexedFile]) -> None:
+        self.files = list(files)
+        self._starts = list(accumulate((file.tokens for file in self.files), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def windows(self, seq_len: int) -> int:
+        """How many windows of `seq_len` inputs and one more target fit."""
+        return max(len(self) - 1, 0) // seq_len
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) as int64."""
+        parts = [self.files[shard].read(first, last) for shard, first, last in self._ranges(start, stop)]
+        return np.concatenate(parts).astype(np.int64)
+
+    def begins(self, start: int, stop: int) -> np.ndarray:
+        """Where in [start, stop) a document begins, from `start` on; the first, which may have begun earlier, at 0."""
+        return np.array([part.offset - start for part in self.parts(start, stop)], dtype=np.int64)
+
+    def parts(self, start: int, stop: int) -> list[DocumentPart]:
+        """The documents of tokens [start, stop), each with the part that lies inside, in order."""
+        found = []
+        for shard, first, last in self._ranges(start, stop):
+            for span in self.files[shard].document_spans(first, last):
+                begin, end = max(span.start, first), min(span.stop, last)
+                offset = self._starts[shard] + begin
+                found.append(DocumentPart(shard, span.document, begin - span.start, end - span.start, offset))
+        return found
+
+    def locate(self, offset: int) -> tuple[IndexedFile, int]:
+        """The file that holds a token of the stream, and the token's number there."""
+        shard = bisect_right(self._starts, offset) - 1
+        return self.files[shard], offset - self._starts[shard]
+
+    def _ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(shard, first, last+1) for each shard that holds a part of [start, stop)."""
+        ranges = []
+        shard = bisect_right(self._starts, start) - 1
+        while start < stop:
+            end = min(stop, self._starts[shard + 1])
+            if end > start:
+                ranges.append((shard, start - self._starts[shard], end - self._starts[shard]))
+            start, shard = end, shard + 1
+        return ranges
+
+
+def pack(tokens: np.ndarray, begins: np.ndarray, document_mask: bool) -> Packed:
+    """A window of S inputs from `tokens` (S + 1,) int64; `begins` are the places in it where a document begins, 0
+    first.
+
+    With `document_mask`, positions restart at each document and a target that lies in the next document is -1; without
+    it the window is one text: positions 0 to S - 1, documents all 0. A document that began earlier starts at position 0
+    too.
+    """
+    inputs, targets = tokens[:-1], tokens[1:]
+    everything = np.arange(len(tokens))
+    if not document_mask:
+        return Packed(inputs, targets, everything[:-1], np.zeros_like(inputs))
+    lengths = np.diff(begins, append=len(tokens))
+    documents = np.repeat(np.arange(len(begins)), lengths)
+    positions = everything - np.repeat(begins, lengths)
+    masked = np.where(documents[1:] == documents[:-1], targets, IGNORED)
+    return Packed(inputs, masked, positions[:-1], documents[:-1])

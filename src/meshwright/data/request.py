@@ -1,0 +1,126 @@
+"""What a preparation was asked to make, and whether an output directory holds it, a part of it, or something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from meshwright.data.corpus import InputFile
+from meshwright.data.files import digest, digest_file, write_atomic
+from meshwright.data.manifest import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
+from meshwright.data.shards import JOURNAL
+from meshwright.data.tokenizer import TRAIN_PREFIX, load_tokenizer, parse_train_request, tokenizer_file
+from meshwright.spec.errors import BadInput
+
+SHARD_TOKENS = 1 << 27
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Everything that decides the bytes of the output. Arguments as in `prepare.prepare`."""
+
+    inputs: tuple[str, ...]
+    tokenizer: str
+    out: Path
+    held_out: float = 0.0
+    text_key: str = "text"
+    on_bad: Literal["skip", "refuse"] = "skip"
+    eos: str | None = None
+    shard_tokens: int = SHARD_TOKENS
+
+    def directories(self) -> dict[str, Path]:
+        """Where each split goes."""
+        return {TRAIN: self.out / TRAIN, HELD_OUT: self.out / HELD_OUT} if self.held_out else {TRAIN: self.out}
+
+    def split_of(self, key: str) -> str:
+        """The split of a document, from its key alone: it stays when other files come or go."""
+        share = xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogateescape")) / 2**64
+        return HELD_OUT if share < self.held_out else TRAIN
+
+    def check(self) -> None:
+        """Raises BadInput for arguments that cannot be used, before anything is written."""
+        if not 0 <= self.held_out < 1:
+            raise BadInput(f"held-out fraction {self.held_out}: expected at least 0 and below 1, for example 0.01")
+        if self.shard_tokens < 1:
+            raise BadInput(f"shard size {self.shard_tokens}: expected a positive number of tokens")
+        if parse_train_request(self.tokenizer) is None:
+            load_tokenizer(Path(self.tokenizer), self.eos)
+        if self.out.exists() and not self.out.is_dir():
+            raise BadInput(f"{self.out}: is a file, expected a directory to write into")
+
+    def describe(self, files: list[InputFile]) -> dict[str, Any]:
+        """The request as the manifest records it."""
+        listing = "\n".join(f"{file.name}\t{file.size}" for file in files)
+        given = None if self.tokenizer.startswith(TRAIN_PREFIX) else digest_file(tokenizer_file(Path(self.tokenizer)))
+        return {
+            "inputs": list(self.inputs),
+            "input_files": len(files),
+            "input_bytes": sum(file.size for file in files),
+            "input_digest": digest(listing.encode("utf-8", "surrogateescape")),
+            "tokenizer": self.tokenizer,
+            "tokenizer_digest": given,
+            "eos": self.eos,
+            "held_out": self.held_out,
+            "text_key": self.text_key,
+            "shard_tokens": self.shard_tokens,
+        }
+
+
+def finished_manifests(asked: Preparation) -> dict[str, Manifest]:
+    """The manifests under `asked.out` when every split is whole, else nothing."""
+    directories = asked.directories()
+    whole = all((directory / MANIFEST).is_file() for directory in directories.values())
+    if not whole or (asked.out / UNFINISHED).exists():
+        return {}
+    return {split: Manifest.read(directory) for split, directory in directories.items()}
+
+
+def begin(asked: Preparation, files: list[InputFile], request: dict[str, Any]) -> None:
+    """Write down what is being made. An earlier attempt at the same is continued; one at something else is refused once
+    it has finished a shard, and forgotten before.
+    """
+    newest = max(file.path.stat().st_mtime_ns for file in files)
+    full = {**request, "newest_input_ns": newest}
+    path = asked.out / UNFINISHED
+    if path.is_file():
+        before = json.loads(path.read_bytes())
+        if (asked.out / JOURNAL).exists():
+            check_same(asked.out, before, full)
+        if before == full:
+            return
+        _forget(asked.out)
+    else:
+        _check_unused(asked.out, request)
+    write_atomic(path, json.dumps(full, indent=1).encode() + b"\n")
+
+
+def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises BadInput naming what differs between the request that `out` was made with and this one."""
+    differing = [key for key in now if before.get(key) != now[key]]
+    if differing:
+        changes = "; ".join(f"{key}: {before.get(key)} before, {now[key]} now" for key in differing)
+        raise BadInput(f"{out}: holds the work of a different command ({changes}); choose another --out or remove it")
+
+
+def _check_unused(out: Path, request: dict[str, Any]) -> None:
+    for directory in (out, out / TRAIN):
+        if (directory / MANIFEST).is_file():
+            check_same(out, Manifest.read(directory).request, request)
+            raise BadInput(f"{out}: a part of what was prepared here is missing; choose another --out or remove it")
+    others = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith((".", UNFINISHED)))
+    if others:
+        raise BadInput(f"{out}: is not empty (it holds {others[0]}); choose an empty or new directory for --out")
+
+
+def _forget(out: Path) -> None:
+    """Remove what an attempt leaves that finished no shard."""
+    for split in (TRAIN, HELD_OUT):
+        if (out / split).is_dir():
+            shutil.rmtree(out / split)
+    for file in [out / TOKENIZER, *out.glob("shard-*")]:
+        file.unlink(missing_ok=True)

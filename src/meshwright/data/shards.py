@@ -1,0 +1,108 @@
+"""Writes the shards of one split, and a journal of those that are finished, so that a killed preparation continues.
+
+A shard counts once its line in `journal.jsonl` is durable; anything else in the directory is overwritten by the next
+attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.encode import EncodedDocument
+from meshwright.data.files import digest, sync_directory, write_atomic
+from meshwright.data.indexed import IndexedWriter
+from meshwright.data.manifest import Shard, documents_path, shard_files
+
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class JournalLine:
+    """A finished shard: its split, its record, and the number in the whole corpus of its last document."""
+
+    split: str
+    through: int
+    shard: Shard
+
+
+def recover_journal(out: Path) -> list[JournalLine]:
+    """Shards an earlier attempt finished. A last line cut short by a kill is removed; its shard is made again."""
+    path = out / JOURNAL
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        write_atomic(path, whole)
+    plain: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+    return [JournalLine(line["split"], line["through"], Shard(**line["shard"])) for line in plain]
+
+
+class SplitWriter:
+    """The shards of one split (`train` or `held_out`), each closed once it holds `shard_tokens` tokens.
+
+    Starts behind the shards that `journal` (in `out`) records; documents up to number `done_through` are in those.
+    """
+
+    def __init__(
+        self, out: Path, split: str, directory: Path, dtype: str, shard_tokens: int, journal: list[JournalLine]
+    ) -> None:
+        self.out, self.split, self.directory = out, split, directory
+        self.dtype, self.shard_tokens = dtype, shard_tokens
+        finished = [line for line in journal if line.split == split]
+        self.shards = [line.shard for line in finished]
+        self.done_through = finished[-1].through if finished else -1
+        self._through = self.done_through
+        self._writer: IndexedWriter | None = None
+        self._lines: list[str] = []
+        self._text_bytes = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far, the shard being written included."""
+        return sum(shard.tokens for shard in self.shards) + (self._writer.tokens if self._writer else 0)
+
+    def add(self, encoded: EncodedDocument, number: int) -> None:
+        """Append document `number` of the corpus."""
+        if self._writer is None:
+            self._writer = IndexedWriter(self.directory / f"shard-{len(self.shards):05d}", self.dtype)
+        self._writer.add_document(encoded.tokens)
+        self._lines.append(json.dumps([encoded.document.file, encoded.document.id]))
+        self._text_bytes += encoded.text_bytes
+        self._through = number
+        if self._writer.tokens >= self.shard_tokens:
+            self.finish_shard()
+
+    def finish_shard(self) -> None:
+        """Make the shard being written durable, and then its line in the journal; nothing when no shard is open."""
+        if self._writer is None:
+            return
+        writer, stem = self._writer, self._writer.stem
+        names = "".join(line + "\n" for line in self._lines).encode()
+        write_atomic(documents_path(stem), names)
+        writer.finish()
+        sizes = {key: path.stat().st_size for key, path in shard_files(stem).items()}
+        digests = {**writer.digests, "documents": digest(names)}
+        shard = Shard(stem.name, len(self._lines), writer.tokens, self._text_bytes, sizes, digests)
+        self._record(JournalLine(self.split, self._through, shard))
+        self.shards.append(shard)
+        self._writer, self._lines, self._text_bytes = None, [], 0
+
+    def abandon(self) -> None:
+        """Close the file being written without giving it a name."""
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def _record(self, line: JournalLine) -> None:
+        path = self.out / JOURNAL
+        fresh = not path.exists()
+        with path.open("ab") as file:
+            file.write(json.dumps(asdict(line)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if fresh:
+            sync_directory(self.out)

@@ -1,0 +1,37 @@
+"""What did step N see? The answer follows from seed and configuration alone, so any step can be asked for, past or
+future.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.data.source import DataSource
+from meshwright.spec.errors import BadInput
+
+
+def show_step(source: DataSource, step: int, global_batch: int, text: bool = False) -> dict[str, Any]:
+    """`{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
+
+    Steps count from 0: step N reads samples N * global_batch to (N + 1) * global_batch - 1. `start` and `end` are
+    tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
+    its decoded `text`. Raises BadInput for a negative step, or when text is asked of data whose tokenizer is not known.
+    """
+    if step < 0:
+        raise BadInput(f"--step {step}: expected 0 or more; steps count from 0")
+    indices = range(step * global_batch, (step + 1) * global_batch)
+    samples = [source.describe(index) for index in indices]
+    if text:
+        for sample, decoded in zip(samples, _decode(source, indices), strict=True):
+            sample["text"] = decoded
+    return {"step": step, "samples": samples}
+
+
+def _decode(source: DataSource, indices: range) -> list[str]:
+    from meshwright.data.tokenizer import load_tokenizer
+
+    file = source.tokenizer_file
+    if file is None:
+        raise BadInput("--text: the data is foreign, so its tokenizer is not known; leave --text out")
+    tokenizer = load_tokenizer(file).tokenizer
+    return tokenizer.decode_batch(source.samples(indices).tokens.tolist(), skip_special_tokens=False)

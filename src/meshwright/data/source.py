@@ -1,0 +1,259 @@
+"""What a run reads: `DataSpec` opened, from global sample index to token arrays, and back to the documents they came
+from.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+
+from meshwright.data.corpus import STDLIB
+from meshwright.data.manifest import (
+    HELD_OUT,
+    TRAIN,
+    OpenShard,
+    PreparedDirectory,
+    documents_path,
+    held_out_beside,
+    open_directory,
+)
+from meshwright.data.order import Mixture
+from meshwright.data.packing import Packed, TokenStream, pack
+from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.job import DataSpec
+
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples as int64 arrays of `(samples, seq)`; `targets` is -1 where nothing is to be learned."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    documents: np.ndarray
+
+
+def open_data(
+    spec: DataSpec,
+    *,
+    seq_len: int,
+    seed: int,
+    vocab_size: int | None = None,
+    split: Split = "train",
+    stdlib: Path | None = None,
+) -> DataSource:
+    """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, in a fixed
+    order.
+
+    `vocab_size` is the model's: a tokenizer with more tokens is refused here, a larger token id when it is read.
+    `stdlib` is the folder for the source `stdlib` (the user's cache when None). Raises BadInput and Damaged (see
+    `data.damaged`).
+    """
+    train = {name: _path_of(name, stdlib) for name in sorted(spec.mix)}
+    paths = train if split == "train" else _validation_paths(spec, train)
+    if not paths:
+        hint = "prepare with --held-out FRACTION, or set data.validation"
+        raise BadInput(f"no validation data: no {HELD_OUT} beside {', '.join(map(str, train.values()))}; {hint}")
+    sources = [Source(name, open_directory(path, spec.damaged), seq_len) for name, path in paths.items()]
+    _check_tokenizers(sources, vocab_size)
+    weights = {name: spec.mix.get(name, 1.0) for name in paths}
+    mixture = Mixture(weights, {source.name: source.windows for source in sources}, seed, shuffle=split == "train")
+    return DataSource(sources, mixture, seq_len, spec.document_mask, vocab_size)
+
+
+def has_validation(spec: DataSpec, stdlib: Path | None = None) -> bool:
+    """Whether `open_data(..., split="validation")` would find something."""
+    return bool(_validation_paths(spec, {name: _path_of(name, stdlib) for name in spec.mix}))
+
+
+class Source:
+    """One prepared directory as a stream of windows. Raises BadInput when it does not fill one."""
+
+    def __init__(self, name: str, directory: PreparedDirectory, seq_len: int) -> None:
+        self.name, self.directory, self.seq_len = name, directory, seq_len
+        self.stream = TokenStream([shard.file for shard in directory.shards])
+        self.windows = self.stream.windows(seq_len)
+        if self.windows == 0:
+            need = f"train.seq_len {seq_len} needs {seq_len + 1}"
+            raise BadInput(f"{directory.path}: has {len(self.stream)} tokens, {need}; shorten it or add text")
+        self._names = lru_cache(maxsize=16)(_DocumentNames)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.stream)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text for each token (end-of-document tokens counted), or None when the data is foreign."""
+        records = [shard.record for shard in self.directory.shards if shard.record]
+        return sum(r.text_bytes for r in records) / sum(r.tokens for r in records) if records else None
+
+    def describe(self, window: int) -> list[dict[str, Any]]:
+        """The documents of a window's inputs: file, id, and the tokens [start, end) of the document that are in it."""
+        start = window * self.seq_len
+        parts = self.stream.parts(start, start + self.seq_len)
+        named = [(part, self._name_of(self.directory.shards[part.shard], part.document)) for part in parts]
+        return [{"file": file, "id": ident, "start": part.start, "end": part.stop} for part, (file, ident) in named]
+
+    def _name_of(self, shard: OpenShard, document: int) -> tuple[str, int | str]:
+        if shard.record is None:
+            return str(shard.file.bin_path), document
+        return self._names(documents_path(shard.file.stem))[document]
+
+
+class DataSource:
+    """All samples of a run, addressed by global sample index.
+
+    `sources` are the open directories, in the order of their names in `mixture`.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], mixture: Mixture, seq_len: int, document_mask: bool, vocab_size: int | None
+    ) -> None:
+        self.sources = {source.name: source for source in sources}
+        self.mixture, self.seq_len, self.document_mask = mixture, seq_len, document_mask
+        self._limit = vocab_size
+        self._ordered = [self.sources[name] for name in mixture.names]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens of the tokenizer the data was made with; None when no source knows."""
+        manifests = [source.directory.manifest for source in self._ordered]
+        return max((m.tokenizer.vocab_size for m in manifests if m), default=None)
+
+    @property
+    def eos(self) -> int | None:
+        """Id of the token that ends each document; None when no source knows."""
+        manifests = [source.directory.manifest for source in self._ordered]
+        return next((m.tokenizer.eos for m in manifests if m), None)
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The `tokenizer.json` that the data was made with; None when no source has one."""
+        files = [source.directory.tokenizer_file for source in self._ordered]
+        return next((file for file in files if file), None)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text for each token drawn, or None when a source does not know: loss / (bytes_per_token * ln 2) is
+        bits per byte.
+        """
+        known = [source.bytes_per_token for source in self._ordered]
+        shares = self.mixture.counts / self.mixture.counts.sum()
+        if any(value is None for value in known):
+            return None
+        return float(sum(share * value for share, value in zip(shares, known, strict=True) if value is not None))
+
+    @property
+    def windows(self) -> int:
+        """Different windows in all sources together."""
+        return sum(source.windows for source in self._ordered)
+
+    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """The samples with these global indices, in the order given.
+
+        Raises Damaged when a token id does not fit the model's vocabulary, naming file and offset.
+        """
+        packed = [self._sample(source, window) for source, window in self._places(indices)]
+        return Batch(
+            tokens=np.stack([sample.tokens for sample in packed]),
+            targets=np.stack([sample.targets for sample in packed]),
+            positions=np.stack([sample.positions for sample in packed]),
+            documents=np.stack([sample.documents for sample in packed]),
+        )
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """Where one global sample comes from: `{global_index, source, documents: [{file, id, start, end}], tokens}`."""
+        source, window = self._places([index])[0]
+        documents = source.describe(window)
+        return {"global_index": index, "source": source.name, "documents": documents, "tokens": self.seq_len}
+
+    def unigram_entropy(self, samples: int) -> float:
+        """Entropy in nats per token of the target tokens of the first `samples` samples, each token by its own
+        frequency: the loss of a model that knows how often tokens occur and nothing else.
+        """
+        counts = np.zeros(0, dtype=np.int64)
+        for source, window in self._places(range(samples)):
+            targets = self._sample(source, window).targets
+            more = np.bincount(targets[targets >= 0], minlength=len(counts))
+            more[: len(counts)] += counts
+            counts = more
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * np.log(shares)).sum())
+
+    def _places(self, indices: Sequence[int] | np.ndarray) -> list[tuple[Source, int]]:
+        place = self.mixture.places(np.asarray(indices, dtype=np.int64))
+        return [(self._ordered[s], int(w)) for s, w in zip(place.source, place.window, strict=True)]
+
+    def _sample(self, source: Source, window: int) -> Packed:
+        start, stop = window * self.seq_len, (window + 1) * self.seq_len + 1
+        tokens = source.stream.read(start, stop)
+        if tokens.min() < 0 or (self._limit is not None and tokens.max() >= self._limit):
+            self._refuse(source, start, tokens)
+        begins = source.stream.begins(start, stop) if self.document_mask else np.zeros(1, dtype=np.int64)
+        return pack(tokens, begins, self.document_mask)
+
+    def _refuse(self, source: Source, start: int, tokens: np.ndarray) -> NoReturn:
+        limit = np.iinfo(np.int64).max if self._limit is None else self._limit
+        at = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
+        file, token = source.stream.locate(start + at)
+        expected = "an id that is not negative" if self._limit is None else f"an id below model.vocab_size {limit}"
+        offset = file.token_offset(token)
+        raise Damaged(f"{file.bin_path}: offset {offset}: expected {expected}, found token {tokens[at]}")
+
+
+class _DocumentNames:
+    """Random access to the lines of a shard's `documents.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise Damaged(f"{path}: missing; it names the documents of its shard")
+        with path.open("rb") as file:
+            self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._ends = np.flatnonzero(np.frombuffer(self._content, dtype=np.uint8) == ord("\n"))
+
+    def __getitem__(self, document: int) -> tuple[str, int | str]:
+        try:
+            start = 0 if document == 0 else int(self._ends[document - 1]) + 1
+            file, identity = json.loads(self._content[start : int(self._ends[document])])
+        except (IndexError, ValueError, TypeError) as error:
+            raise Damaged(f"{self.path}:{document + 1}: expected [file, id] of a document ({error})") from error
+        return file, identity
+
+
+def _path_of(name: str, stdlib: Path | None) -> Path:
+    if name != STDLIB or Path(name).exists():
+        return Path(name)
+    from meshwright.data.stdlib import ensure_stdlib, stdlib_folder
+
+    return ensure_stdlib(stdlib or stdlib_folder())
+
+
+def _validation_paths(spec: DataSpec, train: dict[str, Path]) -> dict[str, Path]:
+    if spec.validation is not None:
+        path = train.get(spec.validation) or _path_of(spec.validation, None)
+        held_out = held_out_beside(path) if path.name != TRAIN else None
+        return {spec.validation: held_out or path}
+    return {name: found for name, path in train.items() if (found := held_out_beside(path))}
+
+
+def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:
+    known = [(source, source.directory.manifest.tokenizer) for source in sources if source.directory.manifest]
+    for source, tokenizer in known:
+        first, expected = known[0]
+        if tokenizer.digest != expected.digest:
+            paths = f"{first.directory.path} and {source.directory.path}"
+            raise BadInput(f"data.mix: {paths} were prepared with different tokenizers; prepare both with one")
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+            has = f"its tokenizer has {tokenizer.vocab_size} tokens"
+            raise BadInput(f"{source.directory.path}: {has}, expected at most model.vocab_size {vocab_size}")

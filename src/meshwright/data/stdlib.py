@@ -1,0 +1,42 @@
+"""The corpus everybody has: the source files of Python's own standard library, prepared on first use (`data.mix:
+stdlib`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from meshwright.data.corpus import STDLIB
+from meshwright.data.prepare import prepare
+from meshwright.data.request import Preparation, finished_manifests
+from meshwright.data.tokenizer import TRAIN_PREFIX
+from meshwright.spec.errors import BadInput
+
+VOCABULARY = 4096
+HELD_OUT_FRACTION = 0.02
+
+
+def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False) -> Path:
+    """Prepare the standard library in `folder` unless it is there; `folder`.
+
+    2% of the files are held out. Any number of processes may call it at once: one works, the others wait for it.
+    Raises BadInput when the folder holds it with another vocabulary.
+    """
+    asked = Preparation((STDLIB,), f"{TRAIN_PREFIX}{vocab}", folder, held_out=HELD_OUT_FRACTION)
+    for manifest in finished_manifests(asked).values():
+        if manifest.request["tokenizer"] != asked.tokenizer:
+            made = manifest.request["tokenizer"]
+            raise BadInput(
+                f"{folder}: prepared with tokenizer {made}, asked for {asked.tokenizer}; choose another folder"
+            )
+        return folder
+    prepare(asked.inputs, asked.tokenizer, folder, held_out=asked.held_out, shown=shown, wait=True)
+    return folder
+
+
+def stdlib_folder(vocab: int = VOCABULARY) -> Path:
+    """Where `stdlib` is kept when nobody says: the user's cache, by vocabulary and Python version."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "meshwright" / f"{STDLIB}-{vocab}-py{platform.python_version()}"

@@ -1,0 +1,135 @@
+"""Tokenizers: any Hugging Face `tokenizer.json` is loaded, and a byte-level BPE is trained from text.
+
+The trained one splits text by GPT-2's rule, which llama.cpp and every server know, so that an exported model loads
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from meshwright.data.corpus import BadDocument, InputFile, read_documents
+from meshwright.data.files import digest
+from meshwright.data.manifest import TOKENIZER, TokenizerRecord
+from meshwright.spec.errors import BadInput, nearest
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+SMALLEST = 257
+SAMPLE_BYTES = 64 << 20
+TRAIN_PREFIX = "train:"
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A tokenizer, the exact bytes of its file, and what a manifest says of it."""
+
+    tokenizer: Tokenizer
+    content: bytes
+    record: TokenizerRecord
+
+
+def train_tokenizer(texts: Iterable[str], size: int) -> bytes:
+    """Train a byte-level BPE of `size` tokens, the first `<|endoftext|>`; the content of its `tokenizer.json`.
+
+    The same texts give the same bytes. A text too small for `size` merges gives fewer tokens. Raises BadInput when
+    `size` is below 257, the 256 bytes and the end of text. Method: Sennrich et al. 2016 on bytes as in GPT-2 (Radford
+    et al. 2019).
+    """
+    check_size(size)
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer: Any = trainers.BpeTrainer
+    tokenizer.train_from_iterator(
+        texts, trainer(vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    )
+    return tokenizer.to_str().encode()
+
+
+def load_tokenizer(path: Path, eos: str | None = None) -> LoadedTokenizer:
+    """Load a `tokenizer.json`, or the one in a folder; `eos` names the token that ends a document (known names are
+    tried).
+
+    Raises BadInput when the file is missing or not a tokenizer, or has no such token.
+    """
+    file = tokenizer_file(path)
+    return parse_tokenizer(file.read_bytes(), str(file), eos)
+
+
+def tokenizer_file(path: Path) -> Path:
+    """`path`, or the `tokenizer.json` in it when it is a folder. Raises BadInput when there is no such file."""
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.is_file():
+        raise BadInput(f"{file}: no such tokenizer; expected a tokenizer.json, a folder with one, or `train:SIZE`")
+    return file
+
+
+def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> LoadedTokenizer:
+    """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages."""
+    try:
+        tokenizer = Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # `tokenizers` raises bare Exception for every mistake in a file
+        raise BadInput(f"{where}: not a tokenizer.json: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # A special token spelled out inside a document is text, never a command to the model.
+    tokenizer.encode_special_tokens = True
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    record = TokenizerRecord(TOKENIZER, max(vocabulary.values()) + 1, digest(content), _eos_id(vocabulary, where, eos))
+    return LoadedTokenizer(tokenizer, content, record)
+
+
+def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMPLE_BYTES) -> Iterator[tuple[str, str]]:
+    """(key, text) of documents spread evenly over `files`, together about `sample_bytes`: what a tokenizer is trained
+    on.
+
+    Each file owes its share by size. A small file waits until enough is owed for it; a large one gives its beginning.
+    """
+    total = sum(file.size for file in files) or 1
+    owed = 0.0
+    for file in files:
+        owed += file.size / total * sample_bytes
+        if owed <= 0:
+            continue
+        for document in read_documents(file, text_key):
+            if isinstance(document, BadDocument):
+                continue
+            text = document.text[: int(owed) + 1]
+            yield document.key, text
+            owed -= len(text)
+            if owed <= 0:
+                break
+
+
+def parse_train_request(tokenizer: str) -> int | None:
+    """SIZE of `train:SIZE`, or None when `tokenizer` names a file. Raises BadInput when SIZE is not a usable number."""
+    if not tokenizer.startswith(TRAIN_PREFIX):
+        return None
+    size = tokenizer.removeprefix(TRAIN_PREFIX).replace("_", "").replace(",", "")
+    if not size.isdecimal():
+        raise BadInput(f"tokenizer {tokenizer!r}: expected train:SIZE with a number of tokens, for example train:4096")
+    return check_size(int(size))
+
+
+def check_size(size: int) -> int:
+    """`size`, or BadInput when a byte-level vocabulary cannot be so small."""
+    if size < SMALLEST:
+        raise BadInput(f"vocabulary of {size} tokens: expected at least {SMALLEST}, the 256 bytes and {END_OF_TEXT}")
+    return size
+
+
+def _eos_id(vocabulary: dict[str, int], where: str, eos: str | None) -> int:
+    for name in (eos,) if eos is not None else KNOWN_ENDS:
+        if name in vocabulary:
+            return vocabulary[name]
+    if eos is not None:
+        near = nearest(eos, [token for token in vocabulary if len(token) > 2])
+        raise BadInput(f"{where}: has no token {eos!r}" + (f" (nearest: {near!r})" if near else ""))
+    raise BadInput(f"{where}: has none of {', '.join(KNOWN_ENDS)}; name the token that ends a document with --eos")

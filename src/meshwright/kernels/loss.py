@@ -1,0 +1,123 @@
+"""The head's product and its cross-entropy together, a chunk of tokens at a time, so that full logits never exist.
+
+Forward computes each chunk's loss and, while its logits are at hand, both gradients; backward only scales them by what
+comes in. That makes three matrix products per chunk in all, none computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.kernels.norm import accumulate_dtype
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, *, plain: bool = False) -> Tensor:
+    """Sum of the tokens' cross-entropies as an fp32 scalar (fp64 for fp64 input); a negative target is left out.
+
+    hidden `(tokens, hidden)` and weight `(vocab, hidden)` share the dtype that the products run in; targets
+    `(tokens,)`. At most `chunk` tokens' logits exist at one time. The plain twin is torch's own cross-entropy over all
+    logits.
+    """
+    if plain:
+        logits = F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype))
+        return F.cross_entropy(logits, targets.clamp_min(-1), ignore_index=-1, reduction="sum")
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(hidden, weight, targets, chunk)
+    return _loss_alone(hidden, weight, targets, chunk)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        wide = accumulate_dtype(hidden.dtype)
+        slope = _compiled(_slope_fused) if hidden.is_cuda else _slope_eager
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        for h, h_grad, t in zip(hidden.split(chunk), hidden_grad.split(chunk), targets.split(chunk), strict=True):
+            part, logits_grad = slope(h @ weight.t(), t)
+            loss += part
+            torch.mm(logits_grad, weight, out=h_grad)
+            if weight_grad is not None:
+                _add_product(weight_grad, logits_grad.t(), h)
+            del logits_grad  # else two chunks' logits would be alive when the next product is made
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        by, dtype = grad_outputs[0], hidden_grad.dtype
+        return _scaled(hidden_grad, by, dtype), _scaled(weight_grad, by, dtype), None, None
+
+
+def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    measure = _compiled(_loss_of_logits) if hidden.is_cuda else _loss_of_logits
+    loss = torch.zeros((), dtype=accumulate_dtype(hidden.dtype), device=hidden.device)
+    for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        loss += measure(h @ weight.t(), t)
+    return loss
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, with `total` kept in its wider dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
+
+
+def _scaled(gradient: Tensor | None, by: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """gradient · by, multiplied in by's wider dtype (a bare scalar would be rounded to the gradient's first)."""
+    if gradient is None:
+        return None
+    return torch.mul(gradient, by.expand_as(gradient), out=torch.empty_like(gradient, dtype=dtype))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def _loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed loss of logits `(tokens, vocab)`."""
+    wide = logits.to(accumulate_dtype(logits.dtype))
+    picked = wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0]
+    return torch.where(targets >= 0, torch.logsumexp(wide, dim=-1) - picked, 0.0).sum()
+
+
+def _slope_fused(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss of logits `(tokens, vocab)` and its gradient, written over the logits.
+
+    Written for the compiler: it becomes one reduction and one elementwise pass. Eagerly it would make several fp32
+    copies.
+    """
+    wide = logits.to(accumulate_dtype(logits.dtype))
+    total = torch.logsumexp(wide, dim=-1, keepdim=True)
+    picked = wide.gather(-1, targets.clamp_min(0)[:, None])
+    counted = (targets >= 0)[:, None]
+    loss = torch.where(counted, total - picked, 0.0).sum()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    logits.copy_(torch.where(counted, torch.exp(wide - total) - is_target.to(wide.dtype), 0.0))
+    return loss, logits
+
+
+def _slope_eager(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same values with few eager kernels: one buffer turned in place from log-probabilities into the gradient."""
+    buffer = torch.log_softmax(logits, dim=-1, dtype=accumulate_dtype(logits.dtype))
+    column = targets.clamp_min(0)[:, None]
+    counted = (targets >= 0)[:, None].to(buffer.dtype)
+    loss = -(buffer.gather(-1, column) * counted).sum()
+    buffer.exp_().scatter_add_(-1, column, -counted).mul_(counted)
+    return loss, buffer.to(logits.dtype)

@@ -1,0 +1,34 @@
+"""RMSNorm and LayerNorm over the last dimension, with statistics in fp32 (fp64 for fp64 input), in the input's dtype.
+
+The fast paths are torch's fused operators; the plain twins are the formulas.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plain: bool = False) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) · weight` over the last dimension of x `(..., width)` (Zhang & Sennrich 2019)."""
+    if not plain:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = x.to(accumulate_dtype(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, plain: bool = False) -> Tensor:
+    """`(x - mean) / sqrt(variance + eps) · weight + bias` over the last dimension of x `(..., width)`."""
+    if not plain:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    wide = x.to(accumulate_dtype(x.dtype))
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    return (centred * scale * weight + bias).to(x.dtype)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The format sums over `dtype` values are kept in: fp64 for fp64, fp32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

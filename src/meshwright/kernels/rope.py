@@ -1,0 +1,63 @@
+"""Rotary position embedding (Su et al. 2021) in Llama's half-rotation form, with Llama 3.1's frequency scaling.
+
+The tables are computed once per forward and handed to every layer; they are not buffers, so a model on meta has nothing
+to rebuild.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.norm import accumulate_dtype
+from meshwright.spec.model import RopeScaling
+
+Tables = tuple[Tensor, Tensor]
+
+
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
+) -> Tables:
+    """Cosines and sines, each `(batch or 1, seq, 1, head_dim / 2)`, for positions `(batch, seq)` or `(seq,)`.
+
+    Computed and returned in fp32, or fp64 when the model's `dtype` is fp64. In fp32 the steps are those of
+    transformers, so that the tables agree to the last bit also at long positions, where one rounding of a frequency
+    moves the angle.
+    """
+    wide = accumulate_dtype(dtype)
+    frequencies = _frequencies(head_dim, theta, scaling, wide, positions.device)
+    angles = positions.to(wide)[..., None] * frequencies
+    angles = angles.reshape(-1, positions.shape[-1], 1, head_dim // 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, tables: Tables) -> Tensor:
+    """x `(batch, seq, heads, head_dim)` with dimension i turned against dimension i + head_dim / 2, in x's dtype.
+
+    The products are taken in the tables' dtype.
+    """
+    cos, sin = tables
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Radians per token of each pair of dimensions, `(head_dim / 2,)`."""
+    exponents = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    return frequencies if scaling is None else _scaled(frequencies, scaling)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's scaling: long waves slowed by `factor`, short ones kept, those between blended (Grattafiori et al.
+    2024 §3.4).
+    """
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_seq_len / wavelengths
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / scaling.factor + keep * frequencies

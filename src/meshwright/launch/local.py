@@ -1,0 +1,128 @@
+"""The ranks of one host: started, watched, stopped together.
+
+The parent owns a listening socket on 127.0.0.1 that rank 0's store serves, so no port is open beyond loopback. Ranks run in sessions of
+their own: Ctrl-C reaches only the parent, which passes it on once and kills at the second. A rank that fails takes the others with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, EXIT_INTERRUPTED
+
+CULPRIT_SECONDS = 2.0
+"""After a rank reports that others are gone, how long to wait for the one whose failure caused it."""
+POLL_SECONDS = 0.05
+
+
+def run_ranks(module: str, arguments: list[str], *, ranks: int, logs: Path, threads: int) -> int:
+    """Run `python -m module arguments…` as `ranks` local ranks and return the exit code of the job.
+
+    Rank 0 keeps this terminal; the others write to `logs/rank-NNNNN.log`. The code is 0 when all succeed, else that of the first rank
+    that failed by itself.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    with _listening_socket() as listener:
+        processes = [_start(module, arguments, rank, ranks, listener, logs, threads) for rank in range(ranks)]
+    try:
+        with _forwarding(processes):
+            return _wait(processes)
+    finally:
+        _kill(processes)
+
+
+def _start(
+    module: str, arguments: list[str], rank: int, ranks: int, listener: socket.socket, logs: Path, threads: int
+) -> subprocess.Popen[bytes]:
+    port = listener.getsockname()[1]
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    env = {**os.environ, **{key: str(value) for key, value in place.items()}}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MESHWRIGHT_PARENT": str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
+    env |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    passed: tuple[int, ...] = ()
+    if rank == 0:
+        passed = (listener.fileno(),)
+        env["MESHWRIGHT_STORE_FD"] = str(listener.fileno())
+    command = [sys.executable, "-m", module, *arguments]
+    if rank == 0:
+        return subprocess.Popen(command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL)
+    with (logs / f"rank-{rank:05d}.log").open("ab") as log:
+        return subprocess.Popen(
+            command, env=env, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+@contextmanager
+def _listening_socket() -> Iterator[socket.socket]:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    with listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        yield listener
+
+
+@contextmanager
+def _forwarding(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Pass stop signals on to the ranks; the second Ctrl-C kills them."""
+    interrupts = 0
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        if interrupts > 1:
+            _kill(processes)
+            os._exit(EXIT_INTERRUPTED)
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    kept = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Wait until all ranks succeed or one fails; give a failure's true culprit a moment to show."""
+    failed_at: float | None = None
+    while True:
+        codes = [process.poll() for process in processes]
+        failures = [code for code in codes if code not in (None, EXIT_DONE)]
+        if not failures and None not in codes:
+            return EXIT_DONE
+        own = [code for code in failures if code != EXIT_COMMUNICATION]
+        if failures and None not in codes:
+            return _as_exit_code((own or failures)[0])
+        if failures:
+            failed_at = failed_at or time.monotonic()
+            stopping = all(code in (75, EXIT_INTERRUPTED) for code in failures)
+            if time.monotonic() - failed_at > (30 if stopping else CULPRIT_SECONDS):
+                return _as_exit_code((own or failures)[0])
+        time.sleep(POLL_SECONDS)
+
+
+def _as_exit_code(code: int | None) -> int:
+    """A rank killed by a signal (negative code) is a communication failure to the job: its peers lost it."""
+    if code is None:
+        return EXIT_INTERNAL
+    return EXIT_COMMUNICATION if code < 0 else code
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()

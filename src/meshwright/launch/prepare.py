@@ -1,0 +1,155 @@
+"""From a loaded run file to a run folder its ranks can start from: data resolved, plan chosen, resume decided.
+
+A run folder holds config.yaml (resolved), plan.yaml, environment.json, assignment.json, metrics.jsonl, checkpoints/, logs/, report.html.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from pathlib import Path
+
+import yaml
+
+from meshwright.data.corpus import STDLIB
+from meshwright.data.source import DataSource, open_data
+from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
+from meshwright.launch.machine import host_memory_bytes
+from meshwright.planner.data_parallel import Candidate, choose
+from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.fields import to_plain
+from meshwright.spec.load import differences, load_plan, load_run, resolved_yaml
+from meshwright.spec.model import parameter_count
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Assignment, RunSpec
+
+VOCABULARY_MULTIPLE = 128
+"""A model's vocabulary taken from a tokenizer is rounded up to this: whole tiles of the head's matrix product."""
+BYTES_PER_PARAMETER = 12
+"""A checkpoint's master weight and two moments in fp32."""
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start: its folder exists, and `assignment` is written in it."""
+
+    assignment: Assignment
+    folder: Path
+    resumes: bool
+
+
+def resolve_data(run: RunSpec, note: Note) -> RunSpec:
+    """Prepare the built-in corpus if it is asked for, open the data, and give a model without a vocabulary its tokenizer's.
+
+    Raises BadInput when the data cannot be read or a model's vocabulary cannot be known, and Damaged (see `data.damaged`).
+    """
+    if needs_stdlib(run) and not stdlib_folder().exists():
+        note(f"preparing Python's standard library as training text in {stdlib_folder()}")
+        ensure_stdlib(stdlib_folder(), shown=True)
+    source = open_run_data(run)
+    if run.model.vocab_size:
+        return run
+    if source.vocab_size is None:
+        raise BadInput(
+            f"model.vocab_size is not set and {', '.join(run.data.mix)} has no tokenizer to take it from; set model.vocab_size"
+        )
+    return replace(run, model=replace(run.model, vocab_size=-(-source.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE))
+
+
+def open_run_data(run: RunSpec) -> DataSource:
+    """The run's training data; opening it finds what is wrong with it before any rank starts."""
+    return open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size or None)
+
+
+def needs_stdlib(run: RunSpec) -> bool:
+    """Whether the run reads the built-in corpus, which is prepared on first use."""
+    return STDLIB in run.data.mix and not Path(STDLIB).exists()
+
+
+def with_vocabulary(run: RunSpec) -> RunSpec:
+    """The run with a vocabulary to plan for: the built-in tokenizer's size when the data that decides it is not there yet."""
+    if run.model.vocab_size:
+        return run
+    return replace(run, model=replace(run.model, vocab_size=VOCABULARY))
+
+
+def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
+    """The plan the run starts with: the one in its plan file, or the planner's choice around its pins."""
+    if isinstance(run.plan, str) and run.plan != "auto":
+        return load_plan(Path(run.plan)), ()
+    share = host_memory_bytes() // run.cluster.gpus_per_node if run.cluster.is_cpu else None
+    return choose(run, memory_bytes=share)
+
+
+def prepare_run(run: RunSpec, runs: Path, *, fresh: bool, profile: tuple[int, int] | None, note: Note) -> Prepared:
+    """Make or reopen the run's folder and write what its ranks need.
+
+    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk is too small.
+    """
+    run = resolve_data(run, note)
+    folder, resumes = find_folder(run, runs, fresh=fresh)
+    run = replace(run, name=folder.name)
+    plan, _ = plan_for(run)
+    check_disk(run, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("logs", "checkpoints"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(resolved_yaml(run), encoding="utf-8")
+    (folder / "plan.yaml").write_text(plan_yaml(plan), encoding="utf-8")
+    tokenizer = open_run_data(run).tokenizer_file
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile)
+    assignment.write(folder / "assignment.json")
+    return Prepared(assignment, folder, resumes)
+
+
+def check_disk(run: RunSpec, folder: Path) -> None:
+    """Raise OutOfResources when one checkpoint would not fit on the run folder's disk."""
+    if not (run.checkpoint.every or run.checkpoint.at_end):
+        return
+    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    need = parameter_count(run.model) * BYTES_PER_PARAMETER
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise OutOfResources(
+            f"{folder}: one checkpoint needs {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
+            "choose another disk with --runs DIR, or write none with checkpoint.every=0 checkpoint.at_end=false"
+        )
+
+
+def find_folder(run: RunSpec, runs: Path, *, fresh: bool) -> tuple[Path, bool]:
+    """Where the run lives and whether it continues what is there.
+
+    Raises BadInput naming every key that differs when a run of this name trains something else.
+    """
+    folder = runs / run.name
+    if fresh:
+        return next_folder(runs, run.name), False
+    if not (folder / "config.yaml").exists():
+        return folder, False
+    changed = differences(load_run(folder / "config.yaml"), run)
+    if changed:
+        lines = "\n".join(f"  {key}: {before!r} there, {now!r} now" for key, before, now in changed)
+        raise BadInput(
+            f"{folder} is a run with another configuration:\n{lines}\n"
+            "Give this one another name (name=…), start it beside the old one with --fresh, or set the keys back to resume"
+        )
+    return folder, True
+
+
+def next_folder(runs: Path, name: str) -> Path:
+    """The folder of a fresh run: NAME, or NAME-2, NAME-3, … when that is taken."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(runs / free for free in names if not (runs / free).exists())
+
+
+def plan_yaml(plan: Plan) -> str:
+    """The plan as the file a person reads, edits and passes back with `plan: FILE`."""
+    header = "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` are not read.\n"
+    return header + yaml.safe_dump(to_plain(plan), sort_keys=False, allow_unicode=True, width=120)
+

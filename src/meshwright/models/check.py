@@ -1,0 +1,30 @@
+"""Whether a ModelSpec's numbers fit together into a decoder. Needs no torch."""
+
+from __future__ import annotations
+
+from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
+
+
+def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
+    """Raise BadInput, naming every field that does not fit another; `where` is the file or section they come from."""
+    mistakes = []
+    if spec.vocab_size == 0:
+        mistakes.append("vocab_size is 0: expected the tokenizer's size; give model.vocab_size or a tokenizer")
+    if spec.heads % spec.kv_heads:
+        divisors = [n for n in range(1, spec.heads + 1) if spec.heads % n == 0]
+        near = min(divisors, key=lambda n: abs(n - spec.kv_heads))
+        mistakes.append(f"kv_heads is {spec.kv_heads}: expected a divisor of heads ({spec.heads}); nearest: {near}")
+    if spec.positions == "rope" and spec.head_dim % 2:
+        near = spec.head_dim + 1
+        mistakes.append(
+            f"head_dim is {spec.head_dim}: rotary embedding turns pairs, expected an even number; nearest: {near}"
+        )
+    scaling = spec.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        mistakes.append(
+            f"rope_scaling.high_freq_factor is {scaling.high_freq_factor:g}: expected more than low_freq_factor "
+            f"({scaling.low_freq_factor:g})"
+        )
+    if mistakes:
+        raise BadInput("\n".join(f"{where}: {mistake}" for mistake in mistakes))

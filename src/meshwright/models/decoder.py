@@ -1,0 +1,185 @@
+"""The decoder-only transformer a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3 dense, and MegaScale's variants.
+
+It reads as one device's PyTorch; sharding, recompute and compilation are put around it by `parallel`. Its parameters
+are exactly the rows of `spec.model.parameters`. Projections that share an input are one matrix: queries, keys and
+values; gate and up.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.kernels.attention import AttentionMask, attention, make_mask
+from meshwright.kernels.loss import linear_cross_entropy
+from meshwright.kernels.norm import layer_norm, rms_norm
+from meshwright.kernels.rope import Tables, rotary_tables, rotate
+from meshwright.models.check import check_dimensions
+from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
+
+
+class Decoder(nn.Module):
+    """Token embedding, blocks, final norm, head.
+
+    `plain` uses the kernels' plain twins everywhere; `loss_chunk` is how many tokens' logits exist at one time in
+    training. Build it under `torch.device("meta")` and give it memory with `to_empty`: it has no buffers. Raises
+    BadInput for dimensions that do not fit.
+    """
+
+    def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096) -> None:
+        super().__init__()
+        check_dimensions(spec)
+        self.spec, self.plain = spec, plain
+        self.embed = nn.Embedding(spec.vocab_size, spec.hidden)
+        self.positions = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
+        self.layers = nn.ModuleList(Block(spec, plain) for _ in range(spec.layers))
+        self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+        self.head = Head(spec, plain, loss_chunk)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `(batch, seq, vocab)` of tokens `(batch, seq)`, or with targets the fp32 sum of their losses (fp64 in
+        fp64).
+
+        targets `(batch, seq)`: the token each place should say, negative to leave it out. positions `(batch, seq)`:
+        counted from 0 in each row when None. documents `(batch, seq)`: numbers of the documents that attention stays
+        inside; None is one per row.
+        """
+        self._check_length(tokens.shape[1])
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        rope = self._rope(positions, x.dtype)
+        dense = self.plain or x.dtype == torch.float64
+        mask = make_mask(documents, self.spec.sliding_window, tokens.shape[1], tokens.device, plain=dense)
+        for layer in self.layers:
+            x = layer(x, rope, mask)
+        tied = self.embed.weight if self.spec.tied else None
+        return self.head(self.norm(x), targets, tied)
+
+    def _rope(self, positions: Tensor, dtype: torch.dtype) -> Tables | None:
+        if self.spec.positions != "rope":
+            return None
+        return rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, dtype)
+
+    def _check_length(self, seq: int) -> None:
+        if self.positions is not None and seq > self.spec.max_seq_len:
+            raise BadInput(
+                f"a sequence of {seq} tokens does not fit the model's learned positions: expected at most "
+                f"model.max_seq_len = {self.spec.max_seq_len}; shorten train.seq_len or raise model.max_seq_len"
+            )
+
+
+class Block(nn.Module):
+    """Norm and attention, norm and feed-forward network, each added to the stream; or both beside one norm."""
+
+    def __init__(self, spec: ModelSpec, plain: bool) -> None:
+        super().__init__()
+        self.parallel = spec.parallel_block
+        self.attention_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+        self.attention = Attention(spec, plain)
+        if not spec.parallel_block:
+            self.mlp_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+        self.mlp = GatedMLP(spec) if spec.mlp == "swiglu" else MLP(spec)
+
+    def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+        """x `(batch, seq, hidden)` and what all blocks share: the rotary tables and the attention mask."""
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, rope, mask)
+        if self.parallel:
+            return x + attended + self.mlp(normed)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads."""
+
+    def __init__(self, spec: ModelSpec, plain: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.kv_heads, spec.head_dim, plain
+        width = spec.heads * spec.head_dim
+        self.qkv = nn.Linear(spec.hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.bias)
+        if spec.qk_norm:
+            self.q_norm = Norm("rmsnorm", spec.head_dim, spec.norm_eps, plain)
+            self.k_norm = Norm("rmsnorm", spec.head_dim, spec.norm_eps, plain)
+        self.qk_norm = spec.qk_norm
+        self.out = nn.Linear(width, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        return self.out(attention(q, k, v, mask, plain=self.plain).flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: down(silu(gate) · up) (Shazeer 2020)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(spec.hidden, 2 * spec.ffn_hidden, bias=spec.bias)
+        self.down = nn.Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class MLP(nn.Module):
+    """down(gelu(up)), with GPT-2's tanh approximation."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=spec.bias)
+        self.down = nn.Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm with a bias."""
+
+    def __init__(self, kind: str, width: int, eps: float, plain: bool) -> None:
+        super().__init__()
+        self.eps, self.plain = eps, plain
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if kind == "layernorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.eps, plain=self.plain)
+        return layer_norm(x, self.weight, self.bias, self.eps, plain=self.plain)
+
+
+class Head(nn.Module):
+    """The product with the vocabulary and, given targets, the loss: one module, so that hooks on it see both."""
+
+    def __init__(self, spec: ModelSpec, plain: bool, loss_chunk: int) -> None:
+        super().__init__()
+        self.plain, self.loss_chunk = plain, loss_chunk
+        self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+        """Logits of hidden `(batch, seq, hidden)`, or the summed loss; `tied` is the embedding's weight when the head
+        owns none.
+        """
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head is handed the embedding's weight"
+        if targets is None:
+            return F.linear(hidden, weight)
+        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), self.loss_chunk, plain=self.plain)

@@ -1,0 +1,150 @@
+"""Every family the decoder can be read from and written as, and the three questions asked of one. Needs no torch.
+
+Which tensors does a Hugging Face folder hold, what does its config.json say, and what does config.json mean?
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.models.check import check_dimensions
+from meshwright.models.gpt2 import GPT2
+from meshwright.models.hf import Family, HFConfig
+from meshwright.models.llama import LLAMA
+from meshwright.models.qwen3 import QWEN3
+from meshwright.spec.errors import BadInput, Damaged, nearest
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN3)}
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+"""Names of the number formats in config.json."""
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """One tensor of a Hugging Face folder: rows [first_row, first_row + rows) of one of our parameters.
+
+    `shape` is the shape in the folder; `transposed` says that our rows are its columns.
+    """
+
+    name: str
+    first_row: int
+    rows: int
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
+    """For each of our parameters, in order, the folder's tensors that make it up, in the order of their rows."""
+    family = FAMILIES[spec.family]
+    return {row.name: tuple(_tensors_of(family, row)) for row in parameters(spec)}
+
+
+def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = None) -> dict[str, Any]:
+    """config.json of the model, with the keys of both transformers 4 and 5.
+
+    Raises BadInput for a field that the family's architecture cannot express.
+    """
+    family = FAMILIES[spec.family]
+    for name, value in family.fixed.items():
+        if getattr(spec, name) != value:
+            raise BadInput(
+                f"model.{name}: a {family.architecture} folder can only say {value!r}, got {getattr(spec, name)!r}"
+                f"{_elsewhere(name, getattr(spec, name))}; Meshwright's own checkpoint holds the model as it is"
+            )
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.to_config(spec),
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.tied,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": None,
+        "use_cache": True,
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "dtype": DTYPE_NAMES[dtype],
+    }
+
+
+def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The plain ModelSpec fields of a config.json, and notes on keys that are left aside.
+
+    Raises BadInput, naming file, key and value, for what the decoder does not compute.
+    """
+    family = _family_of(config, where)
+    reader = HFConfig(config, where)
+    if config.get("quantization_config"):
+        raise reader.refused(
+            "quantization_config", "a quantized model", "unquantized weights; use the model it was made from"
+        )
+    fields = {
+        "family": family.model_type,
+        **family.fixed,
+        **family.from_config(reader),
+        "tied": reader.flag("tie_word_embeddings", family.tied),
+    }
+    check_dimensions(from_plain(ModelSpec, fields), where)
+    return fields, tuple(reader.notes)
+
+
+def folder_spec(folder: Path) -> dict[str, Any]:
+    """The plain ModelSpec fields of a Hugging Face folder, from its config.json alone.
+
+    Raises BadInput when there is none or it describes what the decoder does not compute, Damaged when it is not JSON.
+    """
+    return from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))[0]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a Hugging Face folder."""
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file; expected a Hugging Face folder, which holds {path.name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Damaged(f"{path}: not JSON ({error}); copy the file again from where the folder came from") from error
+    if not isinstance(value, dict):
+        raise Damaged(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _family_of(config: Mapping[str, Any], where: str) -> Family:
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        near = nearest(str(model_type), FAMILIES)
+        hint = f" (nearest: {near})" if near else ""
+        raise BadInput(f"{where}: model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}{hint}")
+    given = config.get("architectures")
+    if given and given != [family.architecture]:
+        raise BadInput(f"{where}: architectures: expected [{family.architecture!r}], got {given!r}")
+    return family
+
+
+def _elsewhere(name: str, value: Any) -> str:
+    able = [family.model_type for family in FAMILIES.values() if family.fixed.get(name, value) == value]
+    return f" (family: {', '.join(able)} can)" if able else ""
+
+
+def _tensors_of(family: Family, row: ParameterSpec) -> list[HFTensor]:
+    module, _, kind = row.name.rpartition(".")
+    prefix, names = "", (family.ends.get(module, ""),)
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        prefix, names = family.layer.format(layer=layer), family.modules[module]
+    sizes = [size for _, size in row.blocks] if len(names) > 1 else [row.shape[0]]
+    transposed = module in family.transposed and kind == "weight"
+    tensors, first = [], 0
+    for name, size in zip(names, sizes, strict=True):
+        shape = (size, *row.shape[1:])
+        tensors.append(
+            HFTensor(f"{prefix}{name}.{kind}", first, size, shape[::-1] if transposed else shape, transposed)
+        )
+        first += size
+    return tensors

@@ -1,0 +1,155 @@
+"""What a model family's file says about Hugging Face folders, and how its config.json is read. Needs no torch.
+
+A family is data: the names of its weights, the config keys of its dimensions, and the ModelSpec fields its architecture
+fixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture of transformers and how it maps to a ModelSpec."""
+
+    model_type: str
+    """`model_type` in config.json."""
+    architecture: str
+    """The class in `architectures`, with a language-model head."""
+    base: str
+    """What the names of all weights but the head's begin with; folders of the bare model leave it out."""
+    layer: str
+    """Prefix of one layer's modules, with `{layer}` for its number."""
+    ends: Mapping[str, str]
+    """Modules outside the layers: ours → theirs."""
+    modules: Mapping[str, tuple[str, ...]]
+    """Modules of a layer: ours → theirs, one for each block of a fused weight, or one that is fused alike."""
+    transposed: frozenset[str] = frozenset()
+    """Our modules whose weight they store as (in, out)."""
+    unused: tuple[str, ...] = ()
+    """Endings of tensors that old folders hold and nothing needs (masks, rotary frequencies)."""
+    fixed: Mapping[str, Any]
+    """ModelSpec fields that the architecture decides."""
+    tied: bool
+    """`tie_word_embeddings` when config.json leaves it out."""
+    from_config: Callable[[HFConfig], dict[str, Any]]
+    """Their keys to the ModelSpec fields that `fixed` leaves open."""
+    to_config: Callable[[ModelSpec], dict[str, Any]]
+    """The reverse; raises BadInput for what the architecture cannot say."""
+
+
+@dataclass
+class HFConfig:
+    """config.json being read: every mistake names the file, the key and the value."""
+
+    values: Mapping[str, Any]
+    where: str
+    notes: list[str] = field(default_factory=list)
+    """Sentences about keys that are read and deliberately left aside."""
+
+    def integer(self, *keys: str, default: int | None = None) -> int:
+        """The positive integer under the first of `keys` that is there, or `default`."""
+        key, value = self._first(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.refused(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The positive number under `key`, or `default`."""
+        key, value = self._first((key,), default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise self.refused(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        key, value = self._first((key,), default)
+        if not isinstance(value, bool):
+            raise self.refused(key, value, "true or false")
+        return value
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Refuse a value that is there and is none of `allowed`."""
+        value = self.values.get(key)
+        if value is not None and value not in allowed:
+            raise self.refused(key, value, " or ".join(map(repr, allowed)))
+
+    def leave_aside(self, why: str, *keys: str) -> None:
+        """Note each of `keys` that is set, as read and not used."""
+        self.notes.extend(
+            f"{self.where}: {key} {self.values[key]} is not used: {why}" for key in keys if self.values.get(key)
+        )
+
+    def refused(self, key: str, value: Any, expected: str) -> BadInput:
+        return BadInput(f"{self.where}: {key}: expected {expected}, got {value!r}")
+
+    def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        for key in keys:
+            if self.values.get(key) is not None:
+                return key, self.values[key]
+        if default is None:
+            near = nearest(keys[0], self.values)
+            hint = f" (nearest: {near})" if near else ""
+            raise BadInput(f"{self.where}: {keys[0]}: expected this key, which is missing{hint}")
+        return keys[0], default
+
+
+def read_rope(config: HFConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` from any of the forms transformers has written.
+
+    Version 5 writes `rope_parameters` with the base inside; version 4 wrote `rope_theta`, and `rope_scaling` when
+    scaled.
+    """
+    key, rope = _rope_section(config)
+    inside = HFConfig(rope, f"{config.where}: {key}")
+    given = {"rope_theta": config.values.get("rope_theta"), **rope}
+    theta = HFConfig(given, inside.where if "rope_theta" in rope else config.where).number("rope_theta", 10000.0)
+    for holder in (inside, config):
+        holder.expect("partial_rotary_factor", 1, 1.0)
+    word = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
+    inside.expect(word, "default", "llama3")
+    if rope.get(word, "default") == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    scaling = {
+        "factor": inside.number("factor"),
+        "low_freq_factor": inside.number("low_freq_factor"),
+        "high_freq_factor": inside.number("high_freq_factor"),
+        "original_max_seq_len": inside.integer(
+            "original_max_position_embeddings", default=config.integer("max_position_embeddings")
+        ),
+    }
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def write_rope(spec: ModelSpec) -> dict[str, Any]:
+    """Both forms: version 4 silently takes its default base from a config that has only version 5's."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if spec.rope_scaling is not None:
+        scaling = spec.rope_scaling
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    return {
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None if spec.rope_scaling is None else rope,
+        "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
+    }
+
+
+def _rope_section(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.values.get(key)
+        if isinstance(value, Mapping) and not any(isinstance(part, Mapping) for part in value.values()):
+            return key, value
+        if value is not None:
+            raise config.refused(key, value, "one mapping for all layers")
+    return "rope_parameters", {}

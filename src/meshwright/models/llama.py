@@ -1,0 +1,96 @@
+"""Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024) as Hugging Face stores them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.models.hf import Family, HFConfig, read_rope, write_rope
+from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
+
+NO_DROPOUT = "Meshwright trains without dropout, and evaluation has none"
+
+
+def _from_config(config: HFConfig) -> dict[str, Any]:
+    bias = config.flag("attention_bias", False)
+    if config.flag("mlp_bias", False) != bias:
+        expected = f"{bias} like attention_bias: this decoder has biases in every projection or in none"
+        raise config.refused("mlp_bias", not bias, expected)
+    return {**gated_decoder_fields(config), "bias": bias}
+
+
+def _to_config(spec: ModelSpec) -> dict[str, Any]:
+    if spec.hidden % spec.heads:
+        raise BadInput(
+            f"model.heads: a Llama folder needs heads that divide hidden ({spec.hidden}), got {spec.heads}; "
+            "train with such a number, or keep Meshwright's own checkpoint"
+        )
+    return {**gated_decoder_config(spec), "attention_bias": spec.bias, "mlp_bias": spec.bias}
+
+
+def gated_decoder_fields(config: HFConfig) -> dict[str, Any]:
+    """The ModelSpec fields that Llama and its kin share."""
+    config.expect("hidden_act", "silu", "swish")
+    config.leave_aside(NO_DROPOUT, "attention_dropout")
+    heads = config.integer("num_attention_heads")
+    hidden = config.integer("hidden_size")
+    return {
+        "layers": config.integer("num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": config.integer("num_key_value_heads", default=heads),
+        "head_dim": config.integer("head_dim", default=max(1, hidden // heads)),
+        "ffn_hidden": config.integer("intermediate_size"),
+        "vocab_size": config.integer("vocab_size"),
+        "max_seq_len": config.integer("max_position_embeddings"),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "init_std": config.number("initializer_range", 0.02),
+        **read_rope(config),
+    }
+
+
+def gated_decoder_config(spec: ModelSpec) -> dict[str, Any]:
+    """The config keys that Llama and its kin share."""
+    return {
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn_hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_seq_len,
+        "rms_norm_eps": spec.norm_eps,
+        "initializer_range": spec.init_std,
+        "attention_dropout": 0.0,
+        **write_rope(spec),
+    }
+
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    base="model.",
+    layer="model.layers.{layer}.",
+    ends={"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
+    modules={
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.out": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    },
+    unused=("rotary_emb.inv_freq",),
+    fixed={
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "qk_norm": False,
+        "parallel_block": False,
+        "sliding_window": None,
+    },
+    tied=False,
+    from_config=_from_config,
+    to_config=_to_config,
+)

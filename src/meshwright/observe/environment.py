@@ -1,0 +1,89 @@
+"""What a run ran on: versions, devices, and the commit of the code. No host name, no user name, nothing sent
+anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import meshwright
+
+
+def environment() -> dict[str, Any]:
+    """Software and hardware as JSON-ready values; what does not apply here is absent."""
+    facts: dict[str, Any] = {
+        "meshwright": meshwright.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu_cores": _cores(),
+        "memory_bytes": _memory_bytes(),
+        **_devices(),
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _devices() -> dict[str, Any]:
+    import torch  # only here: `meshwright report` reads the file this wrote and starts without torch
+
+    if not torch.cuda.is_available():
+        return {"device": "cpu"}
+    properties = torch.cuda.get_device_properties(0)
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    return {
+        "device": properties.name,
+        "device_count": torch.cuda.device_count(),
+        "device_memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
+        "driver": _driver(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cores() -> int | None:
+    """Cores this process may use, which a container or a batch system may have narrowed."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _memory_bytes() -> int | None:
+    names = os.sysconf_names
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else None
+
+
+def _driver() -> str | None:
+    """NVIDIA's kernel module, whose version file costs nothing to read."""
+    path = Path("/proc/driver/nvidia/version")
+    words = path.read_text(encoding="utf-8").split() if path.is_file() else []
+    return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), None)
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with `+changes` when files differ from it; None for an installed package."""
+    package = Path(meshwright.__file__).resolve().parent
+    top = package.parent.parent
+    if package.parent.name != "src" or not (top / ".git").exists() or not shutil.which("git"):
+        return None
+    commit = _git(top, "rev-parse", "HEAD")
+    return f"{commit}+changes" if commit and _git(top, "status", "--porcelain", "--untracked-files=no") else commit
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False)
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,76 @@
+"""Numbers as people read them: the same text on the progress line and in the report."""
+
+from __future__ import annotations
+
+SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def short(value: float, digits: int = 3) -> str:
+    """Significant digits with k, M, B or T: 48213 → "48.2k"."""
+    for size, suffix in SUFFIXES:
+        if abs(value) >= size * (1 - 0.5 * 10**-digits):
+            return f"{_significant(value / size, digits)}{suffix}"
+    return _significant(value, digits)
+
+
+def size(count: float) -> str:
+    """Bytes with a binary unit: 2147483648 → "2.00 GiB"."""
+    unit = 0
+    while abs(count) >= 1023.5 and unit < len(_BYTE_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    return f"{count:.0f} B" if unit == 0 else f"{_significant(count, 3)} {_BYTE_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: "820 ms", "12.4 s", "3m 05s", "2h 07m", "3d 04h"."""
+    if seconds < 1e-3:
+        return f"{_significant(seconds * 1e6, 3)} µs"
+    if seconds < 1:
+        return f"{_significant(seconds * 1e3, 3)} ms"
+    if seconds < 59.95:
+        return f"{_significant(seconds, 3)} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def clock(seconds: float) -> str:
+    """Elapsed or remaining time in a fixed narrow form: "0:07", "12:45", "3:07:45", "2d 03:07"."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def percent(fraction: float) -> str:
+    """One decimal: 0.4131 → "41.3%"."""
+    return f"{100 * fraction:.1f}%"
+
+
+def scientific(value: float) -> str:
+    """Learning rates: 0.0003 → "3.00e-4"."""
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _significant(value: float, digits: int) -> str:
+    """`digits` significant digits without an exponent; whole numbers above them stay whole."""
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits - 1}e}")
+    before = len(str(int(abs(rounded)))) if abs(rounded) >= 1 else 0
+    if before >= digits:
+        return f"{value:.0f}"
+    if before == 0 and abs(rounded) < 1e-4:
+        return scientific(value)
+    return f"{rounded:.{digits - before if before else _leading_zeros(rounded) + digits}f}"
+
+
+def _leading_zeros(value: float) -> int:
+    return max(0, -int(f"{value:e}".partition("e")[2]) - 1)

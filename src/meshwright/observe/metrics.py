@@ -1,0 +1,151 @@
+"""metrics.jsonl: one JSON object a line, the source of truth about a run; every other view is made from it.
+
+Lines have a `kind`: "step", "validation" or "event". Steps count from 1. A number that is not finite is written as null
+and named under `nonfinite`, so that every line is valid JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec.errors import Damaged, OutOfResources
+
+STEP_KEYS: dict[str, str] = {
+    "step": "optimizer steps done, this one included",
+    "loss": "mean loss of the step's valid tokens, nat",
+    "tokens": "valid tokens trained on since the run began, this step included",
+    "tokens_per_second": "all ranks together",
+    "mfu": "model FLOPs utilisation, the run's headline; null when the chip's peak is not known",
+    "grad_norm": "before clipping",
+    "lr": "learning rate of the step",
+    "memory_peak_bytes": "largest memory of a rank so far",
+    "step_seconds": "from the step's begin to its end",
+}
+"""What every step line holds."""
+
+OPTIONAL_STEP_KEYS: dict[str, str] = {
+    "mfu_full": "MFU counting the full attention square (torchtitan's convention)",
+    "mfu_causal": "MFU counting only the half of attention that is not masked (Megatron's convention)",
+    "tokens_per_second_per_gpu": "tokens_per_second over ranks",
+    "data_wait_seconds": "time the loop waited for its batch",
+    "phases": "seconds by phase (events.span.Phase)",
+}
+"""What a step line may hold besides."""
+
+
+class MetricsWriter:
+    """Appends lines, each flushed; on resume it first drops what an earlier attempt wrote past `resume_from`."""
+
+    def __init__(self, path: Path, resume_from: int = 0) -> None:
+        self._path = path
+        if path.exists():
+            _truncate(path, resume_from)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write_step(self, record: Mapping[str, Any]) -> None:
+        """One training step; raises ValueError when a key of `STEP_KEYS` is missing."""
+        missing = [key for key in STEP_KEYS if key not in record]
+        if missing:
+            raise ValueError(f"a step line needs {', '.join(missing)}")
+        self._append({"kind": "step", **record})
+
+    def write_validation(self, step: int, loss: float, **more: Any) -> None:
+        """The mean validation loss (nat per token) after `step`."""
+        self._append({"kind": "validation", "step": step, "loss": loss, **more})
+
+    def write_event(self, step: int, text: str) -> None:
+        """Something worth a line in the report: resumed, preempted, a checkpoint written."""
+        self._append({"kind": "event", "step": step, "text": text})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        try:
+            self._file.write(to_line(record))
+            self._file.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise OutOfResources(f"{self._path}: cannot add a line: {error.strerror}; free space and resume") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All lines, oldest first; a last line that a crash cut short is left out.
+
+    Raises Damaged when any other line is not a JSON object.
+    """
+    records, damaged = scan_metrics(path)
+    if damaged:
+        raise Damaged(f"{path}:{damaged[0]}: expected a JSON object; remove the line, or restore the file")
+    return records
+
+
+def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The good lines, and the numbers (from 1) of damaged ones; a torn last line is in neither."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line)
+        if record is not None:
+            records.append(record)
+        elif line.strip() and number < len(lines):
+            damaged.append(number)
+    return records, damaged
+
+
+def to_line(record: Mapping[str, Any]) -> str:
+    """One line of valid JSON, non-finite numbers replaced by null and named under `nonfinite`."""
+    nonfinite: dict[str, str] = {}
+    plain = _finite(record, "", nonfinite)
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
+    return json.dumps(plain, allow_nan=False, separators=(", ", ": ")) + "\n"
+
+
+def _finite(value: Any, at: str, nonfinite: dict[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner, f"{at}.{key}" if at else str(key), nonfinite) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner, f"{at}.{index}", nonfinite) for index, inner in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        nonfinite[at] = str(value)
+        return None
+    return value
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if whole else None
+
+
+def _truncate(path: Path, resume_from: int) -> None:
+    """Keep what belongs to the first `resume_from` steps; the file is replaced in one piece or not at all."""
+    records, _ = scan_metrics(path)
+    kept = [record for record in records if resume_from and record["step"] <= resume_from]
+    _replace(path, map(to_line, kept))
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

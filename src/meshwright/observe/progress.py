@@ -1,0 +1,221 @@
+"""Live progress of a run on stderr: two lines that stay in place on a terminal, plain lines in a log file.
+
+A figure that is not known is left out; an unknown chip shows no MFU rather than a wrong one. When the terminal goes
+away the display ends and the run goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO, cast
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.observe import figures
+from meshwright.observe.curves import Smoother
+
+FIRST_LINES = 5
+REMEMBERED_STEPS = 50
+
+
+class Progress:
+    """Shows step lines as they come (see observe.metrics.STEP_KEYS); also a context manager.
+
+    `start_step` is the number of steps already done. `stream` and `clock` are for tests; they default to stderr and the
+    monotonic clock.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        ranks: int = 1,
+        *,
+        show_mfu: bool = True,
+        title: str = "",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._step, self._ranks, self._title = total_steps, start_step, ranks, title
+        self._show_mfu = show_mfu
+        self._clock = clock
+        self._began = clock()
+        self._printed_at, self._printed = self._began, 0
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
+        self._smooth = Smoother(0.9)
+        self._loss: float | None = None
+        self._validation: float | None = None
+        self._record: Mapping[str, Any] = {}
+        self._console = Console(file=cast(TextIO, _Terminal(stream or sys.stderr)), highlight=False)
+        self._live = self._open_live()
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show one metrics line: a step, or a validation."""
+        if record.get("kind") == "validation":
+            self._validation = record.get("loss")
+            self._say(f"step {record['step']:,} | validation loss {_number(self._validation, '.4f')}")
+        else:
+            self._take_step(record)
+
+    def note(self, text: str) -> None:
+        """Print a line above the live display (a plain line in a log)."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last state standing and give the terminal back; safe to call twice."""
+        live, self._live = self._live, None
+        if live:
+            live.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_live(self) -> Live | None:
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
+            return None
+        live = Live(
+            console=self._console,
+            get_renderable=self._picture,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            vertical_overflow="crop",
+        )
+        live.start()
+        return live
+
+    def _take_step(self, record: Mapping[str, Any]) -> None:
+        self._record, self._step = record, record["step"]
+        loss = record.get("loss")
+        self._loss = self._smooth.add(loss) if loss is not None else self._loss
+        self._arrivals.append((self._clock(), self._step))
+        if self._live is None and self._line_is_due():
+            self._printed += 1
+            self._printed_at = self._clock()
+            self._say(self._plain_line())
+
+    def _say(self, line: str) -> None:
+        if self._live is None:
+            self.note(line)
+
+    def _line_is_due(self) -> bool:
+        """The first steps and the last, then every 2 s, growing with the run to every 30 s: a log stays readable for
+        weeks.
+        """
+        if self._printed < FIRST_LINES or self._step >= self._total:
+            return True
+        now = self._clock()
+        return now - self._printed_at >= min(30.0, max(2.0, (now - self._began) / 100))
+
+    def _plain_line(self) -> str:
+        parts = [f"step {self._step:>{len(str(self._total))}}/{self._total}"]
+        parts += [f"{name} {value}" for name, value in self._figures(self._record.get("loss"))]
+        left = self._seconds_left()
+        return " | ".join(parts + ([f"left {figures.clock(left)}"] if left is not None else []))
+
+    def _picture(self) -> Group:
+        return Group(self._bar_line(), *self._figure_lines())
+
+    def _bar_line(self) -> Table:
+        left = self._seconds_left()
+        cells: list[Any] = [Text(self._title, style="bold")] if self._title else []
+        cells += [
+            Text(f"{self._step:,}/{self._total:,}"),
+            ProgressBar(self._total, self._step, width=None, complete_style="blue", finished_style="blue"),
+            Text(f"{100 * self._step / max(1, self._total):.0f}%"),
+            Text(f"{figures.clock(self._clock() - self._began)} elapsed", style="dim"),
+            Text(f"{figures.clock(left)} left" if left is not None else "starting", style="dim"),
+        ]
+        grid = Table.grid(padding=(0, 2), expand=True)
+        for cell in cells:
+            grid.add_column(ratio=1 if isinstance(cell, ProgressBar) else None, no_wrap=True)
+        grid.add_row(*cells)
+        return grid
+
+    def _figure_lines(self) -> list[Text]:
+        """Every figure, on as many lines as the terminal's width asks for."""
+        lines = [Text()]
+        for name, value in self._figures(self._loss):
+            cell = Text.assemble((f"{name} ", "dim"), (value, "bold" if name == "loss" else ""))
+            if len(lines[-1]) + len(cell) + 3 > self._console.width:
+                lines.append(Text())
+            lines[-1].append("   " if len(lines[-1]) else "").append_text(cell)
+        return lines
+
+    def _figures(self, loss: float | None) -> list[tuple[str, str]]:
+        """Label and text of every figure that is known, most wanted first."""
+        record = self._record
+        if not record:
+            return []
+        speed = record.get("tokens_per_second")
+        shown: list[tuple[str, str | None]] = [
+            ("loss", _number(loss, ".4f")),
+            ("val", _number(self._validation, ".4f") if self._validation is not None else None),
+            ("tok/s", figures.short(speed) if speed else None),
+            ("tok/s/rank", figures.short(speed / self._ranks) if speed and self._ranks > 1 else None),
+            ("MFU", _known(record.get("mfu") if self._show_mfu else None, figures.percent)),
+            ("mem", _known(record.get("memory_peak_bytes"), figures.size)),
+            ("grad", _number(record.get("grad_norm"), ".3g")),
+            ("lr", _known(record.get("lr"), figures.scientific)),
+        ]
+        return [(name, text) for name, text in shown if text is not None]
+
+    def _seconds_left(self) -> float | None:
+        """Steps left at the pace of the last steps, validations and checkpoints between them included."""
+        if self._step >= self._total:
+            return 0.0
+        if len(self._arrivals) < 2:
+            return None
+        (first, first_step), (last, last_step) = self._arrivals[0], self._arrivals[-1]
+        return (self._total - self._step) * (last - first) / max(1, last_step - first_step)
+
+
+class _Terminal:
+    """A text stream that falls silent when the terminal behind it is gone; metrics.jsonl still has every figure."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._gone = False
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return not self._gone and self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            call()
+        except (OSError, ValueError):  # a closed pipe or pty, or a closed Python file
+            self._gone = True
+
+
+def _number(value: float | None, form: str) -> str:
+    """A figure that a step always has: not finite shows as such (the metrics line holds null)."""
+    return "not finite" if value is None or value != value else format(value, form)
+
+
+def _known(value: float | None, text: Callable[[float], str]) -> str | None:
+    return None if value is None else text(value)

@@ -1,0 +1,136 @@
+"""report.html: one self-contained page about a run, to open from disk, print and send.
+
+Everything is inlined; the page's own policy forbids it to load anything or to run any script but ours, so text from the
+run (data, samples, names) cannot act. The charts are complete without the script, which adds the read-out and the
+choice of x axis.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from meshwright import __version__
+from meshwright.observe import figures, report_parts
+from meshwright.observe.report_charts import Sheet, sheet
+from meshwright.observe.runfolder import RunFolder, number, read_run
+from meshwright.observe.svg import draw, numbers
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write `report.html` into the run's folder, in one piece, and return its path."""
+    path = run_folder / "report.html"
+    temporary = run_folder / f".report.html.{os.getpid()}.tmp"
+    temporary.write_text(render(read_run(run_folder)), encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def render(run: RunFolder) -> str:
+    """The page as text."""
+    charts = sheet(run)
+    script = _template("report.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(run.name)} · meshwright</title>
+<style>{_template("report.css")}</style>
+</head>
+<body>
+<main>
+{_header(run)}
+{report_parts.tiles(run)}
+{_charts(run, charts)}
+{report_parts.plan_picture(run)}
+{report_parts.samples(run)}
+<div class="grid">{report_parts.history(run)}</div>
+<div class="grid">{report_parts.environment(run)}{report_parts.config(run)}</div>
+{report_parts.notes(run)}
+</main>
+<footer>meshwright {__version__} · written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>
+<script type="application/json" id="figures">{_figures(charts)}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _header(run: RunFolder) -> str:
+    text, kind = _status(run)
+    model = run.setting("model", "preset") or run.setting("model", "family")
+    gpu = run.setting("cluster", "gpu")
+    ranks = run.plan.ranks if run.plan else None
+    parameters = number(run.summary.get("parameters"))
+    facts = [
+        str(model) if model else None,
+        f"{figures.short(parameters)} parameters" if parameters else None,
+        f"{ranks} × {gpu}" if ranks and gpu else None,
+        run.plan.precision.compute if run.plan else None,
+    ]
+    line = " · ".join(escape(fact) for fact in facts if fact)
+    return f"""<header><p class="product">meshwright <span>training report</span></p>
+<h1>{escape(run.name)}</h1><p class="facts-line"><span class="status {kind}">{escape(text)}</span>{line}</p></header>"""
+
+
+def _status(run: RunFolder) -> tuple[str, str]:
+    """What became of the run: said by its summary, else read from how far it came."""
+    done, wanted = (run.steps[-1]["step"] if run.steps else 0), run.setting("train", "steps")
+    if status := run.summary.get("status"):
+        return str(status)[:80], "done" if status in ("done", "finished") else "part"
+    if isinstance(wanted, int) and done < wanted:
+        return f"{done:,} of {wanted:,} steps", "part"
+    return (f"{done:,} steps", "done") if done else ("no steps yet", "part")
+
+
+def _charts(run: RunFolder, charts: Sheet) -> str:
+    memory = report_parts.memory(run)
+    if not charts.charts:
+        return f'<div class="grid">{memory}</div>' if memory else ""
+    first, *others = (draw(chart, charts.tables, charts.axes[0]) for chart in charts.charts)
+    after_speed = next(
+        (i for i, chart in enumerate(charts.charts[1:]) if chart.key in ("lr", "grad_norm")), len(others)
+    )
+    cards = [*others[:after_speed], memory, *others[after_speed:]]
+    return f"""<div class="charts-head"><h2>Training</h2>{_switch(charts)}</div>
+<div class="grid"><div class="wide">{first}</div>{"".join(cards)}</div>"""
+
+
+def _switch(charts: Sheet) -> str:
+    """The choice of x axis; shown by the script."""
+    first = charts.axes[0].key
+    choices = "".join(
+        f'<label><input type="radio" name="x" value="{a.key}"{" checked" if a.key == first else ""}>{a.label}</label>'
+        for a in charts.axes
+    )
+    return f'<output id="at"></output><fieldset class="switch" hidden><legend>x axis</legend>{choices}</fieldset>'
+
+
+def _figures(charts: Sheet) -> str:
+    """The numbers behind the charts as JSON that cannot close its script element."""
+    data = {
+        "axes": {
+            a.key: {"low": a.low, "high": a.high, "ticks": [[100 * a.place(at), text] for at, text in a.ticks]}
+            for a in charts.axes
+        },
+        "tables": {
+            name: {key: [float(f"{x:.6g}") for x in xs] for key, xs in t.items()} for name, t in charts.tables.items()
+        },
+        "charts": {chart.key: numbers(chart) for chart in charts.charts},
+    }
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _template(name: str) -> str:
+    return (files("meshwright.observe") / "template" / name).read_text(encoding="utf-8").strip()

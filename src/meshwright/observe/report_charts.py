@@ -1,0 +1,201 @@
+"""Which curves a report shows, made from the lines of metrics.jsonl and thinned to what a page can draw."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshwright.events.span import PHASES
+from meshwright.observe import figures
+from meshwright.observe.curves import (
+    Values,
+    bucket_means,
+    kept_rows,
+    median,
+    tick_labels,
+    ticks,
+    time_labels,
+    time_ticks,
+    trend,
+)
+from meshwright.observe.runfolder import Record, RunFolder, column, number
+from meshwright.observe.svg import Axis, Chart, Format, Series, Table
+from meshwright.spec.cluster import ClusterSpec
+
+MOST_POINTS = 1500
+MOST_COLUMNS = 160
+MOST_VALIDATIONS = 500
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The charts of one run, the x values they share, and the x axes to choose from."""
+
+    charts: tuple[Chart, ...]
+    tables: dict[str, Table]
+    axes: tuple[Axis, ...]
+
+
+def sheet(run: RunFolder) -> Sheet:
+    """Every chart the run has figures for; empty when no step was recorded."""
+    if not run.steps:
+        return Sheet((), {}, ())
+    whole = _positions(run.steps)
+    rows = kept_rows(
+        len(run.steps), [column(run.steps, k) for k in ("loss", "grad_norm", "tokens_per_second")], MOST_POINTS
+    )
+    validations = _evenly(run.validations, MOST_VALIDATIONS)
+    tables = {
+        "steps": _pick(whole, rows),
+        "validation": _at_steps(whole, validations),
+        "events": _at_steps(whole, run.events),
+        "windows": _window_edges(whole, min(MOST_COLUMNS, len(run.steps))),
+    }
+    made = [
+        _loss(run, rows, validations),
+        *_throughput(run, rows),
+        _phases(run),
+        _curve(run, rows, "lr", "Learning rate", "", "scientific"),
+        _curve(run, rows, "grad_norm", "Gradient norm", "before clipping", "short", noisy=True),
+    ]
+    return Sheet(tuple(chart for chart in made if chart), tables, _axes(whole))
+
+
+def steady(values: Values) -> float | None:
+    """The median once the run has settled: without its first tenth (compiling, filling caches)."""
+    known = [value for value in values[len(values) // 10 :] if value is not None]
+    return median(known) if known else None
+
+
+def _loss(run: RunFolder, rows: Sequence[int], validations: Sequence[Record]) -> Chart | None:
+    losses = column(run.steps, "loss")
+    series = [
+        Series("each step", "c-loss faint", "steps", _rows(losses, rows)),
+        Series("trend", "c-loss", "steps", trend(losses, rows)),
+    ]
+    if validations:
+        series.append(Series("validation", "c-validation", "validation", column(validations, "loss"), "points"))
+    if run.events:
+        series.append(Series("events", "c-event", "events", [0.0] * len(run.events), "marks"))
+    entropy = number(run.summary.get("unigram_entropy_nats"))
+    reference = ("unigram entropy of the held-out text", entropy) if entropy is not None else None
+    chart = Chart(
+        "loss", "Loss", "nat per token", "loss", tuple(series), from_zero=False, height=300, reference=reference
+    )
+    return chart if _any(losses) else None
+
+
+def _throughput(run: RunFolder, rows: Sequence[int]) -> list[Chart | None]:
+    speed = _curve(run, rows, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
+    keys = [("mfu_full", "full attention", "c-loss thin"), ("mfu_causal", "causal attention", "c-second thin")]
+    present = [(k, label, colour) for k, label, colour in keys if _any(column(run.steps, k))] or [
+        ("mfu", "MFU", "c-loss")
+    ]
+    series = [
+        _steady_line(column(run.steps, key), label, colour, rows, figures.percent) for key, label, colour in present
+    ]
+    mfu = Chart("mfu", "Model FLOPs utilisation", peak_text(run), "percent", tuple(series))
+    return [speed, mfu if _any(column(run.steps, present[0][0])) else None]
+
+
+def peak_text(run: RunFolder) -> str:
+    """What MFU is a share of: the assumed peak is said once, beside the figure."""
+    gpu = run.setting("cluster", "gpu")
+    precision = run.plan.precision.compute if run.plan else "bf16"
+    peak = ClusterSpec(gpu=gpu).peak_flops(precision) if isinstance(gpu, str) else None
+    return f"of {peak / 1e12:,.0f} TFLOP/s, {gpu} dense {precision}" if peak else "of the device's dense peak"
+
+
+def _phases(run: RunFolder) -> Chart | None:
+    """Seconds by phase, averaged over windows of steps and stacked."""
+    series = []
+    for phase in PHASES:
+        seconds = column(run.steps, "phases", phase)
+        if not _any(seconds):
+            continue
+        shown = figures.duration(steady([value or 0.0 for value in seconds]) or 0.0)
+        series.append(Series(phase, f"c-{phase}", "windows", bucket_means(seconds, MOST_COLUMNS), "column", shown))
+    return Chart("phases", "Step time", "by phase", "seconds", tuple(series)) if series else None
+
+
+def _curve(
+    run: RunFolder, rows: Sequence[int], key: str, title: str, unit: str, form: Format, *, noisy: bool = False
+) -> Chart | None:
+    values = column(run.steps, key)
+    if not _any(values):
+        return None
+    series = [Series("each step", "c-loss faint" if noisy else "c-loss", "steps", _rows(values, rows))]
+    if noisy:
+        series.append(Series("trend", "c-loss", "steps", trend(values, rows)))
+    return Chart(key, title, unit, form, tuple(series))
+
+
+def _steady_line(values: Values, label: str, colour: str, rows: Sequence[int], text: Callable[[float], str]) -> Series:
+    usual = steady(values)
+    return Series(label, colour, "steps", _rows(values, rows), shown=text(usual) if usual is not None else None)
+
+
+def _positions(steps: Sequence[Record]) -> Table:
+    """Where each step stands on every x axis: its number, tokens seen, and seconds of training up to its end."""
+    clock, seconds = 0.0, []
+    for value in column(steps, "step_seconds"):
+        clock += value or 0.0
+        seconds.append(clock)
+    tokens, seen = [], 0.0
+    for value in column(steps, "tokens"):
+        seen = max(seen, value or 0.0)
+        tokens.append(seen)
+    return {"step": [float(record["step"]) for record in steps], "tokens": tokens, "time": seconds}
+
+
+def _axes(whole: Table) -> tuple[Axis, ...]:
+    """The axes along which the run moves at all; steps always."""
+    named = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
+    return tuple(_axis(key, label, whole[key]) for key, label in named.items() if key == "step" or whole[key][-1] > 0)
+
+
+def _axis(key: str, label: str, values: Sequence[float]) -> Axis:
+    high = values[-1]
+    low = 0.0 if values[0] <= 0.2 * high or high <= 1 else values[0]
+    if not high > low:
+        low, high = 0.0, max(1.0, high)
+    if key == "time":
+        places = [at for at in time_ticks(high) if at >= low]
+        return Axis(key, label, low, high, tuple(zip(places, time_labels(places), strict=True)))
+    places = [at for at in ticks(low, high, 6) if key != "step" or at == math.floor(at)]
+    return Axis(key, label, low, high, tuple(zip(places, tick_labels(places), strict=True)))
+
+
+def _at_steps(whole: Table, records: Sequence[Record]) -> Table:
+    """Positions of lines that name a step, on every axis: those of the newest step line at or before it."""
+    rows = [bisect_right(whole["step"], record["step"]) - 1 for record in records]
+    table = {key: [values[row] if row >= 0 else 0.0 for row in rows] for key, values in whole.items()}
+    return {**table, "step": [float(record["step"]) for record in records]}
+
+
+def _window_edges(whole: Table, windows: int) -> Table:
+    """The x values between which each window of steps lies: it begins where the step before it ended."""
+    length = len(whole["step"])
+    ends = [(window + 1) * length // windows - 1 for window in range(windows)]
+    starts = {"step": whole["step"][0] - 1, "tokens": 0.0, "time": 0.0}
+    return {key: [starts[key], *(values[end] for end in ends)] for key, values in whole.items()}
+
+
+def _pick(table: Table, rows: Sequence[int]) -> Table:
+    return {key: [values[row] for row in rows] for key, values in table.items()}
+
+
+def _rows(values: Values, rows: Sequence[int]) -> list[float | None]:
+    return [values[row] for row in rows]
+
+
+def _evenly(records: Sequence[Record], most: int) -> Sequence[Record]:
+    """At most `most` of the lines, evenly spread, the last one among them."""
+    stride = max(1, math.ceil(len(records) / most))
+    return records[::-1][::stride][::-1]
+
+
+def _any(values: Values) -> bool:
+    return any(value is not None for value in values)

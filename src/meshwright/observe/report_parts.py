@@ -1,0 +1,313 @@
+"""The parts of a report that are not charts: headline figures, the Plan as a picture, memory, samples, tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from meshwright.observe import figures
+from meshwright.observe.report_charts import steady
+from meshwright.observe.runfolder import RunFolder, column, number
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import LayerStrategy, Plan
+
+MOST_RANKS_DRAWN = 128
+MOST_ROWS = 200
+MOST_SAMPLES = 12
+SAMPLE_CHARACTERS = 3000
+CONFIG_CHARACTERS = 60_000
+
+
+def tiles(run: RunFolder) -> str:
+    """The headline: each figure with one line that puts it in proportion; what is not known has no tile."""
+    made = [_loss_tile(run), _validation_tile(run), _speed_tile(run), _mfu_tile(run), _token_tile(run), _time_tile(run)]
+    made.append(_parameter_tile(run))
+    cells = [
+        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class="sub">{escape(sub)}</dd></div>'
+        for label, value, sub in (tile for tile in made if tile)
+    ]
+    return f'<dl class="tiles">{"".join(cells)}</dl>' if cells else ""
+
+
+Tile = tuple[str, str, str] | None
+
+
+def _loss_tile(run: RunFolder) -> Tile:
+    losses = [value for value in column(run.steps, "loss") if value is not None]
+    last = losses[-10:]
+    if not last:
+        return None
+    what = f"mean of the last {len(last)} steps, from {losses[0]:.2f}" if len(last) > 1 else "one step"
+    return "Training loss", f"{sum(last) / len(last):.3f}", what
+
+
+def _validation_tile(run: RunFolder) -> Tile:
+    recorded = [value for value in column(run.validations, "loss") if value is not None]
+    loss = number(run.summary.get("validation_loss"))
+    loss = loss if loss is not None else (recorded[-1] if recorded else None)
+    if loss is None:
+        return None
+    entropy = number(run.summary.get("unigram_entropy_nats"))
+    if entropy is None:
+        return "Validation loss", f"{loss:.3f}", "nat per token"
+    return (
+        "Validation loss",
+        f"{loss:.3f}",
+        f"{abs(entropy - loss):.2f} {'below' if loss < entropy else 'above'} unigram entropy",
+    )
+
+
+def _speed_tile(run: RunFolder) -> Tile:
+    speed = steady(column(run.steps, "tokens_per_second"))
+    if speed is None:
+        return None
+    ranks = run.plan.ranks if run.plan else 1
+    each = f"tokens/s, {figures.short(speed / ranks)} on each of {ranks} ranks" if ranks > 1 else "tokens/s, median"
+    return "Throughput", figures.short(speed), each
+
+
+def _mfu_tile(run: RunFolder) -> Tile:
+    mfu = steady(column(run.steps, "mfu"))
+    if mfu is None:
+        return None
+    full, causal = (steady(column(run.steps, key)) for key in ("mfu_full", "mfu_causal"))
+    both = (
+        f"{figures.percent(full)} full, {figures.percent(causal)} causal"
+        if full and causal
+        else "model FLOPs over peak"
+    )
+    return "MFU", figures.percent(mfu), both
+
+
+def _token_tile(run: RunFolder) -> Tile:
+    tokens = [value for value in column(run.steps, "tokens") if value is not None]
+    return ("Tokens", figures.short(tokens[-1]), f"in {run.steps[-1]['step']:,} steps") if tokens else None
+
+
+def _time_tile(run: RunFolder) -> Tile:
+    in_steps = sum(value for value in column(run.steps, "step_seconds") if value is not None)
+    wall = number(run.summary.get("wall_seconds"))
+    if wall:
+        return "Wall time", figures.duration(wall), f"{figures.percent(min(1.0, in_steps / wall))} in training steps"
+    return ("Training time", figures.duration(in_steps), "sum of all steps") if in_steps else None
+
+
+def _parameter_tile(run: RunFolder) -> Tile:
+    parameters = number(run.summary.get("parameters"))
+    layers, hidden = run.setting("model", "layers"), run.setting("model", "hidden")
+    shape = f"{layers} layers, width {hidden}" if layers and hidden else "stored weights"
+    return ("Parameters", figures.short(parameters), shape) if parameters else None
+
+
+def memory(run: RunFolder) -> str:
+    """Predicted memory by kind above the measured peak, on one scale, with the device's limit."""
+    measured = max((value for value in column(run.steps, "memory_peak_bytes") if value is not None), default=None)
+    predicted = _predicted_kinds(run.plan)
+    if measured is None and not predicted:
+        return ""
+    total = sum(size for _, size in predicted)
+    limit = _device_memory(run)
+    top = 1.04 * max(total, measured or 0, limit or 0)
+    line = f'<span class="limit" style="left:{100 * limit / top:.2f}%"></span>' if limit else ""
+    bars, keys = [], []
+    if predicted:
+        kinds = [
+            f'<i class="k{i % 8}" style="width:{100 * size / top:.2f}%" title="{escape(kind)}"></i>'
+            for i, (kind, size) in enumerate(predicted)
+        ]
+        bars.append(_bar("predicted", figures.size(total), "".join(kinds) + line))
+        keys = [
+            f'<li class="k{i % 8} column">{escape(k)} <b>{figures.size(s)}</b></li>'
+            for i, (k, s) in enumerate(predicted)
+        ]
+    if measured is not None:
+        off = f" ({100 * (measured / total - 1):+.1f}%)" if total else ""
+        bars.append(
+            _bar(
+                "measured peak",
+                figures.size(measured) + off,
+                f'<i class="measured" style="width:{100 * measured / top:.2f}%"></i>' + line,
+            )
+        )
+    note = f'<p class="aside">The dashed line is the device\'s memory, {figures.size(limit)}.</p>' if limit else ""
+    return f"""<figure class="card memory">
+<figcaption><h3>Memory</h3><span class="unit">largest of a rank</span></figcaption>
+<div class="bars">{"".join(bars)}</div><ul class="legend">{"".join(keys)}</ul>{note}</figure>"""
+
+
+def _bar(label: str, value: str, inside: str) -> str:
+    return f'<p class="bar-label"><span>{escape(label)}</span><b>{escape(value)}</b></p><div class="bar">{inside}</div>'
+
+
+def _predicted_kinds(plan: Plan | None) -> list[tuple[str, float]]:
+    if plan is None or plan.predicted is None:
+        return []
+    kinds = [(kind, number(size)) for kind, size in plan.predicted.memory_bytes.items()]
+    known = [(str(kind), size) for kind, size in kinds if size is not None and size > 0]
+    peak = number(plan.predicted.memory_peak_bytes)
+    return known or ([("all", peak)] if peak else [])
+
+
+def _device_memory(run: RunFolder) -> float | None:
+    gpu, memory_gib = run.setting("cluster", "gpu"), number(run.setting("cluster", "memory_gib"))
+    limit = ClusterSpec(gpu=gpu, memory_gib=memory_gib).memory_bytes() if isinstance(gpu, str) else None
+    return float(limit) if limit else None
+
+
+def plan_picture(run: RunFolder) -> str:
+    """Ranks as boxes grouped by node, coloured by the copy of the model they hold, beside what the plan says and
+    why.
+    """
+    plan = run.plan
+    if plan is None:
+        return ""
+    rows = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
+    rows += [(_layers_text(strategy), _strategy_text(strategy)) for strategy in plan.layers[:MOST_ROWS]]
+    rows.append(("Compiled", "each block, with torch.compile" if plan.compile else "no"))
+    table = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in rows)
+    why = "".join(f"<li>{escape(str(reason))}</li>" for reason in plan.why[:MOST_ROWS])
+    reasons = f'<h4>Why this plan</h4><ul class="why">{why}</ul>' if why else ""
+    return f"""<section class="card plan" id="plan"><h2>Plan</h2><div class="pair"><div>{_mesh(plan, run)}</div>
+<div><table class="facts"><tbody>{table}</tbody></table>{reasons}</div></div></section>"""
+
+
+def _mesh(plan: Plan, run: RunFolder) -> str:
+    per_node = number(run.setting("cluster", "gpus_per_node"))
+    layout = Layout.of(plan, int(per_node) if per_node and per_node >= 1 else plan.ranks)
+    drawn = min(
+        plan.ranks, max(layout.ranks_per_node, MOST_RANKS_DRAWN // layout.ranks_per_node * layout.ranks_per_node)
+    )
+    nodes = []
+    for first in range(0, min(drawn, 4 * MOST_RANKS_DRAWN), layout.ranks_per_node):
+        ranks = range(first, min(first + layout.ranks_per_node, drawn))
+        boxes = "".join(_rank(layout, rank) for rank in ranks)
+        nodes.append(f'<div class="node"><p>node {layout.node(first)}</p><div class="ranks">{boxes}</div></div>')
+    rest = plan.ranks - drawn
+    more = f'<p class="aside">and {rest:,} more ranks laid out alike</p>' if rest > 0 else ""
+    picture = f'<div class="mesh" role="img" aria-label="{escape(_mesh_text(plan))}">{"".join(nodes)}</div>'
+    return picture + more + _mesh_key(plan)
+
+
+def _rank(layout: Layout, rank: int) -> str:
+    place = layout.coordinates(rank)
+    where = "".join(f"<span>{escape(axis)} {index}</span>" for axis, index in reversed(place.items()))
+    return f'<div class="rank k{place.get("replicate", 0) % 8}"><b>{rank}</b>{where}</div>'
+
+
+def _mesh_key(plan: Plan) -> str:
+    lines = []
+    if (copies := plan.axis_size("replicate")) > 1:
+        lines.append(f"<li>Ranks of one colour hold one copy of the model; {copies} copies sum their gradients.</li>")
+    if (parts := plan.axis_size("shard")) > 1:
+        lines.append(f"<li>Each shard index holds 1/{parts} of the weights, gradients and optimizer state.</li>")
+    return f'<ul class="key">{"".join(lines)}</ul>' if lines else ""
+
+
+def _mesh_text(plan: Plan) -> str:
+    axes = " × ".join(
+        f"{axis.axis} {axis.size}" + (" (between nodes)" if axis.crosses == "node" else "") for axis in plan.mesh
+    )
+    return f"{axes or 'one rank'} = {plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
+
+
+def _batch_text(plan: Plan) -> str:
+    batch = plan.batch
+    each = batch.micro_batch * batch.accumulate
+    parts = batch.global_batch // each if each else 0
+    cut = f"{parts} ranks × {batch.micro_batch} at a time × {batch.accumulate} accumulated"
+    return f"{batch.global_batch} sequences a step = {cut}"
+
+
+def _precision_text(plan: Plan) -> str:
+    precision = plan.precision
+    return f"computes in {precision.compute}, sums gradients in {precision.reduce}"
+
+
+def _layers_text(strategy: LayerStrategy) -> str:
+    return "All layers" if strategy.range == "all" else f"Layers {strategy.range}"
+
+
+def _strategy_text(strategy: LayerStrategy) -> str:
+    kept = (
+        "freed after forward, gathered again for backward (ZeRO-3)"
+        if strategy.reshard
+        else "kept after forward (ZeRO-2)"
+    )
+    again = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}
+    return f"parameters {kept}; {again.get(strategy.recompute, strategy.recompute)}"
+
+
+def samples(run: RunFolder) -> str:
+    """Generated text after its prompt."""
+    cards = []
+    for sample in run.samples[:MOST_SAMPLES]:
+        prompt, text = (str(sample.get(key) or "")[:SAMPLE_CHARACTERS] for key in ("prompt", "text"))
+        text = text.removeprefix(prompt)
+        cards.append(f'<pre class="sample"><b>{escape(prompt)}</b>{escape(text)}</pre>')
+    return (
+        f'<section class="card" id="samples"><h2>Samples</h2><div class="samples">{"".join(cards)}</div></section>'
+        if cards
+        else ""
+    )
+
+
+def history(run: RunFolder) -> str:
+    """Checkpoints and events, newest last."""
+    checkpoints = [
+        f"<tr><td><code>{escape(name)}</code></td><td>{'committed' if committed else 'not committed'}</td></tr>"
+        for name, committed in run.checkpoints[-MOST_ROWS:]
+    ]
+    events = [
+        f"<tr><th>step {record['step']:,}</th><td>{escape(str(record.get('text', '')))}</td></tr>"
+        for record in run.events[-MOST_ROWS:]
+    ]
+    return _listing("Checkpoints", checkpoints) + _listing("Events", events)
+
+
+def _listing(title: str, rows: Sequence[str]) -> str:
+    if not rows:
+        return ""
+    return (
+        f'<section class="card"><h2>{title}</h2><table class="facts"><tbody>{"".join(rows)}</tbody></table></section>'
+    )
+
+
+def environment(run: RunFolder) -> str:
+    """Software and hardware of the run."""
+    cells = [
+        f"<div><dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(text[:500])}</dd></div>"
+        for key, text in list(_flat(run.environment))[:MOST_ROWS]
+    ]
+    inside = f'<dl class="cells">{"".join(cells)}</dl>'
+    return f'<section class="card wide"><h2>Environment</h2>{inside}</section>' if cells else ""
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name} ")
+        elif value is not None:
+            text = figures.size(value) if str(key).endswith("_bytes") and number(value) is not None else value
+            yield name.removesuffix("_bytes"), ", ".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def config(run: RunFolder) -> str:
+    """The resolved configuration, folded away, its keys set apart."""
+    if not run.config_text:
+        return ""
+    text = run.config_text[:CONFIG_CHARACTERS]
+    cut = "\n… (cut; the whole text is in config.yaml)" if len(text) < len(run.config_text) else ""
+    marked = re.sub(r"(?m)^(\s*(?:- )?)([\w.-]+)(?=:(?:\s|$))", r"\1<b>\2</b>", escape(text))
+    return f"""<section class="card wide"><details>
+<summary><h2>Configuration</h2><span class="unit">config.yaml, resolved</span></summary>
+<pre class="config">{marked}{cut}</pre></details></section>"""
+
+
+def notes(run: RunFolder) -> str:
+    """What the folder lacks."""
+    rows = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+    return f'<section class="missing"><h2>Not in this report</h2><ul>{rows}</ul></section>' if rows else ""

@@ -1,0 +1,153 @@
+"""Reads a run's folder for the report: every file is optional, and what is missing or unreadable is named instead of
+failing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.observe.metrics import scan_metrics
+from meshwright.spec.fields import from_plain
+from meshwright.spec.plan import Plan
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run left behind. `notes` says what is not there."""
+
+    path: Path
+    steps: tuple[Record, ...]
+    validations: tuple[Record, ...]
+    events: tuple[Record, ...]
+    config: Record
+    config_text: str
+    plan: Plan | None
+    environment: Record
+    summary: Record
+    samples: tuple[Record, ...]
+    checkpoints: tuple[tuple[str, bool], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def setting(self, *keys: str) -> Any:
+        """A value of the resolved configuration, or None."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Everything in `folder` that a report shows."""
+    notes: list[str] = []
+    records = _metrics(folder / "metrics.jsonl", notes)
+    config = _yaml(folder / "config.yaml", notes)
+    samples = _json(folder / "samples.json", notes, list) or []
+    return RunFolder(
+        path=folder,
+        steps=tuple(r for r in records if r.get("kind", "step") == "step"),
+        validations=tuple(r for r in records if r.get("kind") == "validation"),
+        events=tuple(r for r in records if r.get("kind") == "event"),
+        config=config if isinstance(config, dict) else {},
+        config_text=_text(folder / "config.yaml", []) or "",
+        plan=_plan(folder / "plan.yaml", notes),
+        environment=_json(folder / "environment.json", notes, dict) or {},
+        summary=_json(folder / "summary.json", notes, dict) or {},
+        samples=tuple(sample for sample in samples if isinstance(sample, dict)),
+        checkpoints=_checkpoints(folder / "checkpoints"),
+        notes=tuple(notes),
+    )
+
+
+def number(value: Any) -> float | None:
+    """A finite number of a size that can be drawn, or None."""
+    usable = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e30
+    )
+    return float(value) if usable else None
+
+
+def column(records: Sequence[Record], key: str, inner: str | None = None) -> list[float | None]:
+    """One key (or one key of a nested mapping) of every line."""
+    if inner is None:
+        return [number(record.get(key)) for record in records]
+    nested = [record.get(key) for record in records]
+    return [number(value.get(inner)) if isinstance(value, Mapping) else None for value in nested]
+
+
+def _text(path: Path, notes: list[str]) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        notes.append(f"{path.name}: {error.strerror}")
+        return None
+
+
+def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        records, damaged = scan_metrics(path)
+    except OSError as error:
+        notes.append(f"{path.name}: {error.strerror}")
+        return []
+    if damaged:
+        notes.append(f"{path.name}: {len(damaged)} damaged lines were left out, the first is line {damaged[0]}")
+    return sorted(records, key=lambda record: record["step"])
+
+
+def _json(path: Path, notes: list[str], kind: type) -> Any:
+    text = _text(path, notes)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        notes.append(f"{path.name}: not JSON: {error}")
+        return None
+    if not isinstance(value, kind):
+        notes.append(f"{path.name}: expected a JSON {'object' if kind is dict else 'list'}, got {type(value).__name__}")
+        return None
+    return value
+
+
+def _yaml(path: Path, notes: list[str]) -> Any:
+    text = _text(path, notes)
+    try:
+        return yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        notes.append(f"{path.name}: not YAML: {str(error).splitlines()[0]}")
+        return None
+
+
+def _plan(path: Path, notes: list[str]) -> Plan | None:
+    data = _yaml(path, notes)
+    if data is None:
+        return None
+    try:
+        plan = from_plain(Plan, data)
+        counts = [*(axis.size for axis in plan.mesh), *vars(plan.batch).values()]
+        if not all(isinstance(count, int) and count > 0 for count in counts):
+            raise TypeError("sizes of mesh and batch are whole numbers above 0")
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        notes.append(f"{path.name}: not a plan: {error}")
+        return None
+    return plan
+
+
+def _checkpoints(folder: Path) -> tuple[tuple[str, bool], ...]:
+    """Folder names in order, each with whether it was committed."""
+    if not folder.is_dir():
+        return ()
+    found = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return tuple((path.name, (path / "COMMITTED").is_file()) for path in found)

@@ -1,0 +1,154 @@
+"""Optional places metrics go besides metrics.jsonl: TensorBoard and Weights & Biases, both off the hot path.
+
+One background thread serves all sinks from one bounded queue. A sink that is slow costs lines, never time; a sink that
+fails is switched off with one warning. metrics.jsonl is written apart from this and misses nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.spec.errors import BadInput
+from meshwright.spec.job import ObserveSpec
+
+Record = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """A receiver of metrics lines (observe.metrics), called from the sink thread only."""
+
+    name: str
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SinkThread:
+    """Hands records to sinks in the background; `dropped` counts records the full queue had no room for."""
+
+    def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None], capacity: int = 1000) -> None:
+        self.dropped = 0
+        self._sinks = list(sinks)
+        self._warn = warn
+        self._queue: queue.Queue[Record | None] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._serve, name="metrics-sinks", daemon=True)
+        if self._sinks:
+            self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Queue one record; returns at once, whatever the sinks do."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped == 1:
+                self._warn("metrics sinks are too slow: some steps will be missing there (metrics.jsonl has them all)")
+
+    def close(self, timeout: float = 15.0) -> None:
+        """Deliver what is queued and close the sinks, for at most `timeout` seconds; what is left then is given up."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put(None, timeout=timeout)
+        except queue.Full:
+            self.dropped += self._queue.qsize()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            names = ", ".join(sink.name for sink in self._sinks)
+            self._warn(f"{names} did not finish in {timeout:g} s and was left behind (metrics.jsonl is complete)")
+        elif self.dropped:
+            self._warn(f"metrics sinks missed {self.dropped} records (metrics.jsonl has them all)")
+
+    def _serve(self) -> None:
+        while (record := self._queue.get()) is not None:
+            for sink in tuple(self._sinks):
+                self._guard(sink, lambda sink=sink, record=record: sink.write(record))
+        for sink in tuple(self._sinks):
+            self._guard(sink, sink.close)
+
+    def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
+        """Run one sink's call; any failure of third-party code ends that sink, never the run."""
+        try:
+            call()
+        except Exception as error:
+            self._sinks.remove(sink)
+            self._warn(f"{sink.name} is switched off: {type(error).__name__}: {error}")
+
+
+def open_sinks(
+    spec: ObserveSpec, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None], resume_from: int = 0
+) -> SinkThread:
+    """The sinks a run asks for, served in the background.
+
+    `folder` is the run's folder and names the run; `config` is its resolved configuration. Raises BadInput when a
+    package is missing.
+    """
+    sinks: list[Sink] = []
+    if spec.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", resume_from))
+    if spec.wandb:
+        sinks.append(WandbSink(spec.wandb, folder, config))
+    return SinkThread(sinks, warn)
+
+
+class TensorBoardSink:
+    """Event files in `folder`; on resume TensorBoard hides what an earlier attempt wrote past `resume_from`."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, resume_from: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise BadInput(_missing("observe.tensorboard", "tensorboard")) from error
+        self._writer = SummaryWriter(str(folder), purge_step=resume_from + 1 if resume_from else None)
+
+    def write(self, record: Record) -> None:
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """One W&B run for each attempt, grouped under the run's name; `WANDB_MODE=offline` keeps it on disk."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb  # pyrefly: ignore[missing-import]  (an extra, absent from the test environment)
+        except ImportError as error:
+            raise BadInput(_missing("observe.wandb", "wandb")) from error
+        self._run = wandb.init(
+            project=project, name=folder.name, group=folder.name, dir=str(folder), config=dict(config), resume="never"
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: Record) -> None:
+        self._run.log({"step": record["step"], **dict(scalars(record))})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """The numbers of a line as (`kind/key`, value), nested keys joined by `/`; `step` itself and text are left out."""
+    kind = {"step": "train"}.get(record.get("kind", "step"), record.get("kind"))
+    for key, value in record.items():
+        inner = value.items() if isinstance(value, Mapping) else [("", value)]
+        for sub, number in inner:
+            if key not in ("step", "kind") and isinstance(number, (int, float)) and not isinstance(number, bool):
+                yield f"{kind}/{key}/{sub}" if sub else f"{kind}/{key}", float(number)
+
+
+def _missing(key: str, extra: str) -> str:
+    return f"{key}: the package `{extra}` is not installed; run `pip install 'meshwright[{extra}]'`, or unset {key}"

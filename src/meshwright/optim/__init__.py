@@ -1,0 +1,1 @@
+"""Optimizers that know shards, gradient clipping, and learning-rate schedules."""

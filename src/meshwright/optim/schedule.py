@@ -1,0 +1,25 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.spec.job import TrainSpec
+
+
+def learning_rate(train: TrainSpec, step: int) -> float:
+    """Learning rate of step `step` (counted from 1): linear warm-up, then cosine, linear, or warm-up–stable–decay (Hu et al. 2024)."""
+    return train.learning_rate * _fraction(train, step)
+
+
+def _fraction(train: TrainSpec, step: int) -> float:
+    if step <= train.warmup_steps:
+        return step / train.warmup_steps
+    floor, start = train.min_learning_rate, train.warmup_steps
+    if train.schedule == "wsd":
+        start = max(start, train.steps - round(train.decay_fraction * train.steps))
+    if step <= start or train.steps == start:
+        return 1.0
+    done = (step - start) / (train.steps - start)
+    remaining = 0.5 * (1 + math.cos(math.pi * done)) if train.schedule == "cosine" else 1 - done
+    return floor + (1 - floor) * remaining

@@ -1,0 +1,1 @@
+"""What applies a Plan to a model from outside: the mesh, FSDP, recompute, compilation."""

@@ -1,0 +1,228 @@
+"""What must hold between the keys of a run, each broken rule reported at the key that breaks it.
+
+The checks run on whatever is sound, so that they report together with unknown keys and wrong types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.spec.cluster import CHIPS, chip_from_device_name
+from meshwright.spec.errors import Mistake, nearest
+from meshwright.spec.plan import layer_range
+from meshwright.spec.run import RunSpec
+from meshwright.spec.schema import annotation_at, literal_options, section_of
+from meshwright.spec.yaml_positions import Document, KeyPath, say
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
+    """Every rule between keys that a run breaks, as far as its values are usable."""
+    run = _Run(document, unusable)
+    rules = (_names, _attention, _sequence, _warmup, _data, _chip, _ranks, _global_batch, _pins, _layers, _fp64)
+    return [mistake for rule in rules for mistake in rule(run)]
+
+
+def plan_file_checks(
+    plan: Document, unusable: set[KeyPath], run: Document, run_unusable: set[KeyPath]
+) -> list[Mistake]:
+    """Every way in which a plan file does not fit its run, reported in the plan file."""
+    asked = _Run(run, run_unusable)
+    ranks, batch, layers = _rank_count(asked), asked("train.global_batch"), asked("model.layers")
+    mistakes: list[Mistake] = []
+    sound = not unusable
+    if sound and ranks:
+        product = 1
+        for axis in plan.get(("mesh",)):
+            product *= axis["size"]
+        if product != ranks:
+            mistakes.append(_at(plan, ("mesh",), f"sizes whose product is the cluster's {ranks} ranks", str(product)))
+    if sound and batch and plan.get(("batch", "global_batch")) != batch:
+        path: KeyPath = ("batch", "global_batch")
+        mistakes.append(_at(plan, path, f"train.global_batch = {batch}", say(plan.get(path))))
+    if layers and not any(path[:1] == ("layers",) for path in unusable):
+        mistakes += _coverage(plan, ("layers",), layers)
+    return mistakes
+
+
+def plan_rules(plan: Document) -> list[Mistake]:
+    """What must hold inside a plan file whose values are sound: one axis of a kind, and a batch that adds up."""
+    mistakes: list[Mistake] = []
+    batch, seen = plan.get(("batch",)), set()
+    product = batch["micro_batch"] * batch["accumulate"]
+    for index, axis in enumerate(plan.get(("mesh",))):
+        product *= axis["size"]
+        if axis["axis"] in seen:
+            mistakes.append(_at(plan, ("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
+        seen.add(axis["axis"])
+    if product != batch["global_batch"]:
+        expected = f"micro_batch × accumulate × ranks = {product}"
+        mistakes.append(_at(plan, ("batch", "global_batch"), expected, say(batch["global_batch"]), str(product)))
+    return mistakes
+
+
+class _Run:
+    """A run's values by dotted key, defaults included; None where there is no usable one."""
+
+    def __init__(self, document: Document, unusable: set[KeyPath]) -> None:
+        self.document = document
+        self.unusable = unusable
+
+    def __call__(self, key: str) -> Any:
+        path: KeyPath = tuple(key.split("."))
+        if any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.unusable):
+            return None
+        if not self.document.has(path):
+            return self._default(path)
+        value = self.document.get(path)
+        as_word = "none" in literal_options(annotation_at(RunSpec, path))
+        return None if value == "none" and not as_word else value
+
+    def _default(self, path: KeyPath) -> Any:
+        section = section_of(annotation_at(RunSpec, path[:-1])) if len(path) > 1 else RunSpec
+        defaults = {f.name: f.default for f in dataclasses.fields(section)} if section else {}
+        value = defaults.get(str(path[-1]), dataclasses.MISSING)
+        return None if value is dataclasses.MISSING or self.document.partial else value
+
+    def broken(self, key: str, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
+        path: KeyPath = tuple(key.split("."))
+        return _at(self.document, path, expected, say(self(key)) if got is None else got, near)
+
+
+def _at(document: Document, path: KeyPath, expected: str, got: str, near: str | None = None) -> Mistake:
+    place = document.value_place(path)
+    return Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got, near)
+
+
+def _names(run: _Run) -> Iterator[Mistake]:
+    name, init = run("name"), run("model.init")
+    if name is not None and not _NAME.fullmatch(name):
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-") or None
+        yield run.broken("name", "a folder name of letters, digits, '.', '_' and '-', not beginning with '.'", plain)
+    if init is not None and init != "scratch" and not re.fullmatch(r"(hf|checkpoint):.+", init):
+        yield run.broken(
+            "model.init", "scratch, hf:DIR or checkpoint:DIR", nearest(init, ("scratch", "hf:", "checkpoint:"))
+        )
+
+
+def _attention(run: _Run) -> Iterator[Mistake]:
+    heads, kv_heads, head_dim = run("model.heads"), run("model.kv_heads"), run("model.head_dim")
+    if heads and kv_heads and heads % kv_heads:
+        divisor = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - kv_heads))
+        yield run.broken("model.kv_heads", f"a divisor of model.heads = {heads}", str(divisor))
+    if head_dim and head_dim % 2 and run("model.positions") == "rope":
+        yield run.broken("model.head_dim", "an even number, as rotary embedding turns pairs", str(head_dim + 1))
+
+
+def _sequence(run: _Run) -> Iterator[Mistake]:
+    seq_len, longest = run("train.seq_len"), run("model.max_seq_len")
+    if seq_len and longest and seq_len > longest:
+        learned = run("model.positions") == "learned"
+        remedy = "the length of its learned positions" if learned else "which can be raised"
+        yield run.broken("train.seq_len", f"at most model.max_seq_len = {longest}, {remedy}", str(longest))
+
+
+def _warmup(run: _Run) -> Iterator[Mistake]:
+    steps, warmup = run("train.steps"), run("train.warmup_steps")
+    if steps and warmup and warmup >= steps:
+        yield run.broken("train.warmup_steps", f"fewer than train.steps = {steps}", str(steps // 10))
+
+
+def _data(run: _Run) -> Iterator[Mistake]:
+    if run("data.mix") == {}:
+        yield run.broken("data.mix", "at least one data directory", "stdlib")
+
+
+def _chip(run: _Run) -> Iterator[Mistake]:
+    gpu = run("cluster.gpu")
+    if gpu is None or gpu == "cpu" or gpu in CHIPS or run("cluster.memory_gib") is not None:
+        return
+    spellings = {name.upper(): name for name in ("cpu", *CHIPS)}
+    close = chip_from_device_name(gpu) or spellings.get(nearest(gpu.upper(), spellings) or "")
+    yield run.broken(
+        "cluster.gpu", f"cpu, {', '.join(CHIPS)}, or another chip with cluster.memory_gib beside it", close
+    )
+
+
+def _rank_count(run: _Run) -> int | None:
+    nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
+    return nodes * per_node if nodes and per_node else None
+
+
+def _ranks(run: _Run) -> Iterator[Mistake]:
+    ranks, replicate, shard = _rank_count(run), run("plan.replicate"), run("plan.shard")
+    if ranks is None:
+        return
+    if replicate and shard and replicate * shard != ranks:
+        near = str(ranks // replicate) if ranks % replicate == 0 else None
+        got = f"{replicate} × {shard} = {replicate * shard}"
+        yield run.broken("plan.shard", f"plan.replicate × plan.shard = the cluster's {ranks} ranks", near, got)
+        return
+    for key, size in (("plan.replicate", replicate), ("plan.shard", shard)):
+        if size and ranks % size:
+            divisor = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
+            yield run.broken(key, f"a divisor of the cluster's {ranks} ranks", str(divisor))
+
+
+def _global_batch(run: _Run) -> Iterator[Mistake]:
+    ranks, batch, micro = _rank_count(run), run("train.global_batch"), run("plan.micro_batch")
+    unit = ranks * (micro or 1) if ranks else 1
+    if batch and batch % unit:
+        product = f"{ranks} ranks × plan.micro_batch {micro}" if micro else f"the cluster's {ranks} ranks"
+        yield run.broken("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
+
+
+def _pins(run: _Run) -> Iterator[Mistake]:
+    for key in ("plan.reshard", "plan.recompute"):
+        if run("plan.layers") is not None and run(key) is not None:
+            name = key.partition(".")[2]
+            yield run.broken(key, f"`{name}` inside plan.layers only, as plan.layers is given")
+
+
+def _layers(run: _Run) -> Iterator[Mistake]:
+    layers = run("model.layers")
+    if layers and run("plan.layers") is not None:
+        yield from _coverage(run.document, ("plan", "layers"), layers)
+
+
+def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistake]:
+    """Ranges that leave the model, meet twice, or leave a layer out."""
+    covered: set[int] = set()
+    readable = True
+    for index, strategy in enumerate(document.get(path) if document.has(path) else [{}]):
+        where = (*path, index, "range")
+        text = strategy.get("range", "all")
+        try:
+            chosen = layer_range(text, layers)
+        except ValueError:
+            readable = False
+            expected = f"all, N or FIRST-LAST inside layers 0-{layers - 1}"
+            yield _at(document, where, expected, say(text))
+            continue
+        if covered.intersection(chosen):
+            twice = _spans(covered.intersection(chosen))
+            yield _at(document, where, "layers that no earlier range covers", f"layers {twice} again")
+        covered.update(chosen)
+    left = set(range(layers)) - covered
+    if left and readable:
+        place = document.key_place(path)
+        expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {_spans(left)}"
+        yield Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got)
+
+
+def _spans(layers: set[int]) -> str:
+    """`{0, 1, 2, 5}` as "0-2, 5"."""
+    starts = sorted(layer for layer in layers if layer - 1 not in layers)
+    ends = sorted(layer for layer in layers if layer + 1 not in layers)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _fp64(run: _Run) -> Iterator[Mistake]:
+    gpu = run("cluster.gpu")
+    for key in ("plan.compute", "plan.reduce"):
+        if run(key) == "fp64" and gpu not in (None, "cpu"):
+            yield run.broken(key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only", "fp32")

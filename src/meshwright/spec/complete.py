@@ -1,0 +1,126 @@
+"""What follows from what was given: the run's name, the model's dimensions, a sequence length that fits the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.fields import to_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.presets import MODEL_PRESETS
+from meshwright.spec.sources import EMBEDDED, merged
+from meshwright.spec.yaml_positions import Document, KeyPath, read_yaml
+
+ModelReader = Callable[[Path], dict[str, Any]]
+DIMENSIONS = ("family", "layers", "hidden", "heads", "ffn_hidden")
+"""What a model needs; `kv_heads` and `head_dim` follow from these, the rest has defaults."""
+_DERIVED = ("kv_heads", "head_dim")
+
+
+def complete(document: Document, stem: str, runs: Path, model_reader: ModelReader | None) -> None:
+    """Adds to `document` what a file may leave out because it follows from the rest."""
+    if document.data.get("name") is None:
+        document.put(("name",), stem, document.top)
+    for section in ("model", "train"):
+        if section not in document.data:
+            document.data[section] = {}
+    if not isinstance(document.data["model"], dict):
+        return
+    _find_run(document, runs)
+    _take_dimensions(document, model_reader)
+    _derive_dimensions(document)
+    _fit_sequence(document)
+    _fit_warmup(document)
+
+
+def _find_run(document: Document, runs: Path) -> None:
+    """`checkpoint:NAME` is the run of that name when no folder NAME is here."""
+    kind, _, name = str(document.data["model"].get("init")).partition(":")
+    plain = re.fullmatch(r"[\w.-]+", name)
+    if kind == "checkpoint" and plain and not Path(name).exists() and (runs / name).is_dir():
+        document.data["model"]["init"] = f"checkpoint:{runs / name}"
+
+
+def _take_dimensions(document: Document, model_reader: ModelReader | None) -> None:
+    """Lays the given keys over the dimensions of the preset, or of the folder that the weights come from."""
+    model = document.data["model"]
+    if model.get("preset") is not None:
+        path: KeyPath = ("model", "preset")
+        preset = model["preset"]
+        dimensions = MODEL_PRESETS.get(preset) if isinstance(preset, str) else None
+        if dimensions is None:
+            close = nearest(str(preset), MODEL_PRESETS)
+            document.reject(path, f"a preset ({', '.join(MODEL_PRESETS)})", nearest=close)
+    elif any(model.get(name) is None for name in DIMENSIONS):
+        path = ("model", "init")
+        dimensions = _dimensions_of_folder(document, str(model.get("init")), model_reader)
+    else:
+        return
+    if path in document.rejected:
+        document.rejected.update(("model", name) for name in (*DIMENSIONS, *_DERIVED))
+    place = document.value_place(path)
+    for name, value in (dimensions or {}).items():
+        if name not in model:
+            document.put(("model", name), value, place)
+        elif isinstance(value, dict):
+            model[name] = merged(value, model[name])
+
+
+def _dimensions_of_folder(document: Document, init: str, model_reader: ModelReader | None) -> dict[str, Any] | None:
+    kind, _, where = init.partition(":")
+    folder = Path(where)
+    if kind == "hf" and model_reader is not None:
+        try:
+            return to_plain(model_reader(folder))
+        except BadInput as error:
+            document.reject(("model", "init"), "hf:DIR, a Hugging Face model folder", str(error))
+    if kind == "checkpoint":
+        places = [file for file in (near / "config.yaml" for near in (folder, *folder.parents[:2])) if file.is_file()]
+        stored = read_yaml(places[0]).get(("model",)) if places else None
+        if isinstance(stored, dict):
+            return {f.name: stored[f.name] for f in dataclasses.fields(ModelSpec) if f.name in stored}
+        document.reject(("model", "init"), "checkpoint:DIR in a run's folder, whose config.yaml tells the dimensions")
+    return None
+
+
+def _derive_dimensions(document: Document) -> None:
+    model = document.data["model"]
+    heads, hidden = model.get("heads"), model.get("hidden")
+    if model.get("kv_heads") is None and heads is not None:
+        document.put(("model", "kv_heads"), heads, document.value_place(("model", "heads")))
+        if not _counts(heads):
+            document.rejected.add(("model", "kv_heads"))
+    if model.get("head_dim") is not None or heads is None or hidden is None:
+        return
+    if _counts(heads) and _counts(hidden) and hidden % heads == 0:
+        document.put(("model", "head_dim"), hidden // heads, document.value_place(("model", "hidden")))
+        return
+    if _counts(heads) and _counts(hidden):
+        expected = f"a multiple of model.heads = {heads}, or model.head_dim beside it"
+        document.reject(("model", "hidden"), expected, nearest=str(max(1, round(hidden / heads)) * heads))
+    document.rejected.add(("model", "head_dim"))
+
+
+def _fit_sequence(document: Document) -> None:
+    """Left out, `train.seq_len` is its default or the model's longest sequence, whichever is less."""
+    longest, train = document.data["model"].get("max_seq_len"), document.data["train"]
+    usual = next(f.default for f in dataclasses.fields(TrainSpec) if f.name == "seq_len")
+    if isinstance(train, dict) and "seq_len" not in train and _counts(longest) and longest < usual:
+        document.put(("train", "seq_len"), longest, document.value_place(("model", "max_seq_len")))
+
+
+def _fit_warmup(document: Document) -> None:
+    """The quick start's own warm-up is a tenth of the steps when an override makes the run shorter than it."""
+    path: KeyPath = ("train", "warmup_steps")
+    steps, warmup = document.get(("train", "steps")), document.get(path)
+    if document.value_place(path).file == EMBEDDED and _counts(steps) and warmup is not None and warmup >= steps:
+        document.put(path, steps // 10, document.value_place(path))
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

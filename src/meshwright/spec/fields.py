@@ -1,0 +1,127 @@
+"""Frozen dataclasses to and from plain data: the one conversion that files, ranks and checkpoints share.
+
+A spec class is a frozen dataclass whose fields are int, float, str, bool, None, Literal, tuples, dicts, unions with None,
+and other spec classes. The string under a field is its documentation; `Annotated[int, Bound(...)]` narrows a number.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, Union
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Limits of a number: at least, more than, at most (each optional)."""
+
+    at_least: float | None = None
+    more_than: float | None = None
+    at_most: float | None = None
+    less_than: float | None = None
+
+
+def to_plain(value: Any) -> Any:
+    """JSON-ready form of a spec object (dicts, lists and scalars only)."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    return value
+
+
+def from_plain(cls: type[T], data: Any) -> T:
+    """Rebuild a spec object from its plain form.
+
+    The data must have been validated (`spec.load`) or written by `to_plain`; a key the class lacks raises TypeError.
+    """
+    return _build(cls, data)
+
+
+def _build(annotation: Any, data: Any) -> Any:
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _build(arguments[0], data)
+    if origin in (Union, types.UnionType):
+        return _build_union(arguments, data)
+    if origin is tuple:
+        inner = arguments[0] if len(arguments) == 2 and arguments[1] is Ellipsis else None
+        pairs = [(inner, v) for v in data] if inner is not None else list(zip(arguments, data, strict=True))
+        return tuple(_build(a, v) for a, v in pairs)
+    if origin is dict:
+        return {key: _build(arguments[1], v) for key, v in data.items()}
+    if dataclasses.is_dataclass(annotation):
+        hints = hints_of(annotation)
+        unknown = set(data) - set(hints)
+        if unknown:
+            raise TypeError(f"{annotation.__name__} has no field {sorted(unknown)[0]!r}")
+        return annotation(**{key: _build(hints[key], v) for key, v in data.items()})
+    if annotation is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    return data
+
+
+def _build_union(arguments: tuple[Any, ...], data: Any) -> Any:
+    if data is None:
+        return None
+    for option in arguments:
+        spec_class = dataclasses.is_dataclass(option)
+        container = typing.get_origin(option) in (dict, tuple)
+        if (spec_class and isinstance(data, dict)) or (container and isinstance(data, (dict, list, tuple))):
+            return _build(option, data)
+    return data if not (float in arguments and int not in arguments and isinstance(data, int)) else float(data)
+
+
+@cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """The resolved annotations of a spec class's fields, `Annotated` kept."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+@cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The documentation string that stands under each field in the class's source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    docs: dict[str, str] = {}
+    for field, text in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            docs[field.target.id] = inspect.cleandoc(str(ast.literal_eval(text.value)))
+    return docs
+
+
+def describe_type(annotation: Any) -> str:
+    """A field's type in words, for help, error messages and the generated reference."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return describe_type(arguments[0]) + _describe_bound(arguments[1])
+    if origin is Literal:
+        return " | ".join(str(a) for a in arguments)
+    if origin in (Union, types.UnionType):
+        return " | ".join("none" if a is type(None) else describe_type(a) for a in arguments)
+    if origin is tuple:
+        return f"list of {describe_type(arguments[0])}"
+    if origin is dict:
+        return f"mapping of {describe_type(arguments[0])} to {describe_type(arguments[1])}"
+    names = {int: "integer", float: "number", str: "text", bool: "true | false"}
+    return names.get(annotation, "section" if dataclasses.is_dataclass(annotation) else str(annotation))
+
+
+def _describe_bound(bound: Any) -> str:
+    if not isinstance(bound, Bound):
+        return ""
+    parts = [("≥", bound.at_least), (">", bound.more_than), ("≤", bound.at_most), ("<", bound.less_than)]
+    said = [f"{sign} {limit:g}" for sign, limit in parts if limit is not None]
+    return f" ({', '.join(said)})" if said else ""

@@ -1,0 +1,91 @@
+"""What a run is asked to do: data, training, checkpoints, observation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from meshwright.spec.fields import Bound
+
+Positive = Annotated[int, Bound(at_least=1)]
+NotNegative = Annotated[int, Bound(at_least=0)]
+Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """What the model reads."""
+
+    mix: dict[str, Annotated[float, Bound(more_than=0)]] = field(default_factory=lambda: {"stdlib": 1.0})
+    """Prepared data directories and their weights in sequences drawn; one directory may stand alone. `stdlib` is Python's own
+    standard library, prepared on first use."""
+    validation: str | None = None
+    """Prepared data directory for validation; none takes `held_out` beside each source that has one."""
+    document_mask: bool = False
+    """Tokens attend within their own document only, and positions restart at each document."""
+    damaged: Literal["refuse", "skip"] = "refuse"
+    """What to do with a shard that does not match its manifest: stop, or leave it out and say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """How the model learns."""
+
+    steps: Positive
+    """Optimizer steps in the whole run."""
+    global_batch: Positive
+    """Sequences in one step, over all ranks."""
+    seq_len: Positive = 2048
+    """Tokens in one sequence."""
+    learning_rate: Annotated[float, Bound(more_than=0)] = 3e-4
+    """Peak of the schedule."""
+    min_learning_rate: Fraction = 0.1
+    """End of the schedule as a fraction of the peak."""
+    warmup_steps: NotNegative = 0
+    """Steps of linear growth from 0 to the peak."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """Decay after warm-up; wsd stays at the peak and decays linearly at the end."""
+    decay_fraction: Fraction = 0.2
+    """wsd: the last fraction of all steps that decays."""
+    weight_decay: Annotated[float, Bound(at_least=0)] = 0.1
+    """AdamW's decay of matrices; norms and biases are not decayed."""
+    beta1: Annotated[float, Bound(at_least=0, less_than=1)] = 0.9
+    """AdamW's memory of the gradient."""
+    beta2: Annotated[float, Bound(at_least=0, less_than=1)] = 0.95
+    """AdamW's memory of the squared gradient."""
+    epsilon: Annotated[float, Bound(more_than=0)] = 1e-8
+    """AdamW's denominator floor."""
+    clip_norm: Annotated[float, Bound(more_than=0)] | None = 1.0
+    """Gradients are scaled down to this global norm; none leaves them."""
+    loss_chunk: Positive = 4096
+    """Tokens whose logits exist at one time."""
+    validate_every: NotNegative = 0
+    """Steps between validations; 0 validates only at the end."""
+    validate_batches: Positive = 8
+    """Global batches read by one validation."""
+    gc_every: NotNegative = 100
+    """Steps between Python garbage collections, on all ranks at once; 0 leaves Python's own timing."""
+    timeout_seconds: Positive = 300
+    """A collective that takes longer ends the run with exit code 5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """What must survive."""
+
+    every: NotNegative = 0
+    """Steps between checkpoints; 0 writes only the last one."""
+    keep: Positive = 3
+    """Newest committed checkpoints kept."""
+    at_end: bool = True
+    """Write one after the last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveSpec:
+    """Where figures go besides metrics.jsonl and report.html."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events into the run folder (extra `tensorboard`)."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (extra `wandb`)."""

@@ -1,0 +1,176 @@
+"""What a decoder is: its dimensions, its parameter table, and the counts that follow from them alone.
+
+`parameters(spec)` is the one table of a model's weights. The module in `models/` is tested to own exactly these; initial values,
+weight decay, sharding, Hugging Face import/export and memory estimates read the same rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Iterator, Literal
+
+from meshwright.spec.fields import Bound
+
+Positive = Annotated[int, Bound(at_least=1)]
+Fill = Literal["normal", "ones", "zeros"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's frequency-dependent RoPE scaling (Hugging Face `rope_type: llama3`)."""
+
+    factor: Annotated[float, Bound(at_least=1)] = 8.0
+    """How much longer than the original context the scaled one is."""
+    low_freq_factor: Annotated[float, Bound(more_than=0)] = 1.0
+    """Wavelengths above original_max_seq_len / low_freq_factor are scaled in full."""
+    high_freq_factor: Annotated[float, Bound(more_than=0)] = 4.0
+    """Wavelengths below original_max_seq_len / high_freq_factor are left as they are."""
+    original_max_seq_len: Positive = 8192
+    """Context length before scaling, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3 dense, and MegaScale's variants of them."""
+
+    family: Literal["gpt2", "llama", "qwen3"]
+    """Whose Hugging Face names and config keys the model is imported from and exported to."""
+    layers: Positive
+    """Transformer blocks."""
+    hidden: Positive
+    """Width of the residual stream."""
+    heads: Positive
+    """Query heads."""
+    kv_heads: Positive
+    """Key and value heads; fewer than `heads` is grouped-query attention."""
+    head_dim: Positive
+    """Width of one head."""
+    ffn_hidden: Positive
+    """Width inside the feed-forward network."""
+    vocab_size: Annotated[int, Bound(at_least=0)] = 0
+    """Rows of the embedding; 0 takes the tokenizer's size, rounded up to a multiple of 128."""
+    max_seq_len: Positive = 2048
+    """Longest sequence the model is built for, in tokens."""
+    positions: Literal["rope", "learned"] = "rope"
+    """Rotary embedding, or a learned table added to the token embedding."""
+    rope_theta: Annotated[float, Bound(more_than=0)] = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 scaling of the rotary frequencies."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation before attention, before the feed-forward network and before the head."""
+    norm_eps: Annotated[float, Bound(more_than=0)] = 1e-5
+    """Added to the variance before the square root."""
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    """Gated SiLU, or the tanh approximation of GELU."""
+    bias: bool = False
+    """Biases in every projection (not in the head)."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key head before RoPE (Qwen3)."""
+    tied: bool = False
+    """The head is the transposed token embedding."""
+    parallel_block: bool = False
+    """Attention and feed-forward network read one norm and are added together (MegaScale §3.1)."""
+    sliding_window: Positive | None = None
+    """Each token attends to this many tokens, itself included; none is full causal attention."""
+    init_std: Annotated[float, Bound(more_than=0)] = 0.02
+    """Standard deviation of initial weights; projections back into the residual stream use it / √(2·layers)."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One stored weight.
+
+    `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024), …)`;
+    empty when nothing is fused. `decay` says whether AdamW's weight decay applies.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fill: Fill
+    std: float
+    blocks: tuple[tuple[str, int], ...] = ()
+    decay: bool = True
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
+    """Every weight of the model in the order the module registers them; a tied head is not listed."""
+    rows = [_matrix("embed.weight", spec.vocab_size, spec.hidden, spec.init_std)]
+    if spec.positions == "learned":
+        rows.append(_matrix("positions.weight", spec.max_seq_len, spec.hidden, spec.init_std))
+    for layer in range(spec.layers):
+        rows.extend(layer_parameters(spec, layer))
+    rows.extend(_norm("norm", spec, spec.hidden))
+    if not spec.tied:
+        rows.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std))
+    return tuple(rows)
+
+
+def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
+    """The weights of block `layer`, in registration order."""
+    at = f"layers.{layer}"
+    heads, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    residual_std = spec.init_std / math.sqrt(2 * spec.layers)
+    yield from _norm(f"{at}.attention_norm", spec, spec.hidden)
+    qkv = (("q", heads), ("k", kv), ("v", kv))
+    yield from _linear(f"{at}.attention.qkv", spec, heads + 2 * kv, spec.hidden, spec.init_std, qkv)
+    if spec.qk_norm:
+        yield ParameterSpec(f"{at}.attention.q_norm.weight", (spec.head_dim,), "ones", 0.0, decay=False)
+        yield ParameterSpec(f"{at}.attention.k_norm.weight", (spec.head_dim,), "ones", 0.0, decay=False)
+    yield from _linear(f"{at}.attention.out", spec, spec.hidden, heads, residual_std)
+    if not spec.parallel_block:
+        yield from _norm(f"{at}.mlp_norm", spec, spec.hidden)
+    if spec.mlp == "swiglu":
+        gate_up = (("gate", spec.ffn_hidden), ("up", spec.ffn_hidden))
+        yield from _linear(f"{at}.mlp.gate_up", spec, 2 * spec.ffn_hidden, spec.hidden, spec.init_std, gate_up)
+    else:
+        yield from _linear(f"{at}.mlp.up", spec, spec.ffn_hidden, spec.hidden, spec.init_std)
+    yield from _linear(f"{at}.mlp.down", spec, spec.hidden, spec.ffn_hidden, residual_std)
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Stored weights; a tied head counts once."""
+    return sum(row.count for row in parameters(spec))
+
+
+def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
+    """Training FLOPs (forward + backward) per token at `seq_len`.
+
+    6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not) plus attention scores and values:
+    12·layers·heads·head_dim·length. `causal=False` counts the full square as torchtitan does; `causal=True` counts the half
+    that is not masked, as Megatron does. Norms, RoPE and activations are not counted in either.
+    """
+    matmul = sum(row.count for row in parameters(spec) if row.name.startswith("layers.") and len(row.shape) == 2)
+    matmul += spec.vocab_size * spec.hidden
+    return 6.0 * matmul + 12.0 * spec.layers * spec.heads * spec.head_dim * _mean_span(spec, seq_len, causal)
+
+
+def _mean_span(spec: ModelSpec, seq_len: int, causal: bool) -> float:
+    """Positions one token's scores are counted over, on average."""
+    window = min(spec.sliding_window or seq_len, seq_len)
+    if not causal:
+        return float(window)
+    return window - window * window / (2.0 * seq_len)
+
+
+def _matrix(name: str, rows: int, columns: int, std: float) -> ParameterSpec:
+    return ParameterSpec(name, (rows, columns), "normal", std)
+
+
+def _linear(
+    name: str, spec: ModelSpec, out: int, inputs: int, std: float, blocks: tuple[tuple[str, int], ...] = ()
+) -> Iterator[ParameterSpec]:
+    yield ParameterSpec(f"{name}.weight", (out, inputs), "normal", std, blocks)
+    if spec.bias:
+        yield ParameterSpec(f"{name}.bias", (out,), "zeros", 0.0, blocks, decay=False)
+
+
+def _norm(name: str, spec: ModelSpec, width: int) -> Iterator[ParameterSpec]:
+    yield ParameterSpec(f"{name}.weight", (width,), "ones", 0.0, decay=False)
+    if spec.norm == "layernorm":
+        yield ParameterSpec(f"{name}.bias", (width,), "zeros", 0.0, decay=False)

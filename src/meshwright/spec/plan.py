@@ -1,0 +1,150 @@
+"""The Plan: how one model runs on one cluster, explicit and editable.
+
+The planner writes it, a person may edit it, the run obeys it, a checkpoint carries it. Only what this release can run is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+from meshwright.spec.fields import Bound
+
+Recompute = Literal["none", "selective", "full"]
+AxisName = Literal["replicate", "shard"]
+Positive = Annotated[int, Bound(at_least=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAxis:
+    """One axis of the device mesh."""
+
+    axis: AxisName
+    """replicate: whole copies of the model (the outer axis of HSDP). shard: parameters, gradients and optimizer split (FSDP)."""
+    size: Positive
+    """Ranks along the axis."""
+    crosses: Literal["device", "node"] = "device"
+    """The slowest kind of border the axis runs over: between devices of one node, or between nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """How the global batch is cut."""
+
+    global_batch: Positive
+    """Sequences in one optimizer step, over all ranks."""
+    micro_batch: Positive
+    """Sequences one rank runs at a time."""
+    accumulate: Positive
+    """Micro-batches each rank runs in one step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStrategy:
+    """How a range of layers is kept in memory."""
+
+    range: str = "all"
+    """`all`, or first and last layer as in `0-7`, counted from 0, both ends included."""
+    reshard: bool = True
+    """Free gathered parameters after forward and gather them again for backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    recompute: Recompute = "none"
+    """Activations computed again in backward. selective: all but matrix products and attention. full: the whole block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats of the run; master weights and optimizer state are fp32 (fp64 when computing in fp64)."""
+
+    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Weights and activations of forward and backward."""
+    reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
+    """Gradients while they are summed over ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What the planner expects of the run."""
+
+    memory_peak_bytes: int
+    """Largest memory of one rank."""
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    """The same by kind: weights, gradients, optimizer, gathered, activations, logits, framework."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The whole answer: mesh, batch, layer strategies, precision; with what is predicted and why it was chosen."""
+
+    mesh: tuple[MeshAxis, ...]
+    """Axes, outermost first; the product of their sizes is the number of ranks."""
+    batch: BatchPlan
+    """How the global batch is cut."""
+    layers: tuple[LayerStrategy, ...] = (LayerStrategy(),)
+    """Strategy by layer range; the ranges cover every layer once."""
+    precision: Precision = Precision()
+    """Number formats."""
+    compile: bool = True
+    """`torch.compile` for each block."""
+    predicted: Predicted | None = None
+    """What the planner expects; ignored when a person's file omits it."""
+    why: tuple[str, ...] = ()
+    """The reasons, one sentence each."""
+
+    @property
+    def ranks(self) -> int:
+        total = 1
+        for axis in self.mesh:
+            total *= axis.size
+        return total
+
+    def axis_size(self, name: str) -> int:
+        """Ranks along `name`; 1 when the mesh lacks the axis."""
+        return next((axis.size for axis in self.mesh if axis.axis == name), 1)
+
+    def strategy(self, layer: int, layers: int) -> LayerStrategy:
+        """The strategy of block `layer` in a model of `layers` blocks."""
+        return next(s for s in self.layers if layer in layer_range(s.range, layers))
+
+    def without_prediction(self) -> Plan:
+        """The part of the plan that a run obeys: equal for two plans that run alike."""
+        return replace(self, predicted=None, why=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPins:
+    """Fields a person fixes; the planner chooses the rest."""
+
+    replicate: Positive | None = None
+    """Whole copies of the model."""
+    shard: Positive | None = None
+    """Ranks each copy is sharded over."""
+    micro_batch: Positive | None = None
+    """Sequences one rank runs at a time."""
+    reshard: bool | None = None
+    """Free gathered parameters after forward."""
+    recompute: Recompute | None = None
+    """Activations computed again in backward, for all layers."""
+    layers: tuple[LayerStrategy, ...] | None = None
+    """Strategies by layer range, in place of `reshard` and `recompute`."""
+    compute: Literal["bf16", "fp32", "fp64"] | None = None
+    """Number format of forward and backward."""
+    reduce: Literal["bf16", "fp32", "fp64"] | None = None
+    """Number format of the gradient sum."""
+    compile: bool | None = None
+    """`torch.compile` for each block."""
+
+
+def layer_range(text: str, layers: int) -> range:
+    """The layers that `all`, `N` or `FIRST-LAST` names in a model of `layers` blocks.
+
+    Raises ValueError when the text is not of that form or leaves the model.
+    """
+    if text == "all":
+        return range(layers)
+    first, _, last = text.partition("-")
+    if not first.isdigit() or (last and not last.isdigit()):
+        raise ValueError(f"{text!r} is not `all`, `N` or `FIRST-LAST`")
+    chosen = range(int(first), int(last or first) + 1)
+    if not chosen or chosen.stop > layers:
+        raise ValueError(f"{text!r} is not inside layers 0-{layers - 1}")
+    return chosen

@@ -1,0 +1,157 @@
+"""The run file reference of the docs, generated from the spec dataclasses: every key, its type, default and meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.spec.complete import DIMENSIONS
+from meshwright.spec.fields import from_plain, hints_of, to_plain
+from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.plan import Plan, PlanPins
+from meshwright.spec.presets import MODEL_PRESETS, run_preset
+from meshwright.spec.run import RunSpec
+from meshwright.spec.schema import docs_of, expected_text, section_of
+
+_INTRODUCTION = """\
+# Run file reference
+
+Generated from the classes in `src/meshwright/spec`; a test compares this page with them.
+
+A run file is YAML. Only `model` (a preset or its dimensions), `train.steps` and `train.global_batch` have to be given.
+
+```yaml
+model: llama3-8b
+data: {mix: {corpora/code: 0.7, corpora/web: 0.3}}
+train: {steps: 10_000, global_batch: 64, seq_len: 8192, warmup_steps: 500}
+cluster: auto
+```
+
+**Order.** Defaults, then what `extends` names, then the file, then overrides from the command line:
+`train.steps=200`, `plan.layers.0.recompute=full`, `data.mix=DIR` (`--train.steps=200` is the same; the value is read as
+YAML). Sections merge key by key. Lists, `data.mix` and a value of another kind are replaced as a whole, and naming
+another preset starts `model` anew.
+
+**Extends.** `extends: NAME` starts from a model preset with its usual sequence length and learning rate (table below),
+`extends: FILE` from another run file, which may extend a further one.
+
+**Short forms.** `model: NAME` is `model: {preset: NAME}`. `data.mix: DIR` is `data.mix: {DIR: 1.0}`. `cluster: auto`
+takes what is found on this machine, `cluster: FILE` a YAML file with the keys of `cluster`. `plan: auto` leaves
+everything to the planner, `plan: FILE` runs a plan file as it is, and a section of pins fixes single fields.
+
+**Paths.** Files that describe something (`extends`, `cluster`, `plan`) are looked for beside the file that names them.
+Data and weights (`data.mix`, `data.validation`, `model.init`) are looked for from the current directory, as on any
+command line. `~` is the home directory.
+
+**What follows.** Without a preset, the dimensions can come from the weights: `model: {init: hf:DIR}` or
+`model: {init: checkpoint:DIR}`, where DIR is a run's folder, or a run's name. A `train.seq_len` left out is its default
+or `model.max_seq_len`, whichever is less.
+
+**Values.** YAML 1.2: `3e-4` is a number, `10_000` an integer, `yes` and `no` are text. `none` and `null` both empty a
+key that allows it (`null` alone where `none` is a choice of its own, as in `plan.recompute`). An unknown key, a wrong
+type, a value out of bounds or a key given twice is an error with its file, line and column, and all errors are reported
+at once.
+"""
+_DERIVED = {"kv_heads": "`heads`", "head_dim": "`hidden / heads`", "name": "the file's stem", "extends": "none"}
+_EXTENDS = ["extends", "text", _DERIVED["extends"], "Preset or run file whose keys this file builds on."]
+
+
+def reference_markdown() -> str:
+    """The whole page as Markdown."""
+    parts = [
+        _INTRODUCTION,
+        *_sections(RunSpec, "", "Top level"),
+        _presets(),
+        _PLAN_FILE,
+        *_sections(Plan, "", "Plan: top level"),
+    ]
+    return "\n".join(parts)
+
+
+_PLAN_FILE = """\
+## The plan file
+
+What `plan: FILE` names, and what a run leaves in `runs/NAME/plan.yaml`. It is written by the planner and may be edited.
+"""
+
+
+def _sections(cls: type, key: str, title: str) -> Iterator[str]:
+    """One table for `cls`, then one for each section below it."""
+    rows = [_EXTENDS] if cls is RunSpec else []
+    rows += [_row(cls, field) for field in dataclasses.fields(cls)]
+    about = (cls.__doc__ or "").strip().split("\n")[0]
+    yield f"## {title}\n\n{about}\n\n{_table(['key', 'type', 'default', 'meaning'], rows)}"
+    for name, annotation in hints_of(cls).items():
+        section = section_of(annotation)
+        if section:
+            below = f"{key}.{name}" if key else name
+            items = "[]" if expected_text(annotation).startswith("a list") else ""
+            start = "Plan: " if title.startswith("Plan: ") else ""
+            yield from _sections(section, below, f"{start}`{below}{items}`")
+
+
+def _row(cls: type, field: dataclasses.Field[Any]) -> list[str]:
+    return [field.name, _type(hints_of(cls)[field.name]), _default(cls, field), docs_of(cls)[field.name]]
+
+
+def _type(annotation: Any) -> str:
+    section = section_of(annotation)
+    if section is None:
+        return expected_text(annotation)
+    text = expected_text(annotation)
+    return "list of sections" if text.startswith("a list") else "text or section" if "file" in text else "section"
+
+
+def _default(cls: type, field: dataclasses.Field[Any]) -> str:
+    """What holds when the key is left out, as the table says it."""
+    if field.name in _DERIVED and issubclass(cls, (ModelSpec, RunSpec)):
+        return _DERIVED[field.name]
+    if issubclass(cls, ModelSpec) and field.name in DIMENSIONS:
+        return "the preset's"
+    if cls is RunSpec and section_of(hints_of(cls)[field.name]) and field.name != "plan":
+        return "see below"
+    factory = field.default_factory
+    value = field.default if factory is dataclasses.MISSING else factory()
+    if value is None:
+        return "the planner's" if cls is PlanPins else "none"
+    if value is dataclasses.MISSING:
+        return "required"
+    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(to_plain(value))}`"
+
+
+def _presets() -> str:
+    """The table of model presets."""
+    rows = []
+    for name, dimensions in MODEL_PRESETS.items():
+        spec = from_plain(ModelSpec, dimensions)
+        start = run_preset(name)["train"]
+        count = _human(parameter_count(spec)) + ("" if spec.vocab_size else " + embedding")
+        shape = [str(n) for n in (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn_hidden)]
+        vocabulary = str(spec.vocab_size) if spec.vocab_size else "tokenizer's"
+        rows.append(
+            [
+                name,
+                count,
+                *shape,
+                vocabulary,
+                str(spec.max_seq_len),
+                str(start["seq_len"]),
+                f"{start['learning_rate']:g}",
+            ]
+        )
+    head = ["preset", "parameters", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "max_seq_len"]
+    about = "`model: NAME` takes the dimensions; `extends: NAME` also starts from the last two columns.\n"
+    return f"## Model presets\n\n{about}\n{_table([*head, 'train.seq_len', 'train.learning_rate'], rows)}"
+
+
+def _human(count: int) -> str:
+    size, unit = next((s, u) for s, u in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, "")) if count >= s)
+    return f"{count / size:.4g} {unit}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table whose first column is code."""
+    lines = [head, ["---"] * len(head), *([f"`{row[0]}`", *row[1:]] for row in rows)]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)

@@ -1,0 +1,344 @@
+"""YAML to plain data, with the file, line and column of every key and value.
+
+Scalars follow YAML 1.2's core schema (`3e-4` is a number; `no`, `on` and `12:30:45` are text; `010` is ten), and
+`1_000` is an integer. No tag constructs an object, and anchors expand to a bounded size. Whatever is wrong becomes a
+`Mistake`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.composer import Composer
+from yaml.emitter import Emitter
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.parser import Parser
+from yaml.reader import Reader, ReaderError
+from yaml.representer import SafeRepresenter
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+from yaml.serializer import Serializer
+
+from meshwright.spec.errors import Mistake, nearest
+
+KeyPath = tuple[str | int, ...]
+MAX_BYTES = 4 << 20
+MAX_DEPTH = 32
+MAX_VALUES = 20_000
+_CORE = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a token stands; `line` and `column` count from 1 and are None on the command line."""
+
+    file: str
+    line: int | None = None
+    column: int | None = None
+
+
+@dataclass
+class Document:
+    """Plain data, where each key and value of it was written, and what was wrong on the way.
+
+    `partial` says that something could not be read, so that what is absent here may not be absent in the file.
+    `rejected` holds the paths that were complained about with `reject`: nothing more should be said of them.
+    """
+
+    data: Any
+    top: Place
+    keys: dict[KeyPath, Place] = field(default_factory=dict)
+    values: dict[KeyPath, Place] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+    partial: bool = False
+    rejected: set[KeyPath] = field(default_factory=set)
+
+    def get(self, path: KeyPath) -> Any:
+        """The value at `path`, or None."""
+        value: Any = self.data
+        for step in path:
+            if isinstance(value, dict):
+                value = value.get(step)
+            else:
+                value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
+        return value
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether something was written at `path`."""
+        parent = self.get(path[:-1]) if path else None
+        if isinstance(parent, list):
+            return isinstance(path[-1], int) and path[-1] < len(parent)
+        return not path or (isinstance(parent, dict) and path[-1] in parent)
+
+    def value_place(self, path: KeyPath) -> Place:
+        """Where the value at `path` is written, or the key of the closest section around it."""
+        if path in self.values and self.has(path):
+            return self.values[path]
+        return self.key_place(path)
+
+    def key_place(self, path: KeyPath) -> Place:
+        """Where the last key of `path` is written, or the key of the closest section around it."""
+        while path:
+            if path in self.keys and self.has(path):
+                return self.keys[path]
+            path = path[:-1]
+        return self.top
+
+    def complain(self, place: Place, key: str, expected: str, got: str, nearest: str | None = None) -> None:
+        self.mistakes.append(Mistake(place.file, place.line, place.column, key, expected, got, nearest))
+
+    def reject(self, path: KeyPath, expected: str, got: str | None = None, nearest: str | None = None) -> None:
+        """Complains about the value at `path`."""
+        shown = say(self.get(path)) if got is None else got
+        self.complain(self.value_place(path), dotted(path), expected, shown, nearest)
+        self.rejected.add(path)
+
+    def put(self, path: KeyPath, value: Any, place: Place) -> None:
+        """Sets a value that follows from the token at `place`."""
+        section = self.get(path[:-1])
+        section[path[-1]] = value
+        self.mark(path, value, place)
+
+    def mark(self, path: KeyPath, value: Any, place: Place) -> None:
+        self.keys[path] = self.values[path] = place
+        for step, inner in (
+            value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+        ):
+            self.mark((*path, step), inner, place)
+
+    def graft(self, name: str, section: Document) -> None:
+        """Puts a document of its own under the key `name`."""
+        self.data[name] = section.data
+        for path, place in section.keys.items():
+            self.keys[name, *path] = place
+        for path, place in section.values.items():
+            self.values[name, *path] = place
+        self.mistakes += section.mistakes
+        if section.partial:
+            self.rejected.add((name,))
+
+
+def read_yaml(path: Path, shown: str | None = None) -> Document:
+    """The mapping in the file at `path`; `shown` is how mistakes name the file. Raises nothing: see `mistakes`."""
+    file = shown or str(path)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        close = nearest(path.name, [near.name for near in path.parent.glob("*.y*ml")])
+        return _unreadable(file, None, None, "a readable file", (error.strerror or str(error)).lower(), close)
+    if len(raw) > MAX_BYTES:
+        return _unreadable(file, 1, 1, f"at most {MAX_BYTES >> 20} MiB of YAML", "a larger file")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = raw[: error.start].decode("utf-8-sig")
+        line, column = _line_and_column(before, len(before))
+        return _unreadable(file, line, column, "UTF-8 text", f"the byte 0x{raw[error.start]:02x}")
+    document = parse_yaml(text, file)
+    if not isinstance(document.data, dict):
+        got = say(document.data)
+        document = replace(document, data={}, partial=True)
+        document.complain(document.top, "yaml", "a mapping of keys to values", got)
+    return document
+
+
+def parse_yaml(text: str, file: str) -> Document:
+    """Any YAML value; an empty text is an empty mapping."""
+    try:
+        node = _Loader(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        got = ", ".join(part for part in (error.context, error.problem) if part)
+        return _unreadable(file, line, column, "valid YAML", got)
+    except ReaderError as error:
+        line, column = _line_and_column(text, int(error.position))
+        return _unreadable(file, line, column, "printable text", f"the character U+{ord(text[error.position]):04X}")
+    if node is None:
+        return Document({}, Place(file, 1, 1))
+    building = _Building(Document(None, _place(file, node)))
+    building.document.data = building.value(node, ())
+    return building.document
+
+
+def dump_yaml(data: Any) -> str:
+    """Block-style YAML that `parse_yaml` reads back to equal data; keys keep their order."""
+    stream = StringIO()
+    dumper = _Dumper(stream)
+    dumper.open()
+    dumper.represent(data)
+    dumper.close()
+    return stream.getvalue()
+
+
+def say(value: Any) -> str:
+    """A value as a message shows it: scalars as YAML, text in quotes, the kind alone for anything larger."""
+    if isinstance(value, dict):
+        return "a section" if value else "an empty section"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    if isinstance(value, str):
+        return f"the text '{value}'" if len(value) <= 60 else f"the text '{value[:57]}...'"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "nothing"}[value]
+    return f"{value:.6g}" if isinstance(value, float) and not value.is_integer() else str(value)[:60]
+
+
+class _Resolver(BaseResolver):
+    """YAML 1.2's core schema, with `_` allowed between the digits of a decimal number."""
+
+    yaml_implicit_resolvers = {
+        None: [
+            (f"{_CORE}{kind}", re.compile(pattern))
+            for kind, pattern in (
+                ("null", r"(?:~|null|Null|NULL|)\Z"),
+                ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+                ("int", r"(?:[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
+                ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z"),
+                ("float", r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"),
+            )
+        ]
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+
+
+class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        _Resolver.__init__(self)
+
+    def descend_resolver(self, current_node: Node | None, current_index: Any) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            problem = f"more than {MAX_DEPTH} levels of nesting"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+
+    def ascend_resolver(self) -> None:
+        self.depth -= 1
+
+
+class _Dumper(Emitter, Serializer, SafeRepresenter, _Resolver):
+    def __init__(self, stream: StringIO) -> None:
+        Emitter.__init__(self, stream, allow_unicode=True, width=120)
+        Serializer.__init__(self)
+        SafeRepresenter.__init__(self, sort_keys=False)
+        _Resolver.__init__(self)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def choose_scalar_style(self) -> str:
+        """In single quotes PyYAML loses line separators (a NEL comes back as a space): double quotes take them."""
+        text: str = getattr(self.event, "value", "")
+        return super().choose_scalar_style() if text.isprintable() else '"'
+
+
+class _Building:
+    """Turns composed nodes into plain data, noting places and mistakes in `document`."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.built = 0
+        self.file = document.top.file
+
+    def value(self, node: Node, path: KeyPath) -> Any:
+        place = _place(self.file, node)
+        self.document.values[path] = place
+        self.built += 1
+        if self.built > MAX_VALUES or len(path) > MAX_DEPTH:
+            if not self.document.partial:
+                limit = f"at most {MAX_VALUES} values, {MAX_DEPTH} levels deep, after anchors are expanded"
+                self.document.complain(place, "yaml", limit, "more (an anchor inside itself?)")
+            self.document.partial = True
+            return None
+        if isinstance(node, MappingNode) and node.tag == f"{_CORE}map":
+            return self._mapping(node, path)
+        if isinstance(node, SequenceNode) and node.tag == f"{_CORE}seq":
+            return self._sequence(node, path)
+        return self._scalar(node, path)
+
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = _place(self.file, key_node)
+            if not isinstance(key_node, ScalarNode):
+                self.document.complain(place, dotted(path), "a plain word as key", "a list or mapping as key")
+                continue
+            key = key_node.value
+            if key in mapping:
+                first = self.document.keys[*path, key]
+                expected = f"one '{key}' in this section; the first is on line {first.line}"
+                self.document.complain(place, dotted((*path, key)), expected, "a second one")
+                continue
+            self.document.keys[*path, key] = place
+            mapping[key] = self.value(value_node, (*path, key))
+            if self.document.partial:
+                break
+        return mapping
+
+    def _sequence(self, node: SequenceNode, path: KeyPath) -> list[Any]:
+        items: list[Any] = []
+        for index, item in enumerate(node.value):
+            items.append(self.value(item, (*path, index)))
+            if self.document.partial:
+                break
+        return items
+
+    def _scalar(self, node: Node, path: KeyPath) -> Any:
+        kind = node.tag.removeprefix(_CORE)
+        if isinstance(node, ScalarNode) and kind == "str":
+            return node.value
+        untagged = _Resolver().resolve(ScalarNode, node.value, (True, False)) if isinstance(node, ScalarNode) else ""
+        if untagged != node.tag:
+            got = f"the tag {node.tag.replace(_CORE, '!!')}"
+            self.document.complain(_place(self.file, node), dotted(path), "plain YAML without tags", got)
+            return None
+        return _CONSTRUCT[kind](node.value)
+
+
+def _integer(text: str) -> int | str:
+    try:
+        return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+    except ValueError:  # more digits than Python converts
+        return text
+
+
+_CONSTRUCT = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": _integer,
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}
+
+
+def dotted(path: KeyPath) -> str:
+    """A path as messages and command-line overrides write it."""
+    return ".".join(map(str, path)) or "yaml"
+
+
+def _place(file: str, node: Node) -> Place:
+    return Place(file, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _line_and_column(text: str, position: int) -> tuple[int, int]:
+    return text.count("\n", 0, position) + 1, position - (text.rfind("\n", 0, position) + 1) + 1
+
+
+def _unreadable(
+    file: str, line: int | None, column: int | None, expected: str, got: str, close: str | None = None
+) -> Document:
+    document = Document({}, Place(file, line, column), partial=True)
+    document.complain(document.top, "yaml", expected, got, close)
+    return document

@@ -1,0 +1,108 @@
+"""From a step's device values to its line in metrics.jsonl, one step late so that the device is never waited for.
+
+The host launches step n + 1 before it reads step n; at that moment the device still has work, so reading costs nothing.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.spec.errors import NumericalFailure
+from meshwright.spec.model import flops_per_token
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+from meshwright.train.step import StepFigures
+
+
+@dataclass
+class _Pending:
+    step: int
+    host: dict[str, Any]
+    values: torch.Tensor
+    ready: torch.cuda.Event | None
+
+
+class FigureReader:
+    """Turns step figures into metric records in order."""
+
+    def __init__(self, run: RunSpec, plan: Plan, device: torch.device, tokens_before: int) -> None:
+        self._run, self._device = run, device
+        self._tokens = tokens_before
+        self._pending: list[_Pending] = []
+        self._last_end = time.perf_counter()
+        seq_len = run.train.seq_len
+        self._flops = {causal: flops_per_token(run.model, seq_len, causal=causal) for causal in (True, False)}
+        self._peak = run.cluster.peak_flops(plan.precision.compute)
+        self.stop_flag = 0
+
+    def push(self, step: int, figures: StepFigures, host: dict[str, Any]) -> list[dict[str, Any]]:
+        """Take a launched step's figures; returns the records that are complete now."""
+        if self._device.type == "cpu":
+            self._pending.append(_Pending(step, host, figures.values, None))
+            return self.drain()
+        earlier = self.drain()
+        copied = torch.empty(figures.values.shape, dtype=figures.values.dtype, pin_memory=True)
+        copied.copy_(figures.values, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        self._pending.append(_Pending(step, host, copied, ready))
+        return earlier
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Records of everything pushed so far; waits for the device if it has to."""
+        records = [self._record(pending) for pending in self._pending]
+        self._pending.clear()
+        return records
+
+    def pause(self) -> None:
+        """Leave the time since the last step (a checkpoint, a validation) out of the next step's."""
+        self._last_end = time.perf_counter()
+
+    def _record(self, pending: _Pending) -> dict[str, Any]:
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        loss, norm, valid, flag, token_sum = pending.values.tolist()
+        now = time.perf_counter()
+        seconds, self._last_end = now - self._last_end, now
+        self.stop_flag = int(flag)
+        self._tokens += int(valid)
+        rate = self._run.train.global_batch * self._run.train.seq_len / seconds
+        each = rate / self._run.cluster.ranks
+        return {
+            "kind": "step",
+            "step": pending.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "tokens": self._tokens,
+            "token_sum": int(token_sum),
+            "tokens_per_second": rate,
+            "tokens_per_second_per_gpu": each,
+            "mfu": each * self._flops[True] / self._peak if self._peak else None,
+            "mfu_full": each * self._flops[False] / self._peak if self._peak else None,
+            "step_seconds": seconds,
+            "memory_peak_bytes": memory_peak_bytes(self._device),
+            **pending.host,
+        }
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """Most memory this rank has held: reserved by torch on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def check_finite(record: dict[str, Any]) -> None:
+    """Raise NumericalFailure when a step's loss or gradient norm is not a number; its update was skipped."""
+    bad = [key for key in ("loss", "grad_norm") if not abs(record[key]) < float("inf")]
+    if bad:
+        raise NumericalFailure(
+            f"step {record['step']}: {' and '.join(bad)} not finite (loss {record['loss']}, gradient norm {record['grad_norm']}); the "
+            "update was not applied. Start again from the last checkpoint with a lower train.learning_rate or a longer train.warmup_steps; "
+            f"`meshwright data show --step {record['step']}` names what the step read"
+        )

@@ -1,0 +1,43 @@
+"""Agreeing on the assignment when a launcher started the ranks: rank 0 writes it, the others read it from the store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.world import World
+from meshwright.spec.errors import BadInput, MeshwrightError
+from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.run import Assignment
+
+
+def agreed_assignment(world: World, prepare: Callable[[], Assignment]) -> Assignment:
+    """Rank 0's assignment, on every rank; collective.
+
+    What `prepare` raises on rank 0 is raised there, and a BadInput that says so on the others, so that no rank is left waiting.
+    """
+    if not world.leads:
+        answer = json.loads(_broadcast(world, ""))
+        if "error" in answer:
+            raise BadInput(f"rank 0 could not prepare the run: {answer['error']}")
+        return from_plain(Assignment, answer)
+    try:
+        assignment = prepare()
+    except MeshwrightError as error:
+        _broadcast(world, json.dumps({"error": str(error)}))
+        raise
+    _broadcast(world, json.dumps(to_plain(assignment)))
+    return assignment
+
+
+def _broadcast(world: World, text: str) -> str:
+    """Rank 0's `text` on every rank, as bytes over the control group."""
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, 0, group=world.control)
+    buffer = data if world.leads else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, 0, group=world.control)
+    return bytes(buffer.tolist()).decode()

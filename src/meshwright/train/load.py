@@ -1,0 +1,53 @@
+"""A trained model on one device, for evaluation and sampling: no process group, no shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.models.decoder import Decoder
+from meshwright.spec.errors import BadInput
+from meshwright.spec.load import load_run
+from meshwright.spec.model import ModelSpec, parameters
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
+
+    Raises BadInput when it is none of these, and Damaged when a checkpoint does not match its manifest.
+    """
+    if (folder / "checkpoints").is_dir():
+        newest = CheckpointStore(folder / "checkpoints").newest_good()
+        if newest is None:
+            raise BadInput(f"{folder} has no complete checkpoint yet")
+        folder = newest
+    if (folder / "COMMITTED").exists():
+        spec: ModelSpec = load_run(folder / "config.yaml").model
+        reader = CheckpointReader(folder)
+        return _filled(spec, lambda row: reader.read(f"model.{row.name}"), device, dtype)
+    if (folder / "config.json").exists():
+        spec, weights = import_hf(folder)
+        return _filled(spec, weights.read, device, dtype)
+    raise BadInput(f"{folder} is neither a run folder, a checkpoint (step-NNNNNNNN), nor a Hugging Face folder (config.json)")
+
+
+def _filled(spec: ModelSpec, read, device: torch.device, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(spec)
+    model = model.to(dtype).to_empty(device=device)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for row in parameters(spec):
+            weights[row.name].copy_(read(row))
+    return model
+
+
+def device_and_dtype() -> tuple[torch.device, torch.dtype]:
+    """The best device here: a GPU in bf16, else the CPU in fp32."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0), torch.bfloat16
+    return torch.device("cpu"), torch.float32

@@ -1,0 +1,152 @@
+"""The training loop: steps, validations and checkpoints in order, until done or asked to stop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from meshwright.data.loader import Loader
+from meshwright.optim.schedule import learning_rate
+from meshwright.spec.errors import Interrupted, Preempted
+from meshwright.train.evaluate import Evaluation, evaluate
+from meshwright.train.figures import FigureReader, check_finite
+from meshwright.train.reporting import Reporter
+from meshwright.train.session import Session
+from meshwright.train.state import run_state, run_tensors
+from meshwright.train.step import train_step
+from meshwright.train.stop import INTERRUPT, StopRequest
+from meshwright.train.tracing import step_trace
+
+log = logging.getLogger("meshwright")
+
+
+def train(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation | None:
+    """Run the session's remaining steps and return the last validation.
+
+    Raises Preempted or Interrupted after writing a checkpoint when asked to stop, and NumericalFailure when a loss is not finite.
+    """
+    run, figures = session.run, FigureReader(session.run, session.plan, session.world.device, session.tokens)
+    last: Evaluation | None = None
+    with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session) as trace:
+        for step in range(session.step + 1, run.train.steps + 1):
+            _one_step(session, loader, figures, reporter, step, stop)
+            trace.end_step(step)
+            validates = run.train.validate_every and step % run.train.validate_every == 0
+            saves = run.checkpoint.every and step % run.checkpoint.every == 0
+            if validates or saves or step == run.train.steps or figures.stop_flag:
+                _read(session, figures, reporter)
+            if figures.stop_flag:
+                _stop(session, figures, reporter)
+            if validates or step == run.train.steps:
+                last = _validate(session, reporter)
+            if saves:
+                _save(session, reporter)
+            if run.train.gc_every and step % run.train.gc_every == 0:
+                gc.collect()
+            if validates or saves:
+                figures.pause()
+    if run.checkpoint.at_end:
+        _save(session, reporter)
+    return last
+
+
+@contextmanager
+def _loader(session: Session) -> Iterator[Loader]:
+    batch = session.plan.batch
+    loader = Loader(
+        session.data,
+        global_batch=batch.global_batch,
+        data_rank=session.mesh.data_rank,
+        data_ranks=session.mesh.data_ranks,
+        micro_batch=batch.micro_batch,
+        start_sample=session.step * batch.global_batch,
+        device=session.world.device,
+    )
+    with loader:
+        yield loader
+
+
+@contextmanager
+def _planned_collections(every: int) -> Iterator[None]:
+    """Python's collector runs on all ranks after the same steps, so that no rank waits for another's pause."""
+    if every:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _one_step(
+    session: Session, loader: Loader, figures: FigureReader, reporter: Reporter, step: int, stop: StopRequest
+) -> None:
+    recorder, rate = session.recorder, learning_rate(session.run.train, step)
+    recorder.begin_step(step)
+    with recorder.span("data"):
+        micro_batches = next(loader)
+    result = train_step(
+        session.model,
+        session.optimizer,
+        session.mesh,
+        micro_batches,
+        learning_rate=rate,
+        clip_norm=session.run.train.clip_norm,
+        stop_flag=stop.flag,
+        recorder=recorder,
+    )
+    recorder.end_step()
+    session.step = step
+    host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
+    for record in figures.push(step, result, host):
+        _report(session, reporter, record)
+
+
+def _read(session: Session, figures: FigureReader, reporter: Reporter) -> None:
+    for record in figures.drain():
+        _report(session, reporter, record)
+
+
+def _report(session: Session, reporter: Reporter, record: dict) -> None:
+    session.tokens = record["tokens"]
+    reporter.step({**record, "phases": session.recorder.step_times(record["step"])})
+    check_finite(record)
+
+
+def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
+    if session.held_out is None:
+        return None
+    with session.recorder.span("validate"):
+        result = evaluate(
+            session.model,
+            session.held_out,
+            mesh=session.mesh,
+            micro_batch=session.plan.batch.micro_batch,
+            device=session.world.device,
+        )
+    reporter.validation(session.step, result)
+    return result
+
+
+def _save(session: Session, reporter: Reporter) -> None:
+    """Write a checkpoint of the current step, unless the step is there already; then keep the newest ones only."""
+    started = time.perf_counter()
+    texts = {name: (session.folder / name).read_text(encoding="utf-8") for name in ("config.yaml", "plan.yaml")}
+    state = run_state(session.step, session.run.train.global_batch, session.tokens)
+    with session.recorder.span("checkpoint"):
+        saved = session.store.save(session.step, run_tensors(session.model, session.optimizer), state, texts)
+        session.store.retain(session.run.checkpoint.keep)
+    if saved.written:
+        seconds = time.perf_counter() - started
+        reporter.event(session.step, f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s")
+
+
+def _stop(session: Session, figures: FigureReader, reporter: Reporter) -> None:
+    _save(session, reporter)
+    where = f"after step {session.step}; the same command continues from its checkpoint"
+    if figures.stop_flag >= INTERRUPT:
+        raise Interrupted(f"interrupted {where}")
+    raise Preempted(f"preempted {where}")

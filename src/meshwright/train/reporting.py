@@ -1,0 +1,75 @@
+"""What a run shows and keeps of itself while it goes: progress, metrics.jsonl, optional sinks. Only rank 0 has any."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+from meshwright.observe.metrics import MetricsWriter
+from meshwright.observe.progress import Progress
+from meshwright.observe.sinks import SinkThread, open_sinks
+from meshwright.spec.fields import to_plain
+from meshwright.train.evaluate import Evaluation
+from meshwright.train.session import Session
+
+log = logging.getLogger("meshwright")
+
+
+class Reporter:
+    """Hands records to the metrics file, the terminal and the sinks; does nothing on ranks that do not lead."""
+
+    def __init__(self, metrics: MetricsWriter | None, progress: Progress | None, sinks: SinkThread | None) -> None:
+        self._metrics, self._progress, self._sinks = metrics, progress, sinks
+
+    @classmethod
+    def open(cls, session: Session) -> Reporter:
+        if not session.world.leads:
+            return cls(None, None, None)
+        run = session.run
+        show_mfu = run.cluster.peak_flops(session.plan.precision.compute) is not None
+        metrics = MetricsWriter(session.folder / "metrics.jsonl", resume_from=session.step)
+        progress = Progress(run.train.steps, session.step, session.world.ranks, show_mfu=show_mfu, title=run.name)
+        sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
+        return cls(metrics, progress, sinks)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A finished step's line."""
+        if self._metrics:
+            self._metrics.write_step(record)
+        self._show(record)
+
+    def validation(self, step: int, result: Evaluation) -> None:
+        """A validation after `step`."""
+        record = {"kind": "validation", "step": step, "perplexity": result.perplexity, **asdict(result)}
+        if self._metrics:
+            self._metrics.write_validation(**{key: value for key, value in record.items() if key != "kind"})
+        self._show(record)
+
+    def event(self, step: int, text: str) -> None:
+        """Something that happened after `step`: a line for people, and in the metrics for the report."""
+        log.info("%s", text)
+        if self._metrics:
+            self._metrics.write_event(step, text)
+        if self._progress:
+            self._progress.note(text)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        log.debug("%s", record)
+        if self._progress:
+            self._progress.update(record)
+        if self._sinks:
+            self._sinks.put(record)
+
+    def close(self) -> None:
+        """Finish the display, deliver what the sinks still have, close the file; a second call does nothing."""
+        for target in (self._progress, self._sinks, self._metrics):
+            if target is not None:
+                target.close()
+        self._metrics = self._progress = self._sinks = None
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,101 @@
+"""One rank's session: everything a run needs, opened in order."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.data.loader import DataSource, has_validation, open_data
+from meshwright.models.decoder import Decoder
+from meshwright.observe.environment import environment
+from meshwright.observe.recorder import StepRecorder
+from meshwright.optim.adamw import AdamW
+from meshwright.parallel.apply import build_model
+from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.parallel.world import World
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Assignment, RunSpec
+from meshwright.train.evaluate import HeldOut
+from meshwright.train.state import load_initial, run_tensors
+
+log = logging.getLogger("meshwright")
+
+
+@dataclass
+class Session:
+    """A run on one rank, ready to step.
+
+    `step` is the last step whose update the weights hold; `tokens` the valid tokens consumed until then.
+    """
+
+    run: RunSpec
+    plan: Plan
+    folder: Path
+    world: World
+    mesh: Mesh
+    model: Decoder
+    optimizer: AdamW
+    store: CheckpointStore
+    data: DataSource
+    held_out: HeldOut | None
+    recorder: StepRecorder
+    profile: tuple[int, int] | None
+    step: int = 0
+    tokens: int = 0
+
+
+def open_session(assignment: Assignment, world: World) -> Session:
+    """Build model, optimizer and data on the plan's mesh, and resume from the newest good checkpoint if there is one."""
+    run, plan = assignment.run, assignment.plan
+    folder = Path(assignment.folder)
+    mesh = build_mesh(plan, world)
+    model = build_model(run.model, plan, mesh, loss_chunk=run.train.loss_chunk, seed=run.seed)
+    data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
+    session = Session(
+        run=run,
+        plan=plan,
+        folder=folder,
+        world=world,
+        mesh=mesh,
+        model=model,
+        optimizer=AdamW(model, run.model, run.train),
+        store=CheckpointStore(folder / "checkpoints", group=world.control),
+        data=data,
+        held_out=_held_out(run, mesh),
+        recorder=StepRecorder(world.device, world.rank),
+        profile=assignment.profile,
+    )
+    if not _resume(session):
+        load_initial(model, run.model, run.model.init)
+    if world.leads:
+        _write_environment(folder)
+    return session
+
+
+def _held_out(run: RunSpec, mesh: Mesh) -> HeldOut | None:
+    if not has_validation(run.data):
+        return None
+    options = {"seq_len": run.train.seq_len, "seed": run.seed, "vocab_size": run.model.vocab_size}
+    source = open_data(run.data, split="validation", **options)
+    if source.windows < mesh.data_ranks:
+        log.warning("held-out text has %d sequences for %d ranks: no validation", source.windows, mesh.data_ranks)
+        return None
+    return HeldOut.of(source, run.train.global_batch, run.train.validate_batches, mesh.data_ranks)
+
+
+def _resume(session: Session) -> bool:
+    newest = session.store.newest_good()
+    if newest is None:
+        return False
+    state = session.store.load(newest, run_tensors(session.model, session.optimizer))
+    session.step, session.tokens = state["step"], state["tokens"]
+    session.optimizer.set_steps(session.step)
+    log.info("resumed from %s", newest)
+    return True
+
+
+def _write_environment(folder: Path) -> None:
+    (folder / "environment.json").write_text(json.dumps(environment(), indent=1), encoding="utf-8")

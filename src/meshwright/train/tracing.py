@@ -1,0 +1,53 @@
+"""`train --profile-steps A:B`: one Chrome/Perfetto trace per rank of the steps asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright.train.session import Session
+
+
+class _Trace:
+    """Starts the profiler before the first step asked for and writes the trace after the last."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._profiler: profile | None = None
+        self.end_step(session.step)
+
+    def end_step(self, step: int) -> None:
+        """Step `step` is over (or was, before this session)."""
+        first, last = self._session.profile or (0, 0)
+        if self._profiler is None and first <= step + 1 <= last:
+            activities = [ProfilerActivity.CPU]
+            if self._session.world.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+        elif self._profiler is not None and step >= last:
+            self.close()
+
+    def close(self) -> None:
+        if self._profiler is None:
+            return
+        if self._session.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._profiler.stop()
+        folder = self._session.folder / "traces"
+        folder.mkdir(exist_ok=True)
+        self._profiler.export_chrome_trace(str(folder / f"rank-{self._session.world.rank:05d}.json.gz"))
+        self._profiler = None
+
+
+@contextmanager
+def step_trace(session: Session) -> Iterator[_Trace]:
+    """The session's trace, written at the latest when the block ends."""
+    trace = _Trace(session)
+    try:
+        yield trace
+    finally:
+        trace.close()

@@ -1,0 +1,148 @@
+"""The process of one rank: join, train, leave, with an exit code that says how it went.
+
+`python -m meshwright.train.worker ASSIGNMENT` is what a local launch starts; under torchrun and its kin `meshwright train` calls
+`run_rank` itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.observe.report import write_report
+from meshwright.parallel.world import Place, World, join
+from meshwright.spec.errors import (
+    EXIT_COMMUNICATION,
+    EXIT_DONE,
+    EXIT_INTERNAL,
+    EXIT_NO_RESOURCES,
+    MeshwrightError,
+)
+from meshwright.spec.run import Assignment
+from meshwright.train.evaluate import Evaluation
+from meshwright.train.loop import train
+from meshwright.train.reporting import Reporter
+from meshwright.train.session import Session, open_session
+from meshwright.train.stop import StopRequest
+
+log = logging.getLogger("meshwright")
+
+
+def main() -> None:
+    """Entry of a locally launched rank."""
+    _die_with_parent()
+    assignment = Assignment.read(Path(sys.argv[1]))
+    stop = StopRequest()
+    stop.listen()
+    code = guarded(lambda: _joined(assignment, stop), Path(assignment.folder), Place.from_environment().rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A rank whose peers are gone must not wait for them in the communicators' destructors.
+    os._exit(code)
+
+
+def _joined(assignment: Assignment, stop: StopRequest) -> None:
+    run = assignment.run
+    world = join(Place.from_environment(), cpu=run.cluster.is_cpu, timeout_seconds=run.train.timeout_seconds)
+    run_rank(assignment, world, stop)
+    world.leave()
+
+
+def run_rank(assignment: Assignment, world: World, stop: StopRequest) -> None:
+    """Train on this rank of a joined job; rank 0 writes metrics, summary and report."""
+    folder = Path(assignment.folder)
+    log_to(folder, world.rank)
+    session = open_session(assignment, world)
+    with Reporter.open(session) as reporter:
+        if session.step >= session.run.train.steps:
+            reporter.event(session.step, f"{folder} is finished: {session.step} of {session.run.train.steps} steps")
+            return
+        try:
+            last = train(session, reporter, stop)
+            if world.leads:
+                _write_summary(session, last)
+        finally:
+            reporter.close()
+            if world.leads:
+                write_report(folder)
+
+
+def _write_summary(session: Session, last: Evaluation | None) -> None:
+    summary = {"steps": session.step, "tokens": session.tokens}
+    if last is not None and session.held_out is not None:
+        summary |= {
+            "held_out_loss": last.loss,
+            "held_out_tokens": last.tokens,
+            "perplexity": last.perplexity,
+            "bits_per_byte": last.bits_per_byte,
+            "unigram_entropy_nats": session.held_out.source.unigram_entropy(len(session.held_out.samples)),
+        }
+    (session.folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+
+def guarded(work, folder: Path, rank: int) -> int:
+    """Run `work` and turn what it raises into an exit code and a message on stderr; tracebacks go to the rank's log."""
+    try:
+        work()
+    except MeshwrightError as error:
+        return _fail(str(error), error.exit_code, rank, folder)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        hint = "lower plan.micro_batch, set plan.recompute=selective or full, or add ranks"
+        return _fail(f"out of memory: {str(error).splitlines()[0] if str(error) else 'host'}; {hint}", EXIT_NO_RESOURCES, rank, folder)
+    except Exception as error:
+        if _is_communication(error):
+            return _fail(f"communication failed: {str(error).splitlines()[0]}", EXIT_COMMUNICATION, rank, folder)
+        return _fail(f"internal error: {type(error).__name__}: {error}", EXIT_INTERNAL, rank, folder)
+    return EXIT_DONE
+
+
+def _fail(message: str, code: int, rank: int, folder: Path) -> int:
+    place = folder / "logs" / f"rank-{rank:05d}.log"
+    log.error("rank %d: %s", rank, message)
+    log.debug("%s", traceback.format_exc())
+    if rank == 0 or code not in (EXIT_COMMUNICATION,):
+        print(f"meshwright: {message}" + (f"\n  traceback in {place}" if code == EXIT_INTERNAL else ""), file=sys.stderr)
+    return code
+
+
+def _is_communication(error: Exception) -> bool:
+    """Whether a collective failed: torch's own classes, or Gloo's plain RuntimeError about a peer."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    text = str(error)
+    signs = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "gloo", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def log_to(folder: Path, rank: int) -> None:
+    """Everything meshwright logs on this rank goes to the run's log folder."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "logs" / f"rank-{rank:05d}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.handlers[:] = [handler]
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when its launcher dies, so that no rank keeps a device for nobody."""
+    parent = os.environ.get("MESHWRIGHT_PARENT")
+    if parent is None or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(EXIT_INTERNAL)
+
+
+if __name__ == "__main__":
+    main()

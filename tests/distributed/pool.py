@@ -1,0 +1,100 @@
+"""Gloo workers for the tests: started once per session, one thread each, reused by every case.
+
+`pool.run(body, ranks, *arguments)` calls `body(world, *arguments)` on that many ranks at once, each in a process group made for the case,
+and returns the results in rank order. `body` must be a module-level function.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+LIMIT_SECONDS = 120
+
+
+class CaseFailed(AssertionError):
+    """A rank's body raised; the message is its traceback."""
+
+
+class Pool:
+    def __init__(self, workers: int = 4) -> None:
+        self._workers = workers
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, body: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+        self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(ranks):
+                self._pipes[rank].send((body, rank, ranks, os.path.join(folder, "store"), arguments))
+            answers = [self._answer(rank) for rank in range(ranks)]
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            # A failed rank may leave its peers inside a collective: begin again with fresh processes.
+            self.close()
+            raise CaseFailed("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        if self._pipes[rank].poll(LIMIT_SECONDS):
+            try:
+                return self._pipes[rank].recv()
+            except EOFError:
+                return False, "the worker died"
+        return False, f"no answer within {LIMIT_SECONDS} s"
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self._workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes.clear()
+        self._processes.clear()
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            body, rank, ranks, store, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_one(body, rank, ranks, store, arguments))
+
+
+def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.parallel.world import Place, World
+
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    try:
+        world = World(Place(rank, ranks, rank, ranks, "127.0.0.1", 0), torch.device("cpu"), dist.group.WORLD)
+        return True, body(world, *arguments)
+    except BaseException:
+        return False, traceback.format_exc()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,180 @@
+"""Sharded training equals one device: loss, gradient norm, every gradient and every updated weight.
+
+The oracle uses nothing of `parallel`, `optim` or `train`: a plain decoder, torch's own AdamW and clipping, and the mean over all
+valid tokens of the global batch. Ranks hold different numbers of valid tokens on purpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.events.span import NullRecorder
+from meshwright.models.decoder import Decoder
+from meshwright.models.initial import initial_values
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
+from tests.distributed.pool import CaseFailed, Pool
+
+STEPS, BATCH, SEQ = 3, 8, 12
+RATE, CLIP = 1e-2, 0.5
+LLAMA = ModelSpec(
+    family="llama", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=37, max_seq_len=SEQ, init_std=0.2
+)  # 37 rows over 4 ranks: uneven shards
+GPT = ModelSpec(
+    family="gpt2", layers=2, hidden=12, heads=3, kv_heads=3, head_dim=4, ffn_hidden=20, vocab_size=29, max_seq_len=SEQ, positions="learned",
+    norm="layernorm", mlp="gelu", bias=True, tied=True, init_std=0.2,
+)  # fmt: skip
+TRAIN = TrainSpec(steps=STEPS, global_batch=BATCH, seq_len=SEQ, learning_rate=RATE, clip_norm=CLIP)
+BF16_BOUND = 0.15
+"""Relative error of a bf16 gradient against fp64. The worst is the query and key weights', where softmax cancels most of it."""
+BF16_LAYOUT_BOUND = 1e-5
+"""Relative error of a bf16 gradient between layouts: the same bf16 products, summed in fp32 in another order."""
+
+
+def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """tokens, targets, positions, documents `(BATCH, SEQ)`; later rows have fewer valid targets, documents begin anywhere."""
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(spec.vocab_size, (BATCH, SEQ), generator=draw)
+    targets = torch.randint(spec.vocab_size, (BATCH, SEQ), generator=draw)
+    targets[torch.rand(BATCH, SEQ, generator=draw) < torch.linspace(0, 0.9, BATCH)[:, None]] = -1
+    documents = (torch.rand(BATCH, SEQ, generator=draw) < 0.3).long().cumsum(1)
+    starts = torch.cat([torch.ones(BATCH, 1, dtype=torch.bool), documents[:, 1:] != documents[:, :-1]], 1)
+    index = torch.arange(SEQ).expand(BATCH, SEQ)
+    return tokens, targets, index - torch.where(starts, index, 0).cummax(1).values, documents
+
+
+def one_device(spec: ModelSpec) -> list[dict[str, Any]]:
+    """What every step should give, in float64 on one device."""
+    model = Decoder(spec, plain=True).double()
+    rows = {row.name: row for row in parameters(spec)}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            row = rows[name]
+            fills = {"ones": torch.ones(row.count), "zeros": torch.zeros(row.count)}
+            values = fills[row.fill] if row.fill in fills else initial_values(0, row, 0, row.count, torch.device("cpu"))
+            weight.copy_(values.view(row.shape))
+    decayed = [weight for name, weight in model.named_parameters() if rows[name].decay]
+    plain = [weight for name, weight in model.named_parameters() if not rows[name].decay]
+    groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
+    seen = []
+    for step in range(STEPS):
+        tokens, targets, positions, documents = batch(step, spec)
+        optimizer.zero_grad()
+        loss = model(tokens, targets=targets, positions=positions, documents=documents) / (targets >= 0).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        optimizer.step()
+        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        seen.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
+    return seen
+
+
+def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0) -> list[dict[str, Any]]:
+    """The same steps as the trainer runs them; `factor` is a deliberate error in the token count."""
+    from meshwright.data.loader import MicroBatch
+    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.clip import clip_gradients
+    from meshwright.optim.shards import local_gradients
+    from meshwright.parallel.apply import build_model
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.train.step import backward_all, count_valid
+
+    mesh = build_mesh(plan, world)
+    model = build_model(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
+    optimizer = AdamW(model, spec, TRAIN)
+    micro, share = plan.batch.micro_batch, BATCH // mesh.data_ranks
+    seen = []
+    for step in range(STEPS):
+        first = mesh.data_rank * share
+        mine = [tensor[first : first + share].split(micro) for tensor in batch(step, spec)]
+        batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+        valid = count_valid(batches, 0, mesh)[0] * factor
+        loss = mesh.sum_over_data(backward_all(model, batches, valid, NullRecorder()))
+        norm = clip_gradients(local_gradients(model), CLIP, mesh.group("shard"))
+        gradients = {name: weight.grad.full_tensor().clone() for name, weight in model.named_parameters()}
+        optimizer.step(RATE, norm)
+        weights = {name: weight.detach().full_tensor().clone() for name, weight in model.named_parameters()}
+        seen.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
+    return seen
+
+
+def plan(
+    replicate: int, shard: int, micro: int, *, compute: str = "fp64", reshard: bool = True, recompute: str = "none", layers: Any = None
+) -> Plan:
+    axes = [MeshAxis(axis="replicate", size=replicate)] if replicate > 1 else []
+    return Plan(
+        mesh=(*axes, MeshAxis(axis="shard", size=shard)),
+        batch=BatchPlan(global_batch=BATCH, micro_batch=micro, accumulate=BATCH // (replicate * shard * micro)),
+        layers=layers or (LayerStrategy(reshard=reshard, recompute=recompute),),
+        precision=Precision(compute=compute, reduce="fp64" if compute == "fp64" else "fp32"),
+        compile=False,
+    )
+
+
+def worst(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((ours.double() - truth).norm() / truth.norm().clamp_min(1e-30))
+
+
+def compare(results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bound: float, *, weights: bool = True) -> None:
+    for steps in results:
+        for got, want in zip(steps, truth, strict=True):
+            assert got["loss"] == pytest.approx(want["loss"], rel=bound)
+            assert got["norm"] == pytest.approx(want["norm"], rel=bound)
+            for kind in ("gradients", "weights") if weights else ("gradients",):
+                errors = {name: worst(got[kind][name], want[kind][name]) for name in want[kind]}
+                assert max(errors.values()) < bound, (kind, max(errors, key=errors.__getitem__), max(errors.values()))
+
+
+MIXED = (LayerStrategy(range="0", reshard=False, recompute="full"), LayerStrategy(range="1", recompute="selective"))
+PLANS = {
+    "one rank": plan(1, 1, 4),
+    "fsdp 2": plan(1, 2, 4),
+    "fsdp 2, accumulate 4": plan(1, 2, 1),
+    "fsdp 4, keep gathered": plan(1, 4, 1, reshard=False),
+    "hsdp 2x2, accumulate 2": plan(2, 2, 1),
+    "hsdp 2x1": plan(2, 1, 2),
+    "fsdp 2, recompute full": plan(1, 2, 4, recompute="full"),
+    "fsdp 2, recompute selective": plan(1, 2, 4, recompute="selective"),
+    "fsdp 2, by layer range": plan(1, 2, 2, layers=MIXED),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("spec", [LLAMA, GPT], ids=["llama", "gpt2-tied"])
+def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, name: str) -> None:
+    chosen = PLANS[name]
+    compare(pool.run(sharded, chosen.ranks, spec, chosen), one_device(spec), 1e-9)
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2)])
+def test_bf16_stays_within_its_bound(pool: Pool, replicate: int, shard: int) -> None:
+    """First-step gradients only: after an update bf16 and fp64 weights differ by Adam's sign-like steps."""
+    chosen = plan(replicate, shard, 2, compute="bf16")
+    results = [steps[:1] for steps in pool.run(sharded, chosen.ranks, LLAMA, chosen)]
+    compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
+    one_rank = pool.run(sharded, 1, LLAMA, plan(1, 1, 2, compute="bf16"))[0][:1]
+    compare(results, [{**step, "gradients": {n: g.double() for n, g in step["gradients"].items()}} for step in one_rank], BF16_LAYOUT_BOUND, weights=False)
+
+
+@pytest.mark.parametrize("chosen", [plan(1, 2, 4), plan(1, 2, 4, compute="bf16")], ids=["fp64", "bf16"])
+def test_a_wrong_factor_is_noticed(pool: Pool, chosen: Plan) -> None:
+    """A factor of 2, which Adam and clipping hide from the weights, must fail the same comparison."""
+    results = [steps[:1] for steps in pool.run(sharded, 2, LLAMA, chosen, 2.0)]
+    with pytest.raises(AssertionError):
+        compare(results, one_device(LLAMA)[:1], 1e-9 if chosen.precision.compute == "fp64" else BF16_BOUND, weights=False)
+
+
+def boom(world) -> None:
+    if world.rank == 1:
+        raise ValueError("planned")
+
+
+def test_the_pool_reports_a_failing_rank(pool: Pool) -> None:
+    with pytest.raises(CaseFailed, match="planned"):
+        pool.run(boom, 2)

@@ -1,0 +1,120 @@
+"""The laws of the house (docs/architecture.md): imports run down only, and some rooms never see torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
+FLOORS = {
+    "spec": 0,
+    "costs": 1, "schedules": 1, "events": 1, "models": 1, "kernels": 1, "data": 1,
+    "simulator": 2, "parallel": 2, "optim": 2,
+    "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3,
+    "train": 4, "serve": 4,
+    "launch": 5,
+    "cli": 6,
+}  # fmt: skip
+SAME_FLOOR = {("models", "kernels")}
+TORCH_FREE = ("spec", "costs", "schedules", "events", "simulator", "planner", "launch")
+LARGEST_FILE, LONGEST_FUNCTION = 500, 100
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every meshwright import, also those inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.lineno, node.module))
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names if node.module == "meshwright"]
+        elif isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+    return found
+
+
+def test_imports_run_down_only() -> None:
+    wrong = []
+    for path in files():
+        room = path.relative_to(SOURCE).parts[0]
+        if room.endswith(".py"):
+            continue
+        for line, module in imports(path):
+            other = module.split(".")[1] if module.startswith("meshwright.") else None
+            if other not in FLOORS or other == room or (room, other) in SAME_FLOOR:
+                continue
+            if FLOORS[other] >= FLOORS[room]:
+                wrong.append(f"{path.relative_to(SOURCE)}:{line} ({room}, floor {FLOORS[room]}) imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms <= set(FLOORS)
+
+
+@pytest.mark.parametrize("room", [room for room in TORCH_FREE if (SOURCE / room).is_dir()])
+def test_torch_free_rooms_import_without_torch(room: str) -> None:
+    modules = [
+        ".".join(("meshwright", *path.relative_to(SOURCE).with_suffix("").parts))
+        for path in (SOURCE / room).rglob("*.py")
+        if path.name != "__init__.py"
+    ]
+    code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {module}" for module in modules)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["plan", "model=llama3-8b", "cluster.gpu=H100", "cluster.gpus_per_node=8",
+                                                                     "train.seq_len=8192", "train.global_batch=16", "train.steps=1"]])  # fmt: skip
+def test_help_and_plan_need_no_torch(words: list[str]) -> None:
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = ['meshwright', *{words!r}]\nfrom meshwright.cli.main import main; main()"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_no_pickle_is_read() -> None:
+    forbidden = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
+    wrong = []
+    for path in files():
+        wrong += [f"{path}:{line} {module}" for line, module in imports(path) if module.split(".")[0] in forbidden]
+        text = path.read_text(encoding="utf-8")
+        wrong += [f"{path}: {call}" for call in ("torch.load(", "torch.save(", "yaml.load(", "eval(", "exec(") if f" {call}" in text]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_stay_readable() -> None:
+    wrong = []
+    for path in files():
+        text = path.read_text(encoding="utf-8")
+        if len(text.splitlines()) > LARGEST_FILE:
+            wrong.append(f"{path}: {len(text.splitlines())} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
+                length = node.end_lineno - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    wrong.append(f"{path}:{node.lineno} {node.name}: {length} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_reads_outside_the_repository() -> None:
+    root = SOURCE.parents[1]
+    places = [*root.glob("src/**/*.py"), *root.glob("benchmarks/**/*"), *root.glob("docs/**/*.md"), root / "Makefile"]
+    outside = "../" + "shared"
+    assert not [str(path) for path in places if path.is_file() and outside in path.read_text(encoding="utf-8", errors="ignore")]
+
+
+def test_fewer_than_ten_base_dependencies() -> None:
+    import tomllib
+
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert len(project["dependencies"]) < 10
+    constraints = (SOURCE.parents[1] / "constraints.txt").read_text(encoding="utf-8")
+    assert "//" not in constraints

@@ -1,0 +1,119 @@
+"""Every way of computing attention against one written out as loops over tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from meshwright.kernels.attention import attention, block_mask, make_mask
+
+CPU = torch.device("cpu")
+SEQ = 12
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 2 + [1] * 4 + [2] * 6])
+
+
+def inputs(seq=SEQ, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, device="cpu"):
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(2, seq, heads, head_dim), (2, seq, kv_heads, head_dim), (2, seq, kv_heads, head_dim)]
+    return [torch.randn(s, generator=draw, dtype=torch.float64).to(device, dtype).requires_grad_() for s in shapes]
+
+
+def token_by_token(q, k, v, documents, window):
+    """One query at a time, over a list of the keys it may see."""
+    out = torch.zeros_like(q)
+    share = q.shape[2] // k.shape[2]
+    for b in range(q.shape[0]):
+        for i in range(q.shape[1]):
+            seen = [j for j in range(i + 1) if window is None or i - j < window]
+            seen = [j for j in seen if documents is None or documents[b, i] == documents[b, j]]
+            for h in range(q.shape[2]):
+                scores = torch.stack([q[b, i, h] @ k[b, j, h // share] for j in seen]) / math.sqrt(q.shape[3])
+                out[b, i, h] = torch.softmax(scores, 0) @ torch.stack([v[b, j, h // share] for j in seen])
+    return out
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, None), (None, 3), (DOCUMENTS, 4)])
+def test_equals_a_loop_over_tokens(plain, kv_heads, documents, window):
+    q, k, v = inputs(kv_heads=kv_heads)
+    mask = make_mask(documents, window, SEQ, CPU, plain=plain)
+    expected = token_by_token(q.detach(), k.detach(), v.detach(), documents, window)
+    assert torch.allclose(attention(q, k, v, mask, plain=plain), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, 4)])
+def test_fast_and_plain_gradients_agree(documents, window):
+    q, k, v = inputs()
+    gradients = []
+    for plain in (True, False):
+        out = attention(q, k, v, make_mask(documents, window, SEQ, CPU, plain=plain), plain=plain)
+        gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for fast, plain in zip(*gradients, strict=True):
+        assert torch.allclose(fast, plain, rtol=0, atol=1e-12)
+
+
+def test_bfloat16_is_summed_wider():
+    q, k, v = (t.detach().bfloat16() for t in inputs(seq=64))
+    exact = attention(q.double(), k.double(), v.double(), plain=True)
+    assert (attention(q, k, v, plain=True).double() - exact).abs().max() < 2**-8 * exact.abs().max()
+
+
+def test_no_mask_when_causality_says_it_all():
+    assert make_mask(None, None, 8, CPU) is None
+    assert make_mask(None, 8, 8, CPU) is None
+    assert make_mask(None, 7, 8, CPU) is not None
+
+
+def documents_of(kind, batch, seq):
+    draw = torch.Generator().manual_seed(1)
+    rising = torch.randint(0, 20, (batch, seq), generator=draw).eq(0).cumsum(1)
+    return {"none": None, "rising": rising, "any order": torch.randint(0, 3, (batch, seq), generator=draw) // 2}[kind]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kind", ["none", "rising", "any order"])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("seq", [128, 500])
+def test_block_mask_gives_the_same_as_the_dense_one(kind, window, seq):
+    if kind == "none" and window is None:
+        return
+    documents = documents_of(kind, 2, seq)
+    q, k, v = (t.detach().float() for t in inputs(seq=seq, head_dim=16))
+    expected = attention(q, k, v, make_mask(documents, window, seq, CPU, plain=True), plain=True)
+    blocks = block_mask(documents, window, seq, CPU)
+    with torch.no_grad():
+        got = flex_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks, enable_gqa=True
+        )
+    assert torch.allclose(got.transpose(1, 2), expected, rtol=0, atol=2e-6)
+
+
+def test_block_mask_skips_what_no_pair_needs():
+    documents = torch.arange(4).repeat_interleave(256)[None]
+    whole = torch.zeros(1, 1024, dtype=torch.long)
+    assert block_mask(documents, None, 1024, CPU).sparsity() > block_mask(whole, None, 1024, CPU).sparsity() + 25
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_cuda_paths_equal_the_plain_twin(compiled, masked):
+    seq, device = 512, torch.device("cuda")
+    documents = documents_of("rising", 2, seq).to(device) if masked else None
+    q, k, v = inputs(seq=seq, heads=8, head_dim=64, dtype=torch.bfloat16, device=device)
+
+    def block(q, k, v, mask):
+        return attention(q, k, v, mask) * 1.0
+
+    fast = torch.compile(block, fullgraph=True) if compiled else block
+    results = []
+    for function, plain in ((fast, False), (lambda *a: attention(*a, plain=True), True)):
+        out = function(q, k, v, make_mask(documents, None, seq, device, plain=plain))
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+    for fast_value, plain_value in zip(*results, strict=True):
+        error = (fast_value.float() - plain_value.float()).abs().max()
+        assert error < 0.02 * plain_value.float().abs().max()

@@ -1,0 +1,116 @@
+"""The chunked loss against torch's cross-entropy over all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.kernels import loss as kernels
+from meshwright.kernels.loss import linear_cross_entropy
+
+TOKENS, HIDDEN, VOCAB = 23, 16, 50
+
+
+def tensors(dtype=torch.float64, device="cpu", tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB):
+    draw = torch.Generator().manual_seed(0)
+    h = torch.randn(tokens, hidden, generator=draw, dtype=torch.float64)
+    w = torch.randn(vocab, hidden, generator=draw, dtype=torch.float64) / hidden**0.5
+    targets = torch.randint(0, vocab, (tokens,), generator=draw)
+    targets[::5] = -100
+    targets[1] = -1
+    return h.to(device, dtype).requires_grad_(), w.to(device, dtype).requires_grad_(), targets.to(device)
+
+
+def value_and_gradients(hidden, weight, targets, chunk, *, plain=False, scale=1.0):
+    loss = linear_cross_entropy(hidden, weight, targets, chunk, plain=plain)
+    return loss, *torch.autograd.grad(loss * scale, (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, TOKENS, 4096])
+def test_equals_plain_in_value_and_both_gradients(chunk):
+    h, w, targets = tensors()
+    for got, expected in zip(
+        value_and_gradients(h, w, targets, chunk, scale=0.37),
+        value_and_gradients(h, w, targets, chunk, plain=True, scale=0.37),
+        strict=True,
+    ):
+        assert got.dtype == torch.float64
+        assert torch.allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_fp32_in_fp32_out():
+    h, w, targets = tensors(torch.float32)
+    for got, expected in zip(
+        value_and_gradients(h, w, targets, 8), value_and_gradients(h, w, targets, 8, plain=True), strict=True
+    ):
+        assert got.dtype == torch.float32
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def bfloat16_errors(device, **shape):
+    """Relative errors of loss, hidden gradient and weight gradient against fp64 on the same rounded inputs."""
+    h, w, targets = tensors(torch.bfloat16, device, **shape)
+    got = value_and_gradients(h, w, targets, 8, scale=1 / 3)
+    exact = value_and_gradients(
+        h.detach().double().requires_grad_(), w.detach().double().requires_grad_(), targets, 8, plain=True, scale=1 / 3
+    )
+    assert got[0].dtype == torch.float32
+    assert got[1].dtype == got[2].dtype == torch.bfloat16
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True)]
+
+
+def test_bfloat16_within_its_rounding():
+    loss, hidden_grad, weight_grad = bfloat16_errors("cpu")
+    assert loss < 2e-3
+    assert hidden_grad < 1e-2
+    assert weight_grad < 1e-2
+
+
+def test_many_chunks_do_not_wear_the_bfloat16_weight_gradient_down():
+    h, w, targets = tensors(torch.bfloat16, tokens=512)
+    one = value_and_gradients(h, w, targets, 512)[2].double()
+    many = value_and_gradients(h, w, targets, 4)[2].double()
+    assert (many - one).norm() / one.norm() < 6e-3
+
+
+def test_without_gradients_only_the_loss():
+    h, w, targets = tensors()
+    expected = linear_cross_entropy(h, w, targets, 8, plain=True)
+    with torch.no_grad():
+        assert torch.allclose(linear_cross_entropy(h, w, targets, 8), expected, rtol=1e-13)
+    detached = linear_cross_entropy(h.detach(), w.detach(), targets, 8)
+    assert not detached.requires_grad
+    assert torch.allclose(detached, expected, rtol=1e-13)
+
+
+def test_a_frozen_head_costs_no_weight_gradient():
+    h, w, targets = tensors()
+    loss = linear_cross_entropy(h, w.detach(), targets, 8)
+    loss.backward()
+    expected = value_and_gradients(h, w, targets, 8, plain=True)[1]
+    assert h.grad is not None
+    assert torch.allclose(h.grad, expected, rtol=1e-12)
+
+
+def test_nothing_to_predict_is_zero():
+    h, w, targets = tensors()
+    loss, *gradients = value_and_gradients(h, w, torch.full_like(targets, -100), 8)
+    assert loss == 0
+    assert all(not g.any() for g in gradients)
+
+
+def test_the_form_for_the_compiler_says_the_same():
+    h, w, targets = tensors()
+    logits = (h @ w.t()).detach()
+    loss, slope = kernels._slope_eager(logits.clone(), targets)
+    fused_loss, fused_slope = kernels._slope_fused(logits.clone(), targets)
+    assert torch.allclose(loss, fused_loss, rtol=1e-13)
+    assert torch.allclose(slope, fused_slope, rtol=0, atol=1e-14)
+
+
+@pytest.mark.gpu
+def test_cuda_within_bfloat16():
+    loss, hidden_grad, weight_grad = bfloat16_errors("cuda", tokens=256, hidden=128, vocab=1000)
+    assert loss < 2e-3
+    assert hidden_grad < 1e-2
+    assert weight_grad < 1e-2

@@ -1,0 +1,50 @@
+"""Fused norms against their formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.kernels.norm import layer_norm, rms_norm
+
+
+def tensors(dtype):
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(s, generator=draw, dtype=torch.float64) for s in ((3, 5, 16), (16,), (16,)))
+    return [t.to(dtype).requires_grad_() for t in (x * 3 + 1, weight, bias)]
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_fast_equals_plain_with_gradients(kind):
+    x, weight, bias = tensors(torch.float64)
+    results = []
+    for plain in (True, False):
+        if kind == "rms":
+            out = rms_norm(x, weight, 1e-5, plain=plain)
+            results.append([out, *torch.autograd.grad(out.pow(3).sum(), (x, weight))])
+        else:
+            out = layer_norm(x, weight, bias, 1e-5, plain=plain)
+            results.append([out, *torch.autograd.grad(out.pow(3).sum(), (x, weight, bias))])
+    for plain_value, fast_value in zip(*results, strict=True):
+        assert torch.allclose(plain_value, fast_value, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_statistics_are_wider_than_bfloat16(plain):
+    x, weight, bias = tensors(torch.bfloat16)
+    for got, exact in (
+        (rms_norm(x, weight, 1e-5, plain=plain), rms_norm(x.double(), weight.double(), 1e-5, plain=True)),
+        (
+            layer_norm(x, weight, bias, 1e-5, plain=plain),
+            layer_norm(x.double(), weight.double(), bias.double(), 1e-5, plain=True),
+        ),
+    ):
+        assert got.dtype == torch.bfloat16
+        assert torch.allclose(got.double(), exact, rtol=2**-7, atol=2**-8)
+
+
+def test_norm_of_a_known_vector():
+    x = torch.tensor([3.0, 4.0])
+    ones = torch.ones(2)
+    assert torch.allclose(rms_norm(x, ones, 0.0), x / 12.5**0.5)
+    assert torch.allclose(layer_norm(x, ones, torch.zeros(2), 0.0), torch.tensor([-1.0, 1.0]))

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from meshwright.launch import machine
+
+
+def test_without_gpus_one_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_query", lambda field: [])
+    assert machine.found_cluster() == {"gpu": "cpu", "nodes": 1, "gpus_per_node": 1}
+
+
+def test_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * 8)
+    assert machine.found_cluster() == {"gpu": "H100", "nodes": 1, "gpus_per_node": 8}
+    answers = {"name": ["NVIDIA RTX 4090"], "memory.total": ["24576 MiB"]}
+    monkeypatch.setattr(machine, "_query", answers.__getitem__)
+    assert machine.found_cluster() == {"gpu": "NVIDIA RTX 4090", "nodes": 1, "gpus_per_node": 1, "memory_gib": 24.0}
+
+
+@pytest.mark.parametrize(
+    ("env", "launched"),
+    [({}, False), ({"RANK": "0"}, True), ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, True), ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False)],
+)
+def test_who_started_this_process(env: dict[str, str], launched: bool) -> None:
+    assert machine.started_by_launcher(env) is launched
+
+
+def test_host_memory_is_plausible() -> None:
+    assert 1 << 28 < machine.host_memory_bytes() < 1 << 50

@@ -1,0 +1,177 @@
+"""config.json both ways, what is refused and how it is said, and that none of it needs torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from meshwright.models.families import folder_spec, from_hf_config, hf_tensors, to_hf_config
+from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.presets import MODEL_PRESETS
+from tests.models.tiny import GPT2, LLAMA, PARALLEL, QWEN3, SCALED, SLIDING
+
+
+def read(config):
+    fields, _ = from_hf_config(config)
+    return from_plain(ModelSpec, fields)
+
+
+@pytest.mark.parametrize("name", list(MODEL_PRESETS))
+def test_every_preset_survives_the_round_trip(name):
+    spec = from_plain(ModelSpec, {**MODEL_PRESETS[name], "vocab_size": MODEL_PRESETS[name]["vocab_size"] or 4096})
+    assert read(json.loads(json.dumps(to_hf_config(spec)))) == spec
+
+
+def test_both_majors_find_their_keys():
+    config = to_hf_config(SCALED, dtype="bf16", eos_id=7)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == SCALED.rope_theta
+    assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == "llama3"
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert config["eos_token_id"] == 7
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+@pytest.mark.parametrize("spec", [LLAMA, SCALED, QWEN3])
+def test_either_form_of_rope_alone_is_enough(spec):
+    config = to_hf_config(spec)
+    assert read(without(config, "rope_parameters", "dtype")) == spec
+    assert read(without(config, "rope_theta", "rope_scaling", "torch_dtype")) == spec
+
+
+def test_the_oldest_form_of_scaling_is_read_and_bases_default():
+    config = without(to_hf_config(LLAMA), "rope_parameters", "rope_theta")
+    assert read(config).rope_theta == 10000.0
+    assert read({**config, "rope_scaling": {"type": "default"}}).rope_scaling is None
+
+
+def test_gpt2_as_openai_wrote_it():
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+    }
+    fields, notes = from_hf_config(config, "gpt2/config.json")
+    assert from_plain(ModelSpec, fields) == from_plain(ModelSpec, MODEL_PRESETS["gpt2-124m"])
+    assert len(notes) == 3
+    assert "gpt2/config.json: attn_pdrop 0.1 is not used" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "words"),
+    [
+        (LLAMA, {"model_type": "llama4"}, ["model_type", "'llama4'", "nearest: llama"]),
+        (LLAMA, {"model_type": None}, ["model_type", "None"]),
+        (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "LlamaForSequence"]),
+        (LLAMA, {"mlp_bias": True}, ["mlp_bias", "True", "attention_bias"]),
+        (LLAMA, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        (LLAMA, {"num_hidden_layers": 0}, ["num_hidden_layers", "positive integer", "0"]),
+        (LLAMA, {"num_hidden_layers": None}, ["num_hidden_layers", "missing"]),
+        (LLAMA, {"hidden_size": "64"}, ["hidden_size", "'64'"]),
+        (LLAMA, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
+        (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4}}, ["rope_parameters: rope_type", "'yarn'"]),
+        (LLAMA, {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, ["rope_scaling: type", "'linear'"]),
+        (LLAMA, {"rope_parameters": {"rope_type": "llama3"}}, ["rope_parameters: factor", "missing"]),
+        (LLAMA, {"rope_parameters": {"full_attention": {}}}, ["rope_parameters", "one mapping for all layers"]),
+        (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        (LLAMA, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (LLAMA, {"num_key_value_heads": 3}, ["kv_heads", "divisor of heads (4)"]),
+        (LLAMA, {"quantization_config": {"bits": 4}}, ["quantization_config", "unquantized"]),
+        (QWEN3, {"attention_bias": True}, ["attention_bias", "True"]),
+        (
+            QWEN3,
+            {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
+            ["max_window_layers", "all layers"],
+        ),
+        (
+            QWEN3,
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            ["layer_types", "sliding_attention"],
+        ),
+        (GPT2, {"activation_function": "relu"}, ["activation_function", "'relu'", "'gelu_new'"]),
+        (GPT2, {"scale_attn_weights": False}, ["scale_attn_weights", "False"]),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+        (GPT2, {"add_cross_attention": True}, ["add_cross_attention"]),
+        (GPT2, {"n_head": 5}, ["n_head", "5", "divisor of n_embd (64)"]),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_by_key_and_value(spec, change, words):
+    with pytest.raises(BadInput) as caught:
+        from_hf_config({**to_hf_config(spec), **change}, "some/config.json")
+    assert all(word in str(caught.value) for word in ["some/config.json", *words])
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (PARALLEL, "parallel_block"),
+        (SLIDING, "sliding_window"),
+        (replace(LLAMA, qk_norm=True), "qk_norm"),
+        (replace(LLAMA, norm="layernorm"), "norm"),
+        (replace(LLAMA, mlp="gelu"), "mlp"),
+        (replace(LLAMA, positions="learned"), "positions"),
+        (replace(LLAMA, hidden=66), "heads"),
+        (replace(QWEN3, bias=True), "bias"),
+        (replace(QWEN3, qk_norm=False), "qk_norm"),
+        (replace(GPT2, bias=False), "bias"),
+        (replace(GPT2, kv_heads=2), "kv_heads"),
+        (replace(GPT2, head_dim=8), "head_dim"),
+    ],
+)
+def test_what_a_folder_cannot_say_is_refused_by_field(spec, field):
+    with pytest.raises(BadInput, match=f"model.{field}: "):
+        to_hf_config(spec)
+
+
+def test_a_refused_field_names_the_family_that_has_it():
+    with pytest.raises(BadInput, match="family: qwen3 can"):
+        to_hf_config(replace(LLAMA, qk_norm=True))
+
+
+@pytest.mark.parametrize("spec", [LLAMA, QWEN3, GPT2, replace(GPT2, tied=False), SCALED])
+def test_the_names_cover_every_row_once(spec):
+    tensors = hf_tensors(spec)
+    assert list(tensors) == [row.name for row in parameters(spec)]
+    names = [part.name for parts in tensors.values() for part in parts]
+    assert len(set(names)) == len(names)
+    for row in parameters(spec):
+        parts = tensors[row.name]
+        assert [part.first_row for part in parts] == [sum(p.rows for p in parts[:i]) for i in range(len(parts))]
+        assert sum(part.rows for part in parts) == row.shape[0]
+
+
+def test_a_folder_without_a_usable_config_is_named(tmp_path):
+    with pytest.raises(BadInput, match=r"config\.json: no such file"):
+        folder_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(Damaged, match=r"config\.json: not JSON"):
+        folder_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(Damaged, match="JSON object"):
+        folder_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(LLAMA)))
+    assert from_plain(ModelSpec, folder_spec(tmp_path)) == LLAMA
+
+
+def test_none_of_this_needs_torch():
+    code = "import sys; sys.modules['torch'] = None; import meshwright.models.families"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

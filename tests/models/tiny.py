@@ -1,0 +1,66 @@
+"""Small models of every kind the decoder knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from meshwright.models.decoder import Decoder
+from meshwright.models.initial import initialise
+from meshwright.spec.model import ModelSpec, RopeScaling
+
+LLAMA = ModelSpec(
+    family="llama",
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn_hidden=96,
+    vocab_size=131,
+    max_seq_len=512,
+    init_std=0.1,
+)
+QWEN3 = replace(LLAMA, family="qwen3", head_dim=24, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied=True)
+GPT2 = replace(
+    LLAMA,
+    family="gpt2",
+    kv_heads=4,
+    ffn_hidden=200,
+    positions="learned",
+    norm="layernorm",
+    mlp="gelu",
+    bias=True,
+    tied=True,
+)
+SCALED = replace(LLAMA, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=64), tied=True, bias=True)
+PARALLEL = replace(LLAMA, parallel_block=True)
+SLIDING = replace(LLAMA, sliding_window=9)
+ALL = {
+    "llama": LLAMA,
+    "llama3 scaling": SCALED,
+    "qwen3": QWEN3,
+    "gpt2": GPT2,
+    "parallel": PARALLEL,
+    "sliding": SLIDING,
+}
+
+
+def built(spec, *, plain=False, dtype=torch.float64, loss_chunk=16, vary=True):
+    """A model with its initial values; `vary` moves norms and biases off one and zero, so that a lost one shows."""
+    with torch.device("meta"):
+        model = Decoder(spec, plain=plain, loss_chunk=loss_chunk)
+    model = model.to(dtype).to_empty(device="cpu")
+    initialise(model, spec, seed=1)
+    if vary:
+        draw = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter += 0.2 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+    return model
+
+
+def some_tokens(spec, batch=2, seq=40):
+    return torch.randint(0, spec.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(3))

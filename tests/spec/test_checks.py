@@ -1,0 +1,98 @@
+"""Rules between keys: each broken one is reported at the key that breaks it, together with everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.spec.errors import BadConfig, Mistake
+from meshwright.spec.load import load_run
+
+BASE = "model: {preset: llama-nano}\ntrain: {steps: 10, global_batch: 8}\ncluster: {gpus_per_node: 4}\n"
+
+
+def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    try:
+        load_run(file, overrides)
+    except BadConfig as error:
+        return list(error.mistakes)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected", "nearest"),
+    [
+        (["model.kv_heads=3"], "model.kv_heads", "a divisor of model.heads = 4", "2"),
+        (["model.head_dim=33"], "model.head_dim", "an even number", "34"),
+        (["train.seq_len=2000"], "train.seq_len", "at most model.max_seq_len = 1024, which can be raised", "1024"),
+        (["train.seq_len=2000", "model.positions=learned"], "train.seq_len", "learned positions", "1024"),
+        (["train.warmup_steps=10"], "train.warmup_steps", "fewer than train.steps = 10", "1"),
+        (["train.global_batch=9"], "train.global_batch", "a multiple of 4", "12"),
+        (["plan.micro_batch=4"], "train.global_batch", "a multiple of 16 (4 ranks × plan.micro_batch 4)", "16"),
+        (["plan.shard=3"], "plan.shard", "a divisor of the cluster's 4 ranks", "2"),
+        (["plan.replicate=8"], "plan.replicate", "a divisor of the cluster's 4 ranks", "4"),
+        (["plan={replicate: 2, shard: 4}"], "plan.shard", "plan.replicate × plan.shard = the cluster's 4 ranks", "2"),
+        (["cluster.gpu=h200"], "cluster.gpu", "H200", "H200"),
+        (["cluster.gpu=NVIDIA A100-SXM4-80GB"], "cluster.gpu", "memory_gib", "A100"),
+        (["cluster.gpu=CPU"], "cluster.gpu", "cpu", "cpu"),
+        (["cluster.gpu=H100", "plan.compute=fp64"], "plan.compute", "fp64 runs on cpu only", "fp32"),
+        (["plan={reshard: true, layers: [{range: all}]}"], "plan.reshard", "inside plan.layers only", None),
+        (["plan={recompute: none, layers: [{range: all}]}"], "plan.recompute", "inside plan.layers only", None),
+        (["plan={layers: [{range: 0-1}]}"], "plan.layers", "ranges that cover layers 0-3", None),
+        (["plan={layers: []}"], "plan.layers", "ranges that cover layers 0-3", None),
+        (["plan={layers: [{range: 0-2}, {range: 2-3}]}"], "plan.layers.1.range", "no earlier range covers", None),
+        (["plan={layers: [{range: 0-7}]}"], "plan.layers.0.range", "inside layers 0-3", None),
+        (["plan={layers: [{range: first}]}"], "plan.layers.0.range", "all, N or FIRST-LAST", None),
+        (["data.mix={}"], "data.mix", "at least one", "stdlib"),
+        (["name=a/b"], "name", "a folder name", "a-b"),
+        (["name=..."], "name", "a folder name", None),
+        (["model.init=hf:"], "model.init", "hf:DIR", "hf:"),
+        (["model={family: llama, layers: 1, hidden: 30, heads: 4, ffn_hidden: 8}"], "model.hidden", "a multiple of model.heads = 4", "32"),
+    ],
+)  # fmt: skip
+def test_a_broken_rule(tmp_path: Path, overrides: list[str], key: str, expected: str, nearest: str | None) -> None:
+    text = BASE.replace("preset: llama-nano", "") if "model={" in overrides[0] else BASE
+    (mistake,) = mistakes(tmp_path, *overrides, text=text)
+    assert (mistake.key, mistake.nearest) == (key, nearest)
+    assert expected in mistake.expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["plan={replicate: 2, shard: 2, micro_batch: 2}"],
+        ["plan.shard=2"],
+        ["plan={layers: [{range: 0-1, recompute: full}, {range: 2}, {range: 3-3}], reshard: none}"],
+        ["cluster.gpu=TPUv9", "cluster.memory_gib=64"],
+        ["plan.compute=fp64", "plan.reduce=fp64"],
+        ["train.seq_len=2048", "model.max_seq_len=2048"],
+        ["model.head_dim=33", "model.positions=learned"],
+        ["train.warmup_steps=9"],
+        ["model.init=hf:some/where"],
+        ["name=A-1_b.c"],
+    ],
+)
+def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
+    assert mistakes(tmp_path, *overrides) == []
+
+
+def test_the_place_is_the_offending_token(tmp_path: Path) -> None:
+    text = "model: llama-nano\ntrain:\n  steps: 10\n  warmup_steps: 20\n  global_batch: 3\ncluster: {gpus_per_node: 4}\n"
+    found = mistakes(tmp_path, text=text)
+    assert [(m.key, m.line, m.column) for m in found] == [("train.warmup_steps", 4, 17), ("train.global_batch", 5, 17)]
+
+
+def test_a_length_that_comes_from_a_preset_is_placed_where_the_preset_is_named(tmp_path: Path) -> None:
+    text = "extends: llama3-8b\nmodel: {max_seq_len: 4096}\ntrain: {steps: 1, global_batch: 1}\n"
+    (mistake,) = mistakes(tmp_path, text=text)
+    assert (mistake.key, mistake.line, mistake.column) == ("train.seq_len", 1, 10)
+
+
+def test_rules_are_checked_beside_unknown_keys_and_not_on_unusable_values(tmp_path: Path) -> None:
+    text = "model: llama-nano\ntrain: {steps: ten, warmup_steps: 20, global_batch: 3, lr: 1}\ncluster: {gpus_per_node: 4}\n"
+    assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.global_batch", "train.lr"]
+    text = text.replace("cluster: {gpus_per_node: 4}", "cluster: {gpus_per_node: many}")
+    assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.lr", "cluster.gpus_per_node"]

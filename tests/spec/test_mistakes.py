@@ -1,0 +1,244 @@
+"""Every mistake is reported at once, at the token that makes it, with the nearest valid thing."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.spec.errors import BadConfig, Mistake
+from meshwright.spec.load import load_run, mistakes_as_json, resolved_yaml
+
+MANY = """\
+name: .secret run
+sede: 3
+model:
+  preset: llama3-8x
+  hiden: 4096
+  attention_dropout: 0.1
+  seq_len: 4096
+  init: scrach
+  norm_eps: 0
+  moe_experts: 8
+data:
+  mix: {}
+  document_mask: yes
+  damaged: skp
+train:
+  steps: "100"
+  steps: 5
+  learning_rate: fast
+  lr: 1e-4
+  beta1: 1.0
+  gc_every: 2.5
+  epsilon: .inf
+cluster: {gpu: h100, gpus_per_node: 3}
+plan:
+  shard: 2
+  tensor: 2
+  reshard: true
+  layers:
+    - {range: 0}
+    - {range: 1-3, recompute: ful}
+checkpoint: 5
+observe: {wandb: [project]}
+zebra: !paint red
+"""
+
+# (key, the token at the reported place, a piece of `expected`, nearest)
+FOUND = [
+    ("name", ".secret run", "not beginning with '.'", "secret-run"),
+    ("sede", "sede", "top-level key", "seed"),
+    ("model.preset", "llama3-8x", "llama3-70b", "llama3-8b"),
+    ("model.hiden", "hiden", "key of model", "hidden"),
+    ("model.attention_dropout", "attention_dropout", "there is no dropout", None),
+    ("model.seq_len", "seq_len", "lives at train.seq_len", "train.seq_len"),
+    ("model.init", "scrach", "checkpoint:DIR", "scratch"),
+    ("model.norm_eps", "0", "number (> 0)", None),
+    ("model.moe_experts", "moe_experts", "dense", None),
+    ("data.mix", "{}", "at least one", "stdlib"),
+    ("data.document_mask", "yes", "true | false", "true"),
+    ("data.damaged", "skp", "refuse | skip", "skip"),
+    ("train.steps", '"100"', "integer (≥ 1)", "100"),
+    ("train.steps", "steps: 5", "first is on line 16", None),
+    ("train", "train:", "integer (≥ 1)", None),
+    ("train.learning_rate", "fast", "number (> 0)", None),
+    ("train.lr", "lr", "key of train", "learning_rate"),
+    ("train.beta1", "1.0", "< 1", None),
+    ("train.gc_every", "2.5", "integer (≥ 0)", None),
+    ("train.epsilon", ".inf", "number (> 0)", None),
+    ("cluster.gpu", "h100", "H200", "H100"),
+    ("plan.shard", "2", "divisor of the cluster's 3 ranks", "1"),
+    ("plan.tensor", "tensor", "(replicate, shard) only", None),
+    ("plan.layers.0.range", "0}", "text", '"0"'),
+    ("plan.layers.1.recompute", "ful}", "none | selective | full", "full"),
+    ("checkpoint", "5", "a section (every, keep, at_end)", None),
+    ("observe.wandb", "[project]", "text", None),
+    ("zebra", "zebra", "top-level key", None),
+    ("zebra", "!paint", "without tags", None),
+]
+
+
+def mistakes_in(file: Path, text: str, *overrides: str) -> list[Mistake]:
+    file.write_text(text)
+    with pytest.raises(BadConfig) as caught:
+        load_run(file, overrides)
+    return list(caught.value.mistakes)
+
+
+def test_thirty_mistakes_at_once_each_at_its_token(tmp_path: Path) -> None:
+    found = mistakes_in(tmp_path / "run.yaml", MANY)
+    lines = MANY.splitlines()
+    for key, token, expected, nearest in FOUND:
+        shown = "train.global_batch" if key == "train" else key
+        matching = [m for m in found if m.key == shown and expected in m.expected]
+        assert len(matching) == 1, (key, expected, [str(m) for m in found])
+        (mistake,) = matching
+        assert mistake.file == str(tmp_path / "run.yaml")
+        assert mistake.line is not None
+        assert mistake.column is not None
+        assert lines[mistake.line - 1][mistake.column - 1 :].startswith(token), str(mistake)
+        assert mistake.nearest == nearest, str(mistake)
+    assert len(found) == len(FOUND), [str(m) for m in found]
+    places = [(m.line, m.column) for m in found]
+    assert places == sorted(places, key=lambda place: (place[0] or 0, place[1] or 0))
+
+
+def test_the_message_and_the_json_say_the_same(tmp_path: Path) -> None:
+    found = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrain: {stepz: 3, global_batch: 4}\n")
+    (mistake,) = found
+    assert str(mistake) == f"{tmp_path}/run.yaml:2:9: train.stepz: expected a key of train, got 'stepz' (nearest: steps)"
+    assert mistakes_as_json(found) == {
+        "ok": False,
+        "errors": [
+            {
+                "file": f"{tmp_path}/run.yaml", "line": 2, "column": 9, "key": "train.stepz", "expected": "a key of train",
+                "got": "'stepz'", "nearest": "steps",
+            }
+        ],
+    }  # fmt: skip
+    assert mistakes_as_json() == {"ok": True, "errors": []}
+
+
+def test_a_model_without_dimensions_says_what_it_needs(tmp_path: Path) -> None:
+    text = "train: {steps: 1, global_batch: 1}\nmodel: {family: llama, layers: 2, heads: 2}\n"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text)
+    assert (mistake.line, mistake.column, mistake.key, mistake.got) == (2, 1, "model", "no hidden, ffn_hidden")
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", "train: {steps: 1, global_batch: 1}\n")
+    assert (mistake.line, mistake.key, mistake.got) == (1, "model", "none of them")
+
+
+def test_a_misspelt_section_is_not_also_missing(tmp_path: Path) -> None:
+    found = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrian: {steps: 1, global_batch: 1}\n")
+    assert [(m.key, m.nearest) for m in found] == [("trian", "train")]
+
+
+def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrain: {steps: [}\n")
+    assert (mistake.line, mistake.column, mistake.key) == (2, 17, "yaml")
+    (tmp_path / "run.yaml").unlink()
+    with pytest.raises(BadConfig, match=r"runn\.yaml: yaml: expected a readable file, got no such file"):
+        load_run(tmp_path / "runn.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "expected", "nearest"),
+    [
+        ("train.stepz=3", "train.stepz", "key of train", "steps"),
+        ("steps=3", "steps", "lives at train.steps", "train.steps"),
+        ("train.steps", "train.steps", "KEY=VALUE", None),
+        ("=3", "", "KEY=VALUE", None),
+        ("train.steps=many", "train.steps", "integer", None),
+        ("train.steps=[1", "train.steps", "valid YAML", None),
+        ("train.steps.more=1", "train.steps", "integer", None),
+        ("train=5", "train", "a section", None),
+        ("model=llama3-9b", "model.preset", "a preset", "llama3-8b"),
+        ("cluster=nowhere.yaml", "cluster", "cluster file", None),
+        ("plan=aut", "plan", "plan file", "auto"),
+        ("plan.layers.9.recompute=full", "plan.layers.9.recompute", "an item of plan.layers, 0 to 0", None),
+        ("extends=llama3-8b", "extends", "in a run file only", None),
+        ("model.dropout=0.1", "model.dropout", "no dropout", None),
+    ],
+)
+def test_a_bad_override_is_a_mistake_of_the_command_line(
+    tmp_path: Path, override: str, key: str, expected: str, nearest: str | None
+) -> None:
+    text = "model: llama-nano\ntrain: {steps: 10, global_batch: 4}\nplan: {layers: [{range: all}]}\n"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text, override)
+    assert (mistake.file, mistake.line, mistake.column) == ("command line", None, None)
+    assert (mistake.key, mistake.nearest) == (key, nearest)
+    assert expected in mistake.expected
+
+
+def test_a_pin_beside_a_plan_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(
+        "mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 4, micro_batch: 4, accumulate: 1}"
+    )
+    text = "model: llama-nano\ntrain: {steps: 10, global_batch: 4}\nplan: p.yaml\n"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text, "plan.shard=1")
+    assert (mistake.file, mistake.key) == ("command line", "plan.shard")
+
+
+@dataclass(frozen=True)
+class Typo:
+    line: int
+    key: str
+    wrong: str
+
+
+FULL = (
+    resolved_yaml(load_run(None, ["model=llama3-8b", "plan.shard=2"]))
+    .replace("layers: null", "layers: [{range: all}]")
+    .replace("mix:\n    stdlib: 1.0", "mix: {stdlib: 1.0}")
+)
+KEYS = [(n, m[1], m.start(1)) for n, line in enumerate(FULL.splitlines()) if (m := re.match(r" *([a-z]\w+):", line))]
+LETTERS = string.ascii_lowercase + string.digits + "_"
+
+
+def typo_of(word: str, kind: int, at: int, letter: str) -> str:
+    """`word` with one character deleted, inserted or replaced."""
+    at %= len(word)
+    return word[:at] + ("" if kind == 0 else letter) + word[at + (kind != 1) :]
+
+
+def report_of(file: Path, line: int, key: str, wrong: str) -> list[Mistake]:
+    lines = FULL.splitlines()
+    lines[line] = lines[line].replace(f"{key}:", f"{wrong}:", 1)
+    return mistakes_in(file, "\n".join(lines))
+
+
+def names(mistake: Mistake, key: str) -> bool:
+    return mistake.nearest is not None and mistake.nearest.split(".")[-1] == key
+
+
+@settings(max_examples=150, deadline=None)
+@given(where=st.sampled_from(KEYS), kind=st.integers(0, 2), at=st.integers(0, 30), letter=st.sampled_from(LETTERS))
+def test_every_typo_of_every_key_is_rejected_at_its_place(
+    tmp_path_factory: pytest.TempPathFactory, where: tuple[int, str, int], kind: int, at: int, letter: str
+) -> None:
+    line, key, column = where
+    wrong = typo_of(key, kind, at, letter)
+    if wrong == key or not wrong:
+        return
+    found = report_of(tmp_path_factory.getbasetemp() / "typo.yaml", line, key, wrong)
+    assert any((m.line, m.column) == (line + 1, column + 1) and wrong in m.got + m.key for m in found), found
+
+
+def test_the_nearest_key_is_right_for_nine_typos_of_ten(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    right = tried = 0
+    for line, key, column in KEYS * 6:
+        wrong = typo_of(key, chance.randrange(3), chance.randrange(30), chance.choice(LETTERS))
+        if wrong == key:
+            continue
+        tried += 1
+        at_token = [m for m in report_of(tmp_path / "typo.yaml", line, key, wrong) if (m.line, m.column) == (line + 1, column + 1)]
+        right += any(names(mistake, key) for mistake in at_token)
+    assert tried > 300
+    assert right / tried >= 0.9, f"{right} of {tried}"
