@@ -48,11 +48,16 @@ def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]
         (["plan={layers: [{range: first}]}"], "plan.layers.0.range", "all, N or FIRST-LAST", None),
         (["data.mix={}"], "data.mix", "at least one", "stdlib"),
         (["name=a/b"], "name", "a folder name", "a-b"),
-        (["name=..."], "name", "a folder name", None),
-        (["model.init=hf:"], "model.init", "hf:DIR", "hf:"),
-        (["model={family: llama, layers: 1, hidden: 30, heads: 4, ffn_hidden: 8}"], "model.hidden", "a multiple of model.heads = 4", "32"),
+        (["name='...'"], "name", "a folder name", None),
+        (["model.init=hg:dir"], "model.init", "hf:DIR", None),
+        (
+            ["model={family: llama, layers: 1, hidden: 30, heads: 4, ffn_hidden: 8}"],
+            "model.hidden",
+            "a multiple of model.heads = 4",
+            "32",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_broken_rule(tmp_path: Path, overrides: list[str], key: str, expected: str, nearest: str | None) -> None:
     text = BASE.replace("preset: llama-nano", "") if "model={" in overrides[0] else BASE
     (mistake,) = mistakes(tmp_path, *overrides, text=text)
@@ -65,7 +70,7 @@ def test_a_broken_rule(tmp_path: Path, overrides: list[str], key: str, expected:
     [
         ["plan={replicate: 2, shard: 2, micro_batch: 2}"],
         ["plan.shard=2"],
-        ["plan={layers: [{range: 0-1, recompute: full}, {range: 2}, {range: 3-3}], reshard: none}"],
+        ["plan={layers: [{range: 0-1, recompute: full}, {range: '2'}, {range: 3-3}], reshard: none}"],
         ["cluster.gpu=TPUv9", "cluster.memory_gib=64"],
         ["plan.compute=fp64", "plan.reduce=fp64"],
         ["train.seq_len=2048", "model.max_seq_len=2048"],
@@ -80,7 +85,9 @@ def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
 
 
 def test_the_place_is_the_offending_token(tmp_path: Path) -> None:
-    text = "model: llama-nano\ntrain:\n  steps: 10\n  warmup_steps: 20\n  global_batch: 3\ncluster: {gpus_per_node: 4}\n"
+    text = (
+        "model: llama-nano\ntrain:\n  steps: 10\n  warmup_steps: 20\n  global_batch: 3\ncluster: {gpus_per_node: 4}\n"
+    )
     found = mistakes(tmp_path, text=text)
     assert [(m.key, m.line, m.column) for m in found] == [("train.warmup_steps", 4, 17), ("train.global_batch", 5, 17)]
 

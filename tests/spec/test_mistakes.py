@@ -113,16 +113,23 @@ def test_thirty_mistakes_at_once_each_at_its_token(tmp_path: Path) -> None:
 def test_the_message_and_the_json_say_the_same(tmp_path: Path) -> None:
     found = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrain: {stepz: 3, global_batch: 4}\n")
     (mistake,) = found
-    assert str(mistake) == f"{tmp_path}/run.yaml:2:9: train.stepz: expected a key of train, got 'stepz' (nearest: steps)"
+    assert (
+        str(mistake) == f"{tmp_path}/run.yaml:2:9: train.stepz: expected a key of train, got 'stepz' (nearest: steps)"
+    )
     assert mistakes_as_json(found) == {
         "ok": False,
         "errors": [
             {
-                "file": f"{tmp_path}/run.yaml", "line": 2, "column": 9, "key": "train.stepz", "expected": "a key of train",
-                "got": "'stepz'", "nearest": "steps",
+                "file": f"{tmp_path}/run.yaml",
+                "line": 2,
+                "column": 9,
+                "key": "train.stepz",
+                "expected": "a key of train",
+                "got": "'stepz'",
+                "nearest": "steps",
             }
         ],
-    }  # fmt: skip
+    }
     assert mistakes_as_json() == {"ok": True, "errors": []}
 
 
@@ -238,7 +245,11 @@ def test_the_nearest_key_is_right_for_nine_typos_of_ten(tmp_path: Path) -> None:
         if wrong == key:
             continue
         tried += 1
-        at_token = [m for m in report_of(tmp_path / "typo.yaml", line, key, wrong) if (m.line, m.column) == (line + 1, column + 1)]
+        at_token = [
+            m
+            for m in report_of(tmp_path / "typo.yaml", line, key, wrong)
+            if (m.line, m.column) == (line + 1, column + 1)
+        ]
         right += any(names(mistake, key) for mistake in at_token)
     assert tried > 300
     assert right / tried >= 0.9, f"{right} of {tried}"

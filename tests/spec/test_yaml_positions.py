@@ -8,20 +8,49 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from meshwright.spec.yaml_positions import MAX_DEPTH, Place, dump_yaml, parse_yaml, read_yaml
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("3e-4", 3e-4), ("1e6", 1e6), ("1.5", 1.5), (".5", 0.5), ("5.", 5.0), ("-1.5E+3", -1500.0), ("1_000.5", 1000.5),
-        ("010", 10), ("1_000", 1000), ("-7", -7), ("+7", 7), ("0x1F", 31), ("0o17", 15),
-        ("no", "no"), ("on", "on"), ("yes", "yes"), ("off", "off"), ("12:30:45", "12:30:45"),
-        ("2024-01-01", "2024-01-01"), ("1__0", "1__0"), ("_1", "_1"), ("e5", "e5"), ("0b1", "0b1"), ("=", "="),
-        ("true", True), ("False", False), ("~", None), ("null", None), ("none", "none"), ('"3e-4"', "3e-4"),
-        ("!!str 5", "5"), ("[1, {a: b}]", [1, {"a": "b"}]), ("9" * 5000, "9" * 5000), (".inf", float("inf")),
+        ("3e-4", 3e-4),
+        ("1e6", 1e6),
+        ("1.5", 1.5),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("-1.5E+3", -1500.0),
+        ("1_000.5", 1000.5),
+        ("010", 10),
+        ("1_000", 1000),
+        ("-7", -7),
+        ("+7", 7),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("no", "no"),
+        ("on", "on"),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("12:30:45", "12:30:45"),
+        ("2024-01-01", "2024-01-01"),
+        ("1__0", "1__0"),
+        ("_1", "_1"),
+        ("e5", "e5"),
+        ("0b1", "0b1"),
+        ("=", "="),
+        ("true", True),
+        ("False", False),
+        ("~", None),
+        ("null", None),
+        ("none", "none"),
+        ('"3e-4"', "3e-4"),
+        ("!!str 5", "5"),
+        ("[1, {a: b}]", [1, {"a": "b"}]),
+        ("9" * 5000, "9" * 5000),
+        (".inf", float("inf")),
     ],
-)  # fmt: skip
+)
 def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
     document = parse_yaml(f"key: {text}", "f")
     assert not document.mistakes
@@ -71,15 +100,20 @@ def test_anchors_expand() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "column", "said"),
     [
-        ("a: [1\nb: 2\n", 2, 2, "flow"), ("a: b: c", 1, 5, "mapping values"), ("\ta: 1", 1, 1, "token"),
-        ("x: 1\na: *nope", 2, 4, "undefined alias"), ("a: 1\n---\nb: 2", 2, 1, "document"),
+        ("a: [1\nb: 2\n", 2, 2, "flow"),
+        ("a: b: c", 1, 5, "mapping values"),
+        ("\ta: 1", 1, 1, "token"),
+        ("x: 1\na: *nope", 2, 4, "undefined alias"),
+        ("a: 1\n---\nb: 2", 2, 1, "document"),
         ("a: 1\nb: \x07", 2, 4, "U+0007"),
         ("a: !!python/object:os.system {}", 1, 4, "python/object:os.system"),
-        ("a: !x 3", 1, 4, "!x"), ("a: !!int x", 1, 4, "!!int"),
-        ("a: &x [*x]", 1, 4, "anchor inside itself"), ("? [a]\n: 1", 1, 3, "as key"),
+        ("a: !x 3", 1, 4, "!x"),
+        ("a: !!int x", 1, 4, "!!int"),
+        ("a: &x [*x]", 1, 4, "anchor inside itself"),
+        ("? [a]\n: 1", 1, 3, "as key"),
         ("a: " + "[" * 5000, 1, 4 + MAX_DEPTH - 1, "levels of nesting"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_one_placed_mistake(text: str, line: int, column: int, said: str) -> None:
     (mistake,) = parse_yaml(text, "f").mistakes
     assert (mistake.file, mistake.line, mistake.column) == ("f", line, column)
@@ -109,11 +143,15 @@ def test_files_that_are_not_utf8_yaml_mappings(tmp_path: Path) -> None:
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False) | st.text(max_size=12)
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=12)
     | st.sampled_from(["3e-4", "010", "no", "~", "none", "1_000", "- a", "a: b", "#x", "<<", "0x1", "true", ".5", "|"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(st.dictionaries(st.text(max_size=8), PLAIN, max_size=4))

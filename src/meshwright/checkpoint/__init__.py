@@ -1,3 +1,1 @@
-"""Durable state: written, committed, verified, read back in any layout, and Hugging Face folders. Importing the room
-loads no torch.
-"""
+"""Durable state: written, committed, verified, read back in any layout; and Hugging Face folders. Loads no torch."""

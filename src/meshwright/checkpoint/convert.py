@@ -75,7 +75,7 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     plain = encode_plain(state, {"config.yaml": _run_of(spec, checkpoints.absolute().parent.name)})
     attempt.create()
     try:
-        short = room_for(attempt.folder, sum(row.bytes for row in table))
+        short = room_for(checkpoints, sum(row.bytes for row in table))
         if short is not None:
             raise OutOfResources(short)
         shard = write_shard(

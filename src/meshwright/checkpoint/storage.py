@@ -76,7 +76,7 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Compare what all ranks will write with what the disk has free; the ranks are told through the plan."""
         need = sum(_volume(item) * _data(item).properties.dtype.itemsize for plan in plans for item in plan.items)
-        short = room_for(self.folder, need)
+        short = room_for(self.folder.parent, need)
         return [dataclasses.replace(plan, storage_data=short) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

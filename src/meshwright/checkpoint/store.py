@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from meshwright.checkpoint.attempt import Attempt, candidates, delete_beyond, new_attempt, recover, remove_stale
 from meshwright.checkpoint.contents import Contents, read_contents
 from meshwright.checkpoint.files import FileRecord
+from meshwright.checkpoint.fit import check_complete, check_fit, check_storable
 from meshwright.checkpoint.manifest import (
     STATE,
     Damage,
@@ -33,12 +34,11 @@ from meshwright.checkpoint.manifest import (
     steps_in,
 )
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.shards import dtype_name
 from meshwright.checkpoint.state import decode_state, encode_plain
 from meshwright.checkpoint.storage import BoxReader, ShardWriter
 from meshwright.checkpoint.verify import Vouched, blocks_to_check, check_blocks, check_sizes, verify
 from meshwright.events.span import NullRecorder, Recorder
-from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.errors import BadInput
 
 log = logging.getLogger(__name__)
 _STATE_LIMIT = 256 << 20
@@ -104,7 +104,7 @@ class CheckpointStore:
             return Saved(there, read_manifest(there).total_bytes, time.perf_counter() - started, written=False)
 
         def check() -> dict[str, bytes]:
-            _check_tensors(tensors)
+            check_storable(tensors)
             return encode_plain(state, texts) if self._ranks.first else {}
 
         plain = self._ranks.together(doing, check)[0]
@@ -148,8 +148,7 @@ class CheckpointStore:
     def load(
         self, path: Path, tensors: dict[str, Tensor], *, prefix: str = "", convert: bool = False
     ) -> dict[str, Any]:
-        """Fill `tensors` in place from the checkpoint at `path`, whatever layout it was written in, and return its
-        state.
+        """Fill `tensors` in place from the checkpoint at `path`, written in whatever layout, and return its state.
 
         The names given by all ranks together must be exactly those in the checkpoint that start with `prefix`:
         `prefix="model."` loads the weights alone. Shapes must agree, and dtypes too unless `convert`. What is read is
@@ -161,15 +160,11 @@ class CheckpointStore:
 
         def check() -> set[str]:
             opened.append(_Opened.at(path))
-            return _check_fit(opened[0].contents, tensors, prefix, convert)
+            return check_fit(opened[0].contents, tensors, prefix, convert)
 
         given = set().union(*self._ranks.together(doing, check))
         here = opened[0]
-        spare = [name for name in here.contents if name.startswith(prefix) and name not in given]
-        if spare:
-            raise BadInput(
-                f"{doing}: the checkpoint has {_some(spare)} too, for which no rank gave a tensor (prefix: {prefix!r})"
-            )
+        check_complete(here.contents, given, prefix, doing)
         reader = BoxReader(here.vouched, {name: here.contents[name] for name in tensors}, _device(tensors))
         with self._recorder.span("read", lane="checkpoint"):
             self._plan_and(
@@ -182,8 +177,7 @@ class CheckpointStore:
         return here.state
 
     def retain(self, keep: int) -> list[Path]:
-        """Delete the oldest committed checkpoints beyond the newest `keep`, and what dead attempts left; returns what
-        was deleted.
+        """Delete and return the committed checkpoints older than the newest `keep`; clear up after dead attempts.
 
         The newest good one is never deleted, even when `keep` newer ones turn out to be damaged.
         """
@@ -206,9 +200,7 @@ class CheckpointStore:
     def _write(
         self, doing: str, attempt: Attempt, tensors: dict[str, Tensor]
     ) -> tuple[dict[str, FileRecord], Contents]:
-        """Every rank's tensors, durable in the attempt's folder: the files of all ranks, and what they hold (on the
-        first rank).
-        """
+        """Make every rank's tensors durable: the files of all ranks, and (on the first rank) what they hold."""
         writer = ShardWriter(
             attempt.folder, self._ranks.rank, pinned=_device(tensors).type == "cuda", progress=self._progress
         )
@@ -289,39 +281,6 @@ class _Opened:
         return cls(vouched, read_contents(vouched), decode_state(vouched.small(STATE, _STATE_LIMIT), path / STATE))
 
 
-def _check_tensors(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise BadInput(
-                f"{name} is a {type(tensor).__name__}; only tensors are stored so, plain values belong in the state"
-            )
-        if tensor.is_meta:
-            raise BadInput(f"{name} is on the meta device and has no values to store")
-        dtype_name(tensor.dtype)
-
-
-def _check_fit(contents: Contents, tensors: dict[str, Tensor], prefix: str, convert: bool) -> set[str]:
-    """Names, shapes and dtypes asked for against those stored; returns the names."""
-    missing = [name for name in tensors if name not in contents]
-    if missing:
-        hint = nearest(missing[0], contents)
-        raise BadInput(f"the checkpoint has no {_some(missing)}" + (f"; nearest to the first: {hint}" if hint else ""))
-    for name, tensor in tensors.items():
-        stored = contents[name]
-        if not name.startswith(prefix):
-            raise BadInput(f"{name} does not start with the prefix {prefix!r} that is loaded")
-        if tuple(tensor.shape) != stored.shape:
-            raise BadInput(f"{name} is stored with shape {stored.shape}, and shape {tuple(tensor.shape)} is asked for")
-        if dtype_name(tensor.dtype) != stored.dtype and not convert:
-            raise BadInput(
-                f"{name} is stored as {stored.dtype}, and {dtype_name(tensor.dtype)} is asked for; "
-                "pass convert=True to convert it"
-            )
-        if tensor.is_meta:
-            raise BadInput(f"{name} is on the meta device and cannot be filled")
-    return set(tensors)
-
-
 def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same memory without gradients, so that filling it in place is no operation of autograd's."""
     return {name: tensor.detach() for name, tensor in tensors.items()}
@@ -334,7 +293,3 @@ def _device(tensors: dict[str, Tensor]) -> torch.device:
 def _reraise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more tensors" if len(names) > 5 else "")

@@ -50,8 +50,8 @@ def list_(place: Place, as_json: Json = False) -> None:
 def verify(place: Place, as_json: Json = False) -> None:
     """Read every byte of every checkpoint and compare it with its digest.
 
-    Ends with code 4 when a committed one is damaged, naming the file and the byte where the damage starts. A folder that
-    was never committed is shown, but is no damage: nothing loads it.
+    Ends with code 4 when a committed one is damaged, naming the file and the byte where the damage starts. A folder
+    that was never committed is shown, but is no damage: nothing loads it.
 
     Examples:
 

@@ -189,7 +189,7 @@ def _checked(
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         return BadDocument(where, f"not utf-8 (character {error.start} is half of a surrogate pair)")
-    return Document(file.name, shown, f"{file.key}\0{number}", text, consumed)
+    return Document(file.name, shown, f"{file.key}\0{number}", text, file.before + consumed)
 
 
 def _decompressed(raw: BinaryIO, name: str) -> Iterable[bytes]:

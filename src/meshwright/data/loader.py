@@ -26,19 +26,21 @@ __all__ = ["Batch", "DataSource", "Loader", "MicroBatch", "has_validation", "ope
 class MicroBatch:
     """int64 tensors of `(micro_batch, seq)`; `targets` is -1 where nothing is to be learned.
 
+    `positions` and `documents` are None without `data.document_mask`: a row is then one document, counted from 0.
+
     `valid_tokens` is the number of targets that are not -1, counted on the host so that nobody waits for the device.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor
-    documents: torch.Tensor
+    positions: torch.Tensor | None
+    documents: torch.Tensor | None
     valid_tokens: int
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """The same with `change` applied to each tensor."""
-        tensors = {name: change(getattr(self, name)) for name in ("tokens", "targets", "positions", "documents")}
-        return replace(self, **tensors)
+        given = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
+        return replace(self, **{name: change(tensor) for name, tensor in given.items() if tensor is not None})
 
 
 class Loader:
@@ -131,8 +133,10 @@ class Loader:
         return [self._micro_batch(self.source.samples(range(start, start + self.micro_batch))) for start in starts]
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
-        arrays = {field.name: torch.from_numpy(getattr(batch, field.name)) for field in fields(batch)}
-        micro = MicroBatch(**arrays, valid_tokens=int(np.count_nonzero(batch.targets >= 0)))
+        tensors = {field.name: torch.from_numpy(getattr(batch, field.name)) for field in fields(batch)}
+        if not self.source.document_mask:
+            tensors |= {"positions": None, "documents": None}
+        micro = MicroBatch(**tensors, valid_tokens=int(np.count_nonzero(batch.targets >= 0)))
         return micro.map(torch.Tensor.pin_memory) if self.device.type == "cuda" else micro
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -90,13 +90,14 @@ def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMP
     """(key, text) of documents spread evenly over `files`, together about `sample_bytes`: what a tokenizer is trained
     on.
 
-    Each file owes its share by size. A small file waits until enough is owed for it; a large one gives its beginning.
+    Each file owes its share by size. Nothing is read until a whole file is owed, or a 64th of the sample: so small files
+    are taken whole, evenly spread, and large ones give their beginning.
     """
     total = sum(file.size for file in files) or 1
     owed = 0.0
     for file in files:
         owed += file.size / total * sample_bytes
-        if owed <= 0:
+        if owed < min(file.size, sample_bytes // 64):
             continue
         for document in read_documents(file, text_key):
             if isinstance(document, BadDocument):

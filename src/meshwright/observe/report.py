@@ -129,7 +129,7 @@ def _figures(charts: Sheet) -> str:
         },
         "charts": {chart.key: numbers(chart) for chart in charts.charts},
     }
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
 def _template(name: str) -> str:

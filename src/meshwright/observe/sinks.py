@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,11 +56,12 @@ class SinkThread:
         """Deliver what is queued and close the sinks, for at most `timeout` seconds; what is left then is given up."""
         if not self._thread.is_alive():
             return
+        deadline = time.monotonic() + timeout
         try:
             self._queue.put(None, timeout=timeout)
         except queue.Full:
             self.dropped += self._queue.qsize()
-        self._thread.join(timeout)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             names = ", ".join(sink.name for sink in self._sinks)
             self._warn(f"{names} did not finish in {timeout:g} s and was left behind (metrics.jsonl is complete)")
@@ -128,9 +130,14 @@ class WandbSink:
             import wandb  # pyrefly: ignore[missing-import]  (an extra, absent from the test environment)
         except ImportError as error:
             raise BadInput(_missing("observe.wandb", "wandb")) from error
-        self._run = wandb.init(
-            project=project, name=folder.name, group=folder.name, dir=str(folder), config=dict(config), resume="never"
-        )
+        try:
+            self._run = wandb.init(
+                project=project, name=folder.name, group=folder.name, dir=str(folder), config=dict(config), resume="never"
+            )
+        except wandb.Error as error:
+            raise BadInput(
+                f"observe.wandb: {error}; run `wandb login`, or set WANDB_MODE=offline to keep the run on disk"
+            ) from error
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:

@@ -1,0 +1,46 @@
+"""Small checkpoints for the tests of this room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.store import CheckpointStore
+
+TEXTS = {"config.yaml": "name: tiny\n", "plan.yaml": "mesh: []\n"}
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Weights and moments of several shapes and dtypes, different for every seed."""
+    chance = torch.Generator().manual_seed(seed)
+    return {
+        "model.embed.weight": torch.randn(7, 4, generator=chance),
+        "model.norm.weight": torch.randn(5, generator=chance).to(torch.bfloat16),
+        "model.scale": torch.randn((), generator=chance, dtype=torch.float64),
+        "model.nothing": torch.empty(0, 3),
+        "optimizer.exp_avg.embed.weight": torch.randn(7, 4, generator=chance),
+        "optimizer.count": torch.randint(0, 100, (3,), generator=chance),
+        "optimizer.mask": torch.rand(9, generator=chance) > 0.5,
+    }
+
+
+def blank() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
+
+
+def save(folder: Path, step: int, store: CheckpointStore | None = None) -> Path:
+    """A committed checkpoint whose values follow from its step."""
+    store = store or CheckpointStore(folder)
+    return store.save(step, tensors(step), {"step": step, "samples": 8 * step}, TEXTS).path
+
+
+def holds(path: Path, step: int) -> bool:
+    """Whether the checkpoint at `path` loads as `save` wrote it."""
+    found = blank()
+    state = CheckpointStore(path.parent).load(path, found)
+    return state == {"step": step, "samples": 8 * step} and same(found, tensors(step))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

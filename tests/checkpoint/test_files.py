@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from meshwright.checkpoint import files
+from meshwright.checkpoint.files import (
+    BLOCK_BYTES,
+    FileWriter,
+    explain,
+    open_regular,
+    read_range,
+    read_small,
+    write_file,
+)
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5])
+def test_record_is_what_xxhash_says_of_the_file(tmp_path: Path, size: int):
+    data = os.urandom(size)
+    with FileWriter(tmp_path / "a") as out:
+        for start in range(0, size, 5_000_011):
+            out.write(data[start : start + 5_000_011])
+        record = out.finish()
+    assert (tmp_path / "a").read_bytes() == data
+    assert record.bytes == size
+    assert record.digest == xxhash.xxh3_128(data).hexdigest()
+    blocks = [data[start : start + BLOCK_BYTES] for start in range(0, size, BLOCK_BYTES)]
+    assert record.blocks == tuple(xxhash.xxh3_64(block).hexdigest() for block in blocks)
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[: max(1, len(data) // 3)]))
+    write_file(tmp_path / "a", b"all of this arrives")
+    assert (tmp_path / "a").read_bytes() == b"all of this arrives"
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path: Path):
+    write_file(tmp_path / "a", b"first")
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "a", b"second")
+
+
+def test_only_regular_files_are_opened(tmp_path: Path):
+    (tmp_path / "outside").write_text("secret")
+    (tmp_path / "link").symlink_to(tmp_path / "outside")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "."):
+        with pytest.raises(Damaged):
+            open_regular(tmp_path / name)
+
+
+def test_reading_past_the_end_and_beyond_the_limit_is_damage(tmp_path: Path):
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    assert read_small(path, 5) == b"12345"
+    with pytest.raises(Damaged, match="at most 4"):
+        read_small(path, 4)
+    descriptor = open_regular(path)
+    with pytest.raises(Damaged, match="ends at byte 5"):
+        read_range(descriptor, bytearray(6), 0, path)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, OutOfResources),
+        (errno.EDQUOT, OutOfResources),
+        (errno.EROFS, BadInput),
+        (errno.EIO, MeshwrightError),
+    ],
+)
+def test_errors_get_the_class_of_their_cause(number: int, kind: type[MeshwrightError]):
+    error = explain(OSError(number, os.strerror(number), "/disk/file"), "saving step 7")
+    assert type(error) is kind
+    assert "saving step 7: /disk/file" in str(error)
+
+
+def test_room_is_asked_for_with_a_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    free = files.SPARE_BYTES + 1000
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10 * free, 9 * free, free))  # type: ignore[attr-defined]
+    assert files.room_for(tmp_path, 1000) is None
+    refusal = files.room_for(tmp_path, 1001)
+    assert refusal is not None and f"{free:,}" in refusal and f"{free + 1:,}" in refusal

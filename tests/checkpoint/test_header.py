@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.checkpoint.header import HEADER_LIMIT, ITEM_BYTES, Row, encode_header
+from meshwright.checkpoint.shards import DTYPES, ShardFile, write_shard
+from meshwright.spec.errors import Damaged
+
+GOOD: dict[str, Any] = {
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "U8", "shape": [5], "data_offsets": [24, 29]},
+}
+
+
+def raw(table: Any, data: int = 29) -> bytes:
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(data)
+
+
+def entries(tmp_path: Path, content: bytes) -> dict[str, Any]:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with ShardFile(tmp_path / "a.safetensors") as file:
+        return file.entries
+
+
+def test_other_programs_read_what_we_write_in_every_dtype(tmp_path: Path):
+    names = sorted(DTYPES, key=lambda name: -ITEM_BYTES[name])
+    made = {f"{name}.x": torch.arange(6).reshape(2, 3).to(DTYPES[name]) for name in names}
+    made["empty"], made["scalar"] = torch.empty(0, 4, dtype=torch.int8), torch.tensor(3, dtype=torch.int8)
+    rows = [Row(name, _name(tensor), tuple(tensor.shape)) for name, tensor in made.items()]
+    write_shard(tmp_path / "a.safetensors", rows, lambda index: made[rows[index].key])
+    found = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert found.keys() == made.keys()
+    for name, tensor in made.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert (
+            torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+            if tensor.dim()
+            else found[name] == tensor
+        )
+
+
+def test_we_read_what_other_programs_write(tmp_path: Path):
+    made = {"x": torch.randn(6, 5), "y": torch.randn(3).half(), "z": torch.tensor(2.0)}
+    safetensors.torch.save_file(made, tmp_path / "a.safetensors")
+    with ShardFile(tmp_path / "a.safetensors") as file:
+        for name, tensor in made.items():
+            target = torch.zeros_like(tensor)
+            file.read_box(file.entries[name], (0,) * tensor.dim(), target)
+            assert torch.equal(target, tensor)
+
+
+def test_a_box_is_read_into_any_stride_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 40)
+    stored = torch.arange(6 * 5 * 2, dtype=torch.float32).reshape(6, 5, 2)
+    write_shard(
+        tmp_path / "a.safetensors", [Row("x", "F32", (6, 5, 2))], lambda _: stored.transpose(0, 1).transpose(0, 1)
+    )
+    with ShardFile(tmp_path / "a.safetensors") as file:
+        target = torch.zeros(3, 2, 4, dtype=torch.float64).permute(2, 0, 1)
+        file.read_box(file.entry("x", "F32", (6, 5, 2)), (1, 2, 0), target)
+        assert torch.equal(target, stored[1:5, 2:5, 0:2].double())
+        with pytest.raises(Damaged, match="holds F32"):
+            file.entry("x", "F16", (6, 5, 2))
+        with pytest.raises(Damaged, match="holds nothing"):
+            file.entry("y", "F32", (6, 5, 2))
+
+
+def test_pieces_smaller_than_a_tensor_and_larger_than_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 33)
+    made = [torch.randn(n) for n in (1, 40, 2, 3, 17)]
+    heard: list[int] = []
+    rows = [Row(str(index), "F32", tuple(tensor.shape)) for index, tensor in enumerate(made)]
+    record = write_shard(tmp_path / "a.safetensors", rows, lambda index: made[index], progress=heard.append)
+    found = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert all(torch.equal(found[str(index)], tensor) for index, tensor in enumerate(made))
+    assert sum(heard) == 4 * 63 and max(heard) <= 33
+    assert record.bytes == (tmp_path / "a.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"a": {**GOOD["a"], "data_offsets": [4, 28]}}, "starts at byte"),
+        ({"b": {**GOOD["b"], "data_offsets": [23, 28]}}, "starts at byte"),
+        ({"b": {**GOOD["b"], "data_offsets": [24, 1 << 70]}}, "lacks a known dtype"),
+        ({"b": {**GOOD["b"], "data_offsets": [29, 24]}}, "has shape"),
+        ({"b": {**GOOD["b"], "shape": [6]}}, "has shape"),
+        ({"b": {**GOOD["b"], "shape": [-5]}}, "lacks a known dtype"),
+        ({"b": {**GOOD["b"], "shape": [1 << 40, 1 << 40]}}, "lacks a known dtype"),
+        ({"b": {**GOOD["b"], "shape": [5.0]}}, "lacks a known dtype"),
+        ({"b": {**GOOD["b"], "shape": [True] * 5}}, "lacks a known dtype"),
+        ({"b": {**GOOD["b"], "dtype": "OBJECT"}}, "lacks a known dtype"),
+        ({"b": None}, "lacks a known dtype"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_damage(tmp_path: Path, change: dict[str, Any], says: str):
+    assert set(entries(tmp_path, raw(GOOD))) == {"a", "b"}
+    with pytest.raises(Damaged, match=says):
+        entries(tmp_path, raw({**GOOD, **change}))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x01",
+        raw(GOOD, 28),
+        raw(GOOD, 30),
+        raw(b"[" * 100_000),
+        raw(b"[1, 2]"),
+        raw(b"\xff\xfe"),
+        (HEADER_LIMIT + 1).to_bytes(8, "little") + bytes(64),
+        (1 << 63).to_bytes(8, "little") + bytes(64),
+        raw(b'{"a": ' + b"9" * 5000 + b"}"),
+    ],
+)
+def test_a_file_that_is_no_safetensors_is_damage(tmp_path: Path, content: bytes):
+    with pytest.raises(Damaged):
+        entries(tmp_path, content)
+
+
+def test_a_huge_header_is_refused_without_reading_it(tmp_path: Path):
+    path = tmp_path / "a.safetensors"
+    with path.open("wb") as file:
+        file.write((200 << 20).to_bytes(8, "little"))
+        file.truncate(400 << 20)
+    with pytest.raises(Damaged, match="does not fit"):
+        ShardFile(path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_mutated_files_never_crash_the_reader(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+    content = bytearray(raw(GOOD))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    path.write_bytes(content)
+    before = set(os.listdir("/proc/self/fd"))
+    try:
+        with ShardFile(path) as file:
+            for entry in file.entries.values():
+                assert 8 <= entry.start <= entry.end <= len(content)
+    except Damaged:
+        pass
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
+
+
+def test_header_keeps_tensors_aligned():
+    head = encode_header([Row("x", "F64", (3,)), Row("y", "U8", (3,))])
+    assert len(head) % 8 == 0

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.checkpoint.manifest import (
+    COMMITTED,
+    MANIFEST,
+    DamagedCheckpoint,
+    commit_line,
+    read_manifest,
+    step_name,
+    step_of,
+    steps_in,
+)
+from meshwright.spec.errors import BadInput
+from tests.checkpoint.made import save
+
+
+def rewrite(path: Path, change: dict[str, Any]) -> Path:
+    data = json.loads((path / MANIFEST).read_bytes())
+    data.update(change)
+    text = json.dumps(data).encode()
+    (path / MANIFEST).write_bytes(text)
+    (path / COMMITTED).write_bytes(commit_line(text))
+    return path
+
+
+def kind(path: Path) -> tuple[str, str]:
+    with pytest.raises(DamagedCheckpoint) as caught:
+        read_manifest(path)
+    (damage,) = caught.value.damage
+    return damage.file, damage.kind
+
+
+ROW = {"bytes": 3, "digest": "0" * 32, "blocks": ["0" * 16]}
+
+
+def test_names_and_steps_are_each_others_inverse():
+    assert [step_of(step_name(step)) for step in (0, 100, 99_999_999, 123_456_789)] == [0, 100, 99_999_999, 123_456_789]
+    for name in (
+        "step-1",
+        "step-000000001",
+        "step-0000010a",
+        ".step-00000100.ab.partial",
+        "step-00000100 ",
+        "step-٠٠٠٠٠١٠٠",
+    ):
+        assert step_of(name) is None
+
+
+def test_steps_are_listed_in_order_and_nothing_else(tmp_path: Path):
+    for name in ("step-00000200", "step-00000100", ".step-00000300.ab.partial", ".deleted-step-00000001.ab", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000400").write_text("a file")
+    assert [path.name for path in steps_in(tmp_path)] == ["step-00000100", "step-00000200"]
+    assert steps_in(tmp_path / "absent") == []
+
+
+def test_a_manifest_says_what_was_saved(tmp_path: Path):
+    path = save(tmp_path, 7)
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.world_size) == (7, 1)
+    found = {file.name: file.stat().st_size for file in path.iterdir() if file.name not in (MANIFEST, COMMITTED)}
+    assert {name: record.bytes for name, record in manifest.files.items()} == found
+    assert manifest.total_bytes == sum(found.values())
+
+
+def test_a_copy_under_another_name_is_good_but_a_swapped_step_is_not(tmp_path: Path):
+    path = save(tmp_path, 7)
+    read_manifest(path.rename(tmp_path / "base-model"))
+    assert kind((tmp_path / "base-model").rename(tmp_path / step_name(8))) == (MANIFEST, "manifest")
+
+
+@pytest.mark.parametrize("name", [COMMITTED, MANIFEST])
+def test_without_either_file_nothing_is_committed(tmp_path: Path, name: str):
+    path = save(tmp_path, 7)
+    (path / name).unlink()
+    assert kind(path) == (name, "missing")
+
+
+def test_a_commit_that_is_no_digest_or_another_manifests(tmp_path: Path):
+    path = save(tmp_path, 7)
+    (path / COMMITTED).write_bytes(b"")
+    assert kind(path) == (COMMITTED, "commit")
+    (path / COMMITTED).write_bytes(commit_line(b"another"))
+    assert kind(path) == (MANIFEST, "manifest")
+    (path / COMMITTED).write_bytes(b"x" * 100)
+    assert kind(path) == (COMMITTED, "commit")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"block_bytes": 5},
+        {"step": -1},
+        {"step": True},
+        {"world_size": "8"},
+        {"attempt": None},
+        {"versions": []},
+        {"files": []},
+        {"files": {"../x": ROW}},
+        {"files": {"a/b": ROW}},
+        {"files": {".hidden": ROW}},
+        {"files": {"COMMITTED": ROW}},
+        {"files": {"a": None}},
+        {"files": {"a": {**ROW, "bytes": -1}}},
+        {"files": {"a": {**ROW, "bytes": 1 << 70}}},
+        {"files": {"a": {**ROW, "blocks": []}}},
+        {"files": {"a": {**ROW, "blocks": [5]}}},
+        {"files": {"a": {**ROW, "digest": "zz"}}},
+    ],
+)
+def test_hostile_manifests_are_damage(tmp_path: Path, change: dict[str, Any]):
+    assert kind(rewrite(save(tmp_path, 7), change)) == (MANIFEST, "manifest")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{" * 100_000, b"\xff\xfe"])
+def test_a_manifest_that_is_no_json_is_damage(tmp_path: Path, data: bytes):
+    path = save(tmp_path, 7)
+    (path / MANIFEST).write_bytes(data)
+    (path / COMMITTED).write_bytes(commit_line(data))
+    assert kind(path) == (MANIFEST, "manifest")
+
+
+def test_what_is_no_folder_is_the_users_mistake(tmp_path: Path):
+    with pytest.raises(BadInput, match="is not a folder"):
+        read_manifest(tmp_path / "absent")

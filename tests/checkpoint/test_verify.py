@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.files import BLOCK_BYTES
+from meshwright.checkpoint.manifest import COMMITTED, MANIFEST
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.verify import list_checkpoints, newest_checkpoint, verify
+from meshwright.spec.errors import BadInput, Damaged
+from tests.checkpoint.made import save
+
+SHARD = "tensors-00000.safetensors"
+
+
+def plain(path: Path) -> list[tuple[str, int | None, str]]:
+    return [(damage.file, damage.offset, damage.kind) for damage in verify(path)]
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_every_one_of_200_bit_flips_is_found_in_its_file(tmp_path: Path):
+    path = save(tmp_path, 1)
+    assert verify(path) == []
+    chance = random.Random(0)
+    hit = set()
+    for _ in range(200):
+        file = chance.choice(sorted(path.iterdir()))
+        bit = chance.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        damage = plain(path)
+        expected = {(COMMITTED, 0, "commit"), (MANIFEST, 0, "manifest")}
+        assert damage and (
+            set(damage) <= expected if file.name in (COMMITTED, MANIFEST) else damage == [(file.name, 0, "digest")]
+        )
+        flip(file, bit)
+        hit.add(file.name)
+    assert verify(path) == [] and len(hit) == 7
+
+
+def test_a_flip_in_a_large_file_is_located_to_its_block(tmp_path: Path):
+    large = {"x": torch.arange(10 << 20, dtype=torch.int32), "y": torch.zeros(3)}
+    path = CheckpointStore(tmp_path).save(5, large, {}, {}).path
+    flip(path / SHARD, 8 * (2 * BLOCK_BYTES + 77))
+    flip(path / SHARD, 8 * (BLOCK_BYTES + BLOCK_BYTES - 1))
+    assert plain(path) == [(SHARD, BLOCK_BYTES, "digest")]
+    with CheckpointReader(path) as reader:
+        assert torch.equal(reader.read_rows("x", 0, 1000), large["x"][:1000])
+        with pytest.raises(Damaged, match=f"at byte {BLOCK_BYTES}"):
+            reader.read_rows("x", 5 << 20, (5 << 20) + 1)
+
+
+def test_truncation_is_found_at_every_length(tmp_path: Path):
+    path = save(tmp_path, 1)
+    whole = (path / SHARD).read_bytes()
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        (path / SHARD).write_bytes(whole[:length])
+        assert plain(path) == [(SHARD, length, "truncated")]
+    (path / SHARD).write_bytes(whole + b"\0")
+    assert plain(path) == [(SHARD, len(whole), "extra")]
+
+
+def test_every_missing_file_is_named(tmp_path: Path):
+    path = save(tmp_path, 1)
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        file.unlink()
+        assert plain(path) == [(file.name, None, "missing")]
+        file.write_bytes(data)
+    assert verify(path) == []
+
+
+def test_extra_files_and_folders_are_named(tmp_path: Path):
+    path = save(tmp_path, 1)
+    (path / "notes.txt").write_text("hello")
+    (path / "folder").mkdir()
+    assert sorted(plain(path)) == [("folder", None, "extra"), ("notes.txt", None, "extra")]
+
+
+def test_several_damages_are_all_told(tmp_path: Path):
+    path = save(tmp_path, 1)
+    (path / "plan.yaml").unlink()
+    (path / "config.yaml").write_bytes(b"name")
+    flip(path / SHARD, 0)
+    assert sorted(plain(path), key=str) == [
+        ("config.yaml", 4, "truncated"),
+        ("plan.yaml", None, "missing"),
+        (SHARD, 0, "digest"),
+    ]
+
+
+def test_the_list_tells_committed_and_good_apart(tmp_path: Path):
+    good, bad, never = (save(tmp_path / "checkpoints", step) for step in (1, 2, 3))
+    flip(bad / SHARD, 8 * 100)
+    (never / COMMITTED).unlink()
+    (tmp_path / "checkpoints" / ".step-00000004.abcd.partial").mkdir()
+    damaged = [{"file": SHARD, "offset": 0, "kind": "digest"}]
+    missing = [{"file": COMMITTED, "offset": None, "kind": "missing"}]
+    expected = [
+        {"path": str(good), "step": 1, "committed": True, "ok": True, "damaged": []},
+        {"path": str(bad), "step": 2, "committed": True, "ok": False, "damaged": damaged},
+        {"path": str(never), "step": 3, "committed": False, "ok": False, "damaged": missing},
+    ]
+    assert list_checkpoints(tmp_path) == expected
+    assert list_checkpoints(tmp_path / "checkpoints") == expected
+    assert [row for path in (good, bad, never) for row in list_checkpoints(path)] == expected
+    assert [row["ok"] for row in list_checkpoints(tmp_path, contents=False)] == [True, True, False]
+    assert newest_checkpoint(tmp_path) == good
+    assert newest_checkpoint(tmp_path, contents=False) == bad
+
+
+def test_a_folder_without_good_checkpoints_says_why(tmp_path: Path):
+    with pytest.raises(BadInput, match="no committed"):
+        newest_checkpoint(tmp_path)
+    (tmp_path / "run-one").mkdir()
+    with pytest.raises(BadInput, match="run-one"):
+        list_checkpoints(tmp_path / "run-on")
+    flip(save(tmp_path, 1) / SHARD, 800)
+    with pytest.raises(Damaged, match="every checkpoint"):
+        newest_checkpoint(tmp_path)
+
+
+def test_verifying_needs_no_torch(tmp_path: Path):
+    path = save(tmp_path, 1)
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
+        "from pathlib import Path\n"
+        "from meshwright.checkpoint import attempt, contents, manifest, state, verify\n"
+        f"assert verify.verify(Path({str(path)!r})) == [] and contents.read_checkpoint(Path({str(path)!r}))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -1,0 +1,52 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.observe import figures
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (9.999, "10.0"),
+        (999.6, "1.00k"),
+        (48_213, "48.2k"),
+        (8.03e9, "8.03B"),
+        (1e13, "10.0T"),
+        (0.0123, "0.0123"),
+    ],
+)
+def test_short(value, text):
+    assert figures.short(value) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (2 << 30, "2.00 GiB")])
+def test_size(count, text):
+    assert figures.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text", "clock"),
+    [(2e-5, "20.0 µs", "0:00"), (0.82, "820 ms", "0:01"), (12.44, "12.4 s", "0:12"), (59.97, "1m 00s", "1:00"),
+     (185, "3m 05s", "3:05"), (7654, "2h 07m", "2:07:34"), (270_000, "3d 03h", "3d 03:00")],
+)  # fmt: skip
+def test_duration_and_clock(seconds, text, clock):
+    assert (figures.duration(seconds), figures.clock(seconds)) == (text, clock)
+
+
+def test_percent_and_scientific():
+    assert figures.percent(0.41346) == "41.3%"
+    assert (figures.scientific(3e-4), figures.scientific(0.0), figures.scientific(2.5)) == (
+        "3.00e-4",
+        "0.00e0",
+        "2.50e0",
+    )
+
+
+@given(st.floats(min_value=1e-3, max_value=1e14))
+def test_short_keeps_three_digits(value):
+    text = figures.short(value)
+    scale = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1], 1.0)
+    assert float(text.rstrip("kMBT")) * scale == pytest.approx(value, rel=5.1e-3)
+    assert "e" not in text

@@ -1,0 +1,126 @@
+import errno
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.observe.metrics import STEP_KEYS, MetricsWriter, read_metrics, scan_metrics, to_line
+from meshwright.spec.errors import Damaged, OutOfResources
+
+
+def step_record(step, **changes):
+    return {**dict.fromkeys(STEP_KEYS, 1.0), "step": step, **changes}
+
+
+def write_steps(path, steps, resume_from=0, loss=1.0):
+    with MetricsWriter(path, resume_from) as writer:
+        for step in steps:
+            writer.write_step(step_record(step, loss=loss))
+
+
+def test_lines_come_back_as_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write_step(step_record(1, phases={"forward": 0.5}))
+        writer.write_validation(1, 2.5, tokens=64)
+        writer.write_event(1, "checkpoint written")
+    step, validation, event = read_metrics(path)
+    assert step == {"kind": "step", **step_record(1, phases={"forward": 0.5})}
+    assert validation == {"kind": "validation", "step": 1, "loss": 2.5, "tokens": 64}
+    assert event == {"kind": "event", "step": 1, "text": "checkpoint written"}
+
+
+def test_a_line_is_on_disk_before_the_writer_is_closed(tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.write_step(step_record(1))
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    writer.close()
+
+
+def test_a_step_line_without_its_keys_is_refused(tmp_path):
+    with MetricsWriter(tmp_path / "m.jsonl") as writer, pytest.raises(ValueError, match="loss, tokens"):
+        writer.write_step({"step": 1})
+
+
+def test_not_finite_numbers_are_null_and_named():
+    line = to_line({"loss": math.nan, "grad_norm": -math.inf, "phases": {"forward": math.inf}, "list": [1.0, math.nan]})
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert record["loss"] is None and record["phases"]["forward"] is None and record["list"] == [1.0, None]
+    names = {"loss": "nan", "grad_norm": "-inf", "phases.forward": "inf", "list.1": "nan"}
+    assert record["nonfinite"] == names
+
+
+@given(st.dictionaries(st.text(max_size=5), st.floats() | st.text(max_size=8) | st.none() | st.integers()))
+def test_any_record_is_one_line_of_valid_json(record):
+    line = to_line(record)
+    assert line.count("\n") == 1 and line.endswith("\n")
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+@pytest.mark.parametrize("cut", [1, 10, 60])
+def test_a_torn_last_line_is_left_out(tmp_path, cut):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2, 3])
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [record["step"] for record in read_metrics(path)][:2] == [1, 2]
+    assert len(read_metrics(path)) == (3 if cut == 1 else 2)
+
+
+def test_a_line_torn_inside_a_character_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "text": "\xc3')
+    assert read_metrics(path) == [{"step": 1}]
+
+
+def test_damage_in_the_middle_is_named_by_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n[4]\n')
+    with pytest.raises(Damaged, match=r"metrics\.jsonl:2"):
+        read_metrics(path)
+    records, damaged = scan_metrics(path)
+    assert [record["step"] for record in records] == [1, 3] and damaged == [2, 4]
+
+
+def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in (1, 2, 3, 4):
+            writer.write_step(step_record(step, loss=9.0))
+            writer.write_validation(step, 9.0)
+    path.write_bytes(path.read_bytes()[:-5])
+    write_steps(path, [3, 4, 5], resume_from=2)
+    records = read_metrics(path)
+    curve = [(record["step"], record["loss"]) for record in records if record["kind"] == "step"]
+    assert curve == [(1, 9.0), (2, 9.0), (3, 1.0), (4, 1.0), (5, 1.0)]
+    assert [record["step"] for record in records if record["kind"] == "validation"] == [1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_starting_over_begins_an_empty_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2])
+    write_steps(path, [1])
+    assert [record["step"] for record in read_metrics(path)] == [1]
+
+
+def test_a_kept_line_stays_byte_for_byte(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2, 3], loss=math.nan)
+    first = path.read_text().splitlines()[0]
+    MetricsWriter(path, resume_from=1).close()
+    assert path.read_text() == first + "\n"
+
+
+def test_a_full_disk_is_out_of_resources(tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+
+    class Full:
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer._file.close()
+    writer._file = Full()
+    with pytest.raises(OutOfResources, match="No space left"):
+        writer.write_event(1, "x")

@@ -1,0 +1,159 @@
+import io
+import os
+import pty
+
+from meshwright.observe.progress import Progress
+
+
+class Time:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def record(step, **changes):
+    base = {
+        "kind": "step",
+        "step": step,
+        "loss": 3.25,
+        "tokens": step * 64,
+        "tokens_per_second": 25_300.0,
+        "mfu": 0.413,
+    }
+    return {**base, "grad_norm": 0.82, "lr": 3e-4, "memory_peak_bytes": 2 << 30, "step_seconds": 1.0, **changes}
+
+
+def plain(steps, seconds_each, **options):
+    stream, time = io.StringIO(), Time()
+    with Progress(steps, stream=stream, clock=time, **options) as progress:
+        for step in range(1, steps + 1):
+            time.now += seconds_each
+            progress.update(record(step))
+    return stream.getvalue().splitlines()
+
+
+def steps_of(lines):
+    return [int(line.split("/")[0].removeprefix("step")) for line in lines]
+
+
+def test_plain_lines_hold_every_known_figure():
+    first, second = plain(2, 1.0, ranks=2)
+    assert first == (
+        "step 1/2 | loss 3.2500 | tok/s 25.3k | tok/s/rank 12.7k | MFU 41.3% | mem 2.00 GiB | grad 0.82 | lr 3.00e-4"
+    )
+    assert second == first.replace("1/2", "2/2") + " | left 0:00"
+
+
+def test_fast_steps_print_the_first_five_then_every_two_seconds_and_the_last():
+    assert steps_of(plain(100, 0.125)) == [1, 2, 3, 4, 5, 21, 37, 53, 69, 85, 100]
+
+
+def test_slow_steps_print_each():
+    assert steps_of(plain(12, 3.0)) == list(range(1, 13))
+
+
+def test_a_long_run_prints_at_most_every_thirty_seconds():
+    lines = steps_of(plain(20_000, 1.0))
+    assert lines[-2] - lines[-3] == 30 and len(lines) < 1000
+
+
+def test_time_left_follows_the_pace_and_skips_the_first_step():
+    stream, time = io.StringIO(), Time()
+    progress = Progress(100, stream=stream, clock=time)
+    time.now = 500.0  # compiling
+    progress.update(record(1))
+    time.now = 502.0
+    progress.update(record(2))
+    assert stream.getvalue().splitlines()[-1].endswith("left 3:16")
+
+
+def test_unknown_figures_are_left_out():
+    stream = io.StringIO()
+    progress = Progress(9, stream=stream)
+    progress.update(record(1, mfu=None, memory_peak_bytes=None, grad_norm=1.5))
+    assert "MFU" not in stream.getvalue() and "mem" not in stream.getvalue() and "grad 1.5" in stream.getvalue()
+    hidden = io.StringIO()
+    Progress(9, stream=hidden, show_mfu=False).update(record(1))
+    assert "MFU" not in hidden.getvalue()
+
+
+def test_a_loss_that_is_not_finite_is_said():
+    stream = io.StringIO()
+    Progress(9, stream=stream).update(record(1, loss=None, grad_norm=float("nan")))
+    assert "loss not finite" in stream.getvalue() and "grad not finite" in stream.getvalue()
+
+
+def test_validation_prints_a_line_and_joins_the_next():
+    stream = io.StringIO()
+    progress = Progress(9, stream=stream)
+    progress.update({"kind": "validation", "step": 1, "loss": 2.5})
+    progress.update(record(2))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step 1 | validation loss 2.5000" and "| val 2.5000 |" in lines[1]
+
+
+def test_notes_are_plain_text():
+    stream = io.StringIO()
+    Progress(9, stream=stream).note("[bold]checkpoint[/] written to /a/very/long/path" + "x" * 200)
+    assert stream.getvalue() == "[bold]checkpoint[/] written to /a/very/long/path" + "x" * 200 + "\n"
+
+
+def test_a_closed_stream_ends_the_display_and_not_the_run():
+    stream = io.StringIO()
+    progress = Progress(9, stream=stream)
+    stream.close()
+    progress.update(record(1))
+    progress.note("still running")
+    progress.close()
+
+
+def test_a_broken_pipe_ends_the_display_and_not_the_run():
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w", buffering=1)
+    progress = Progress(9, stream=stream)
+    os.close(reader)
+    progress.update(record(1))
+    progress.update(record(2))
+    progress.close()
+
+
+def on_terminal(monkeypatch, scene):
+    """Run `scene(progress)` on a pseudo-terminal of 80 columns and return what it showed."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    ours, theirs = pty.openpty()
+    stream = os.fdopen(theirs, "w")
+    with Progress(100, stream=stream, title="quick", ranks=2) as progress:
+        scene(progress)
+    stream.flush()
+    text = os.read(ours, 1 << 16).decode()
+    stream.close()
+    os.close(ours)
+    return text
+
+
+def test_a_terminal_shows_the_bar_figures_and_notes(monkeypatch):
+    def scene(progress):
+        progress.update(record(50))
+        progress.note("checkpoint written")
+
+    text = on_terminal(monkeypatch, scene)
+    assert "quick" in text and "50/100" in text and "━" in text and "checkpoint written" in text
+    assert "3.2500" in text and "41.3%" in text and "elapsed" in text
+    assert "step 50" not in text, "plain lines belong to logs"
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    stream = os.fdopen(theirs, "w")
+    progress = Progress(100, stream=stream)
+    os.close(ours)
+    progress.update(record(1))
+    progress.note("still running")
+    progress.close()
+    progress.close()

@@ -1,0 +1,319 @@
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+
+from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
+from meshwright.observe.report import render, write_report
+from meshwright.observe.runfolder import read_run
+from meshwright.spec.fields import to_plain
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, Predicted
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \" ' & {{}} https://evil.example/x.js"
+VOID = {"meta", "input", "br", "img", "link"}
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed in order, and gathers tags, attributes and visible text."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.attributes, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text += data
+
+    def classes(self):
+        return [name for _, key, value in self.attributes if key == "class" for name in value.split()]
+
+
+def plan(**changes):
+    base = Plan(
+        mesh=(MeshAxis(axis="replicate", size=2, crosses="node"), MeshAxis(axis="shard", size=4)),
+        batch=BatchPlan(global_batch=32, micro_batch=2, accumulate=2),
+        layers=(LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-7", reshard=False)),
+        predicted=Predicted(memory_peak_bytes=9 << 30, memory_bytes={"weights": 4 << 30, "activations": 5 << 30}),
+        why=("shard 4: fits one node",),
+    )
+    return {**to_plain(base), **changes}
+
+
+def config(**changes):
+    model = {"preset": "llama-nano", "layers": 8, "hidden": 256}
+    cluster = {"gpu": "H200", "nodes": 2, "gpus_per_node": 4, "memory_gib": None}
+    return {"name": "demo", "model": model, "train": {"steps": 40}, "cluster": cluster, **changes}
+
+
+def write_metrics(folder, steps, **changes):
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        for step in range(1, steps + 1):
+            record = {
+                **dict.fromkeys(STEP_KEYS, 1.0),
+                "loss": 8.0 / step,
+                "step": step,
+                "tokens": 4096 * step,
+                "mfu": 0.4,
+            }
+            record |= {"memory_peak_bytes": 8 << 30, "mfu_full": 0.4, "mfu_causal": 0.37, "step_seconds": 0.5}
+            record["phases"] = {"forward": 0.2, "backward": 0.25, "host": 0.05}
+            writer.write_step({**record, **changes})
+            if step % 10 == 0:
+                writer.write_validation(step, 8.5 / step)
+        if steps:
+            writer.write_event(steps, "checkpoint written")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = tmp_path / "demo"
+    run.mkdir()
+    write_metrics(run, 40)
+    (run / "config.yaml").write_text(yaml.safe_dump(config()))
+    (run / "plan.yaml").write_text(yaml.safe_dump(plan()))
+    (run / "environment.json").write_text(
+        json.dumps({"torch": "2.13.0", "memory_bytes": 1 << 34, "nested": {"a": [1, 2]}})
+    )
+    summary = {"status": "finished", "parameters": 3_930_000, "unigram_entropy_nats": 5.5, "wall_seconds": 25.0}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "samples.json").write_text(json.dumps([{"prompt": "def f(", "text": "x):\n    return x"}]))
+    for name in ("step-00000020", "step-00000040", ".step-00000050.1.partial"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+    (run / "checkpoints" / "step-00000020" / "COMMITTED").write_text("")
+    return run
+
+
+def page_of(folder):
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_the_report_holds_everything_a_run_left(folder):
+    page = page_of(folder)
+    for text in (
+        "demo",
+        "finished",
+        "3.93M",
+        "Validation loss",
+        "5.29 below unigram entropy",
+        "25.0 s",
+        "80.0% in training",
+    ):
+        assert text in page.text, text
+    for title in (
+        "Loss",
+        "Throughput",
+        "Model FLOPs utilisation",
+        "Step time",
+        "Memory",
+        "Learning rate",
+        "Gradient norm",
+    ):
+        assert title in page.text, title
+    assert "of 989 TFLOP/s, H200 dense bf16" in page.text
+    assert "unigram entropy of the held-out text 5.50" in page.text
+    assert "8.00 GiB (-11.1%)" in page.text and "activations 5.00 GiB" in page.text
+    assert "def f(" in page.text and "return x" in page.text
+    assert "checkpoint written" in page.text and "2.13.0" in page.text and "16.0 GiB" in page.text
+    assert "step-00000020" in page.text and "not committed" in page.text and "partial" not in page.text
+    assert "Not in this report" not in page.text
+
+
+def test_the_plan_is_drawn_by_node_and_coordinate(folder):
+    page = page_of(folder)
+    assert page.classes().count("rank") == 8 and page.classes().count("node") == 2
+    assert "replicate 2 (between nodes) × shard 4 = 8 ranks" in page.text
+    assert "32 sequences a step = 8 ranks × 2 at a time × 2 accumulated" in page.text
+    assert re.search(r"6replicate 1shard 2", page.text)
+    assert "Layers 0-3" in page.text and "full recompute" in page.text and "ZeRO-2" in page.text
+    assert "shard 4: fits one node" in page.text
+
+
+def test_it_is_one_file_that_loads_nothing(folder):
+    write_metrics(folder, 5000)
+    text = write_report(folder).read_text(encoding="utf-8")
+    page = Page(text)
+    assert len(text.encode()) < 1_000_000
+    assert not re.search(r"https?://|//[a-z]+\.|url\(|@import", text)
+    assert not [
+        found for found in page.attributes if found[1] in ("src", "href", "action") or found[1].startswith("on")
+    ]
+    assert "link" not in page.tags and "img" not in page.tags and "iframe" not in page.tags
+    policy = next(value for _, name, value in page.attributes if name == "content" and "default-src" in value)
+    assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+    assert [file.name for file in folder.glob("*.tmp")] == []
+
+
+def test_curves_are_thinned(folder):
+    write_metrics(folder, 5000)
+    figures = figures_of(folder)
+    assert len(figures["tables"]["steps"]["step"]) <= 1500
+    for chart in figures["charts"].values():
+        for series in chart["series"]:
+            points = len(figures["tables"][series["table"]]["step"])
+            assert len(series["values"]) == points - (series["kind"] == "column")
+
+
+def figures_of(folder):
+    text = write_report(folder).read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)[1])
+
+
+def test_the_numbers_behind_the_charts_are_the_run_s(folder):
+    figures = figures_of(folder)
+    assert figures["tables"]["steps"]["tokens"][:2] == [4096, 8192]
+    assert figures["tables"]["steps"]["time"][-1] == 20.0
+    assert figures["tables"]["validation"]["time"] == [5.0, 10.0, 15.0, 20.0]
+    loss = figures["charts"]["loss"]["series"]
+    assert loss[0]["values"][:3] == [8.0, 4.0, 2.6667]
+    assert [round(value, 3) for value in loss[2]["values"]] == [0.85, 0.425, 0.283, 0.212]
+    assert set(figures["axes"]) == {"step", "tokens", "time"}
+
+
+def test_hostile_text_is_shown_and_never_acts(folder):
+    hostile = folder.parent / "<b onclick=x>'&"
+    folder.rename(hostile)
+    (hostile / "config.yaml").write_text(
+        yaml.safe_dump(config(name=HOSTILE, model={"preset": HOSTILE, "layers": HOSTILE}))
+    )
+    (hostile / "plan.yaml").write_text(
+        yaml.safe_dump(
+            plan(
+                why=[HOSTILE],
+                mesh=[{"axis": HOSTILE, "size": 2, "crosses": HOSTILE}],
+                layers=[{"range": HOSTILE, "recompute": HOSTILE}],
+                precision={"compute": HOSTILE, "reduce": HOSTILE},
+                predicted={"memory_peak_bytes": 5, "memory_bytes": {HOSTILE: 5}},
+            )
+        )
+    )
+    (hostile / "environment.json").write_text(json.dumps({HOSTILE: {HOSTILE: HOSTILE}}))
+    (hostile / "samples.json").write_text(json.dumps([{"prompt": HOSTILE, "text": HOSTILE}]))
+    (hostile / "summary.json").write_text(json.dumps({"status": HOSTILE, "parameters": HOSTILE}))
+    with MetricsWriter(hostile / "metrics.jsonl", resume_from=40) as writer:
+        writer.write_event(40, HOSTILE)
+        writer._append({"kind": "step", "step": 41, "phases": {HOSTILE: 1.0, "forward": HOSTILE}, "loss": HOSTILE})
+    text = write_report(hostile).read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.tags.count("script") == 2 and "img" not in page.tags
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert HOSTILE in page.text and "<b onclick=x>'&" in page.text
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "plan.yaml", "environment.json", "summary.json", "samples.json"])
+def test_a_missing_file_is_named(folder, missing):
+    (folder / missing).unlink()
+    page = page_of(folder)
+    assert f"{missing}: No such file" in page.text and "Loss" in page.text
+
+
+def test_an_empty_folder_still_gives_a_page(tmp_path):
+    page = page_of(tmp_path)
+    assert "no steps yet" in page.text and "metrics.jsonl: No such file" in page.text
+    assert "figure" not in page.tags
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("plan.yaml", "mesh: 5"), ("plan.yaml", "- [\n"), ("plan.yaml", "{mesh: [], batch: {}}"), ("config.yaml", "a: ["),
+     ("plan.yaml", yaml.safe_dump(plan(batch={"global_batch": "x", "micro_batch": 1, "accumulate": 1}))),
+     ("summary.json", "[1]"), ("environment.json", "{"), ("samples.json", "{}"), ("environment.json", "\x00\xff")],
+)  # fmt: skip
+def test_an_unreadable_file_is_named(folder, name, text):
+    (folder / name).write_bytes(text.encode("latin-1"))
+    assert f"{name}: " in page_of(folder).text.partition("Not in this report")[2]
+
+
+def test_damaged_lines_are_left_out_and_counted(folder):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('garbage\n{"kind": "step", "step": 41, "loss": 1.0}\n')
+    assert "metrics.jsonl: 1 damaged lines" in page_of(folder).text
+
+
+def test_a_run_of_one_step(folder):
+    write_metrics(folder, 1)
+    page = page_of(folder)
+    assert "one step" in page.text and "Throughput" in page.text
+
+
+def test_values_that_are_not_finite_leave_gaps(folder):
+    with MetricsWriter(folder / "metrics.jsonl", resume_from=40) as writer:
+        for step in (41, 42):
+            writer.write_step({**dict.fromkeys(STEP_KEYS, float("nan")), "step": step, "grad_norm": float("inf")})
+    text = write_report(folder).read_text(encoding="utf-8")
+    Page(text)
+    assert (
+        "NaN" not in text
+        and "Infinity" not in text
+        and "nan" not in text.partition("<body>")[2].lower().replace("nano", "")
+    )
+    assert figures_of(folder)["charts"]["loss"]["series"][0]["values"][-2:] == [None, None]
+
+
+def test_a_run_of_nothing_but_nan(folder):
+    write_metrics(
+        folder, 3, **{key: float("nan") for key in STEP_KEYS if key != "step"}, mfu_full=None, mfu_causal=None
+    )
+    page = page_of(folder)
+    assert "Throughput" not in page.text and "Step time" in page.text
+
+
+def test_an_unknown_chip_shows_no_mfu(folder):
+    write_metrics(folder, 20, mfu=None, mfu_full=None, mfu_causal=None)
+    assert "FLOP" not in page_of(folder).text and "MFU" not in page_of(folder).text
+
+
+def test_an_unfinished_run_says_how_far_it_came(folder):
+    (folder / "summary.json").unlink()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config(train={"steps": 900})))
+    assert "40 of 900 steps" in page_of(folder).text
+
+
+def test_ten_thousand_ranks_are_not_all_drawn(folder):
+    mesh = [{"axis": "replicate", "size": 1250, "crosses": "node"}, {"axis": "shard", "size": 8}]
+    batch = {"global_batch": 10_000, "micro_batch": 1, "accumulate": 1}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan(mesh=mesh, batch=batch)))
+    page = page_of(folder)
+    assert page.classes().count("rank") == 128 and "9,872 more ranks" in page.text
+
+
+def test_one_rank_has_a_picture(folder):
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan(mesh=[])))
+    page = page_of(folder)
+    assert page.classes().count("rank") == 1 and "one rank = 1 rank" in page.text
+
+
+def test_figures_are_the_same_for_the_same_run(folder):
+    run = read_run(folder)
+    without_time = [re.sub(r"written [\d: -]+ UTC", "", render(run)) for _ in range(2)]
+    assert without_time[0] == without_time[1]
+
+
+def test_reports_are_written_without_torch(folder):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path; from meshwright.observe.report import write_report\n"
+        f"write_report(Path({str(folder)!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert Precision().compute == "bf16"

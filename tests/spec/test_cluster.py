@@ -1,0 +1,42 @@
+"""Chips by name, and what is said of a chip that is not in the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.spec.cluster import CHIPS, ClusterSpec, chip_from_device_name
+
+
+@pytest.mark.parametrize(
+    ("device", "chip"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA B200", "B200"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_what_a_driver_calls_a_chip(device: str, chip: str | None) -> None:
+    assert chip_from_device_name(device) == chip
+
+
+def test_an_unknown_chip_has_no_peak_and_only_the_memory_it_is_given() -> None:
+    unknown = ClusterSpec(gpu="X1", memory_gib=2)
+    assert unknown.peak_flops("bf16") is None
+    assert unknown.memory_bytes() == 2 << 30
+    assert ClusterSpec(gpu="X1").memory_bytes() is None
+    assert ClusterSpec(gpu="A100").peak_flops("fp8") is None
+    assert ClusterSpec(gpu="H100", nodes=2, gpus_per_node=8).ranks == 16
+    assert ClusterSpec(gpu="H100").memory_bytes() == 80 << 30
+
+
+def test_every_chip_is_found_under_its_own_name() -> None:
+    for name in CHIPS:
+        assert ClusterSpec(gpu=name).memory_bytes()
+        assert name == "A100-40GB" or chip_from_device_name(name) == name
