@@ -10,7 +10,27 @@ import pytest
 from meshwright.data.prepare import prepare
 from meshwright.data.tokenizer import train_tokenizer
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix blue ink and eat grapes".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "quietly",
+    "mix",
+    "blue",
+    "ink",
+    "and",
+    "eat",
+    "grapes",
+]
 
 
 def story(number: int) -> str:

@@ -1,7 +1,8 @@
-"""Megatron's `.bin`/`.idx` read and written with `struct` alone: the oracle for data/indexed.py, which it knows nothing of."""
+"""Megatron's `.bin`/`.idx` read and written with `struct` alone: an oracle for data/indexed.py."""
 
 from __future__ import annotations
 
+import itertools
 import struct
 from pathlib import Path
 
@@ -18,9 +19,11 @@ def read(stem: Path) -> list[list[list[int]]]:
     pointers = struct.unpack_from(f"<{n}q", index, 34 + 4 * n)
     documents = struct.unpack_from(f"<{d}q", index, 34 + 12 * n)
     assert len(index) == 34 + 12 * n + 8 * d
-    sequences = [list(struct.unpack_from(f"<{c}{CODES[code]}", data, p)) for c, p in zip(lengths, pointers, strict=True)]
+    sequences = [
+        list(struct.unpack_from(f"<{c}{CODES[code]}", data, p)) for c, p in zip(lengths, pointers, strict=True)
+    ]
     assert sum(lengths) * struct.calcsize(CODES[code]) == len(data)
-    return [sequences[a:b] for a, b in zip(documents, documents[1:], strict=False)]
+    return [sequences[a:b] for a, b in itertools.pairwise(documents)]
 
 
 def write(stem: Path, documents: list[list[list[int]]], code: int) -> None:

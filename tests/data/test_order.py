@@ -105,5 +105,5 @@ def test_quantised_weights_fill_a_block_and_are_nearest(weights: list[float]) ->
 
 
 def test_a_weight_too_small_to_be_drawn_is_refused() -> None:
-    with pytest.raises(BadInput, match="data.mix: tiny: weight 1e-06 gives less than one sample in 65,536"):
+    with pytest.raises(BadInput, match=r"data\.mix: tiny: weight 1e-06 gives less than one sample in 65,536"):
         Mixture({"big": 1.0, "tiny": 1e-6}, {"big": 5, "tiny": 5}, seed=0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import operator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +17,9 @@ SEQUENCE = st.lists(st.integers(0, 100), max_size=5)
 SHARDS = st.lists(st.lists(st.lists(SEQUENCE, max_size=3), max_size=6), min_size=1, max_size=4)
 
 
-def naive_window(documents: list[list[int]], window: int, seq_len: int, masked: bool) -> list[tuple[int, int, int, int]]:
+def naive_window(
+    documents: list[list[int]], window: int, seq_len: int, masked: bool
+) -> list[tuple[int, int, int, int]]:
     """(token, target, position, document) for each input, one token at a time."""
     stream = [(token, number) for number, document in enumerate(documents) for token in document]
     rows: list[tuple[int, int, int, int]] = []
@@ -42,7 +46,7 @@ def open_shards(folder: str, shards: list[list[list[list[int]]]]) -> TokenStream
 def test_every_window_equals_a_reference_that_walks_token_by_token(
     shards: list[list[list[list[int]]]], seq_len: int, masked: bool
 ) -> None:
-    documents = [sum(document, []) for shard in shards for document in shard]
+    documents = [functools.reduce(operator.iadd, document, []) for shard in shards for document in shard]
     total = sum(map(len, documents))
     with TemporaryDirectory() as folder:
         stream = open_shards(folder, shards)
@@ -59,8 +63,10 @@ def test_every_window_equals_a_reference_that_walks_token_by_token(
 
 @given(SHARDS, st.data())
 @settings(max_examples=60, deadline=None)
-def test_parts_name_the_document_and_the_tokens_within_it(shards: list[list[list[list[int]]]], data: st.DataObject) -> None:
-    flat = [[sum(document, []) for document in shard] for shard in shards]
+def test_parts_name_the_document_and_the_tokens_within_it(
+    shards: list[list[list[list[int]]]], data: st.DataObject
+) -> None:
+    flat = [[functools.reduce(operator.iadd, document, []) for document in shard] for shard in shards]
     stream_tokens = [token for shard in flat for document in shard for token in document]
     if not stream_tokens:
         return

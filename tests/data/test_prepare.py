@@ -28,7 +28,9 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing in the code under test catches it."""
 
 
-def test_shards_hold_the_encoded_documents_each_with_its_end(corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+def test_shards_hold_the_encoded_documents_each_with_its_end(
+    corpus: Path, tokenizer_file: Path, tmp_path: Path
+) -> None:
     made = prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", shard_tokens=2000)
     tokenizer = load_tokenizer(tokenizer_file).tokenizer
     expected = [[*tokenizer.encode(story(i)).ids, 0] for i in range(120)]
@@ -154,7 +156,9 @@ def test_an_attempt_that_finished_nothing_does_not_stand_in_the_way(corpus: Path
     assert {name.split(".")[0] for name in contents(out)} == {"manifest", "tokenizer", "shard-00000"}
 
 
-def test_held_out_documents_are_kept_apart_by_their_key(prepared: Path, tmp_path: Path, corpus: Path, tokenizer_file: Path) -> None:
+def test_held_out_documents_are_kept_apart_by_their_key(
+    prepared: Path, tmp_path: Path, corpus: Path, tokenizer_file: Path
+) -> None:
     def ids(folder: Path) -> set[str]:
         return {json.loads(line)[1] for path in folder.glob("*.documents.jsonl") for line in path.open()}
 
@@ -164,10 +168,14 @@ def test_held_out_documents_are_kept_apart_by_their_key(prepared: Path, tmp_path
     assert ids(tmp_path / "out" / "held_out") == {i for i in held_out if int(i[1:]) >= 60}
 
 
-def test_a_fraction_that_leaves_nothing_is_refused_and_can_be_corrected(corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+def test_a_fraction_that_leaves_nothing_is_refused_and_can_be_corrected(
+    corpus: Path, tokenizer_file: Path, tmp_path: Path
+) -> None:
     with pytest.raises(BadInput, match="held-out fraction 1e-09 leaves no document for held_out"):
         prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", held_out=1e-9)
-    assert prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", held_out=0.5).manifests["held_out"].documents > 30
+    assert (
+        prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", held_out=0.5).manifests["held_out"].documents > 30
+    )
 
 
 def with_bad_lines(folder: Path) -> Path:

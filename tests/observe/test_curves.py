@@ -85,7 +85,7 @@ def test_one_spike_does_not_flatten_the_curve():
 
 @given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(8, 60))
 def test_kept_rows_keep_ends_and_extremes(curve, limit):
-    other = [None if value is None else -abs(value) for value in curve]
+    other = curve[::-1]
     rows = kept_rows(len(curve), [curve, other], limit)
     assert rows == sorted(set(rows)) and len(rows) <= max(limit, 2)
     assert rows[0] == 0 and rows[-1] == len(curve) - 1
@@ -111,8 +111,8 @@ def test_bucket_means_skip_gaps():
 
 def test_trend_of_a_straight_line_is_itself_and_ignores_a_spike():
     line = [float(i) for i in range(600)]
-    rows = list(range(590))
-    assert trend(line, rows) == pytest.approx(line[:590])
+    rows = list(range(585))
+    assert trend(line, rows) == pytest.approx(line[:585])
     flat: list[float | None] = [2.0] * 600
     flat[300], flat[301] = 1e6, None
     assert trend(flat, range(600)) == [2.0] * 600

@@ -8,10 +8,14 @@ import pytest
 import yaml
 
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
-from meshwright.observe.report import render, write_report
+from meshwright.observe.report import _figures, render, write_report
+from meshwright.observe.report_charts import Sheet
 from meshwright.observe.runfolder import read_run
+from meshwright.observe.svg import Axis
 from meshwright.spec.fields import to_plain
+from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, Predicted
+from meshwright.spec.presets import MODEL_PRESETS
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \" ' & {{}} https://evil.example/x.js"
 VOID = {"meta", "input", "br", "img", "link"}
@@ -61,7 +65,7 @@ def plan(**changes):
 
 
 def config(**changes):
-    model = {"preset": "llama-nano", "layers": 8, "hidden": 256}
+    model = {**MODEL_PRESETS["llama-nano"], "preset": "llama-nano", "init": "scratch", "vocab_size": 4096}
     cluster = {"gpu": "H200", "nodes": 2, "gpus_per_node": 4, "memory_gib": None}
     return {"name": "demo", "model": model, "train": {"steps": 40}, "cluster": cluster, **changes}
 
@@ -76,7 +80,7 @@ def write_metrics(folder, steps, **changes):
                 "tokens": 4096 * step,
                 "mfu": 0.4,
             }
-            record |= {"memory_peak_bytes": 8 << 30, "mfu_full": 0.4, "mfu_causal": 0.37, "step_seconds": 0.5}
+            record |= {"memory_peak_bytes": 8 << 30, "mfu_full": 0.45, "step_seconds": 0.5}
             record["phases"] = {"forward": 0.2, "backward": 0.25, "host": 0.05}
             writer.write_step({**record, **changes})
             if step % 10 == 0:
@@ -95,7 +99,7 @@ def folder(tmp_path):
     (run / "environment.json").write_text(
         json.dumps({"torch": "2.13.0", "memory_bytes": 1 << 34, "nested": {"a": [1, 2]}})
     )
-    summary = {"status": "finished", "parameters": 3_930_000, "unigram_entropy_nats": 5.5, "wall_seconds": 25.0}
+    summary = {"steps": 40, "held_out_loss": 0.21, "unigram_entropy_nats": 5.5, "wall_seconds": 25.0}
     (run / "summary.json").write_text(json.dumps(summary))
     (run / "samples.json").write_text(json.dumps([{"prompt": "def f(", "text": "x):\n    return x"}]))
     for name in ("step-00000020", "step-00000040", ".step-00000050.1.partial"):
@@ -113,7 +117,7 @@ def test_the_report_holds_everything_a_run_left(folder):
     for text in (
         "demo",
         "finished",
-        "3.93M",
+        "3.80M",
         "Validation loss",
         "5.29 below unigram entropy",
         "25.0 s",
@@ -137,6 +141,16 @@ def test_the_report_holds_everything_a_run_left(folder):
     assert "checkpoint written" in page.text and "2.13.0" in page.text and "16.0 GiB" in page.text
     assert "step-00000020" in page.text and "not committed" in page.text and "partial" not in page.text
     assert "Not in this report" not in page.text
+
+
+def test_parameters_are_counted_from_the_configuration(folder):
+    assert read_run(folder).parameters == parameter_count(
+        ModelSpec(**{**MODEL_PRESETS["llama-nano"], "vocab_size": 4096})
+    )
+    assert "3.80M parameters" in page_of(folder).text
+    for model in ({"preset": "llama-nano"}, {**MODEL_PRESETS["llama-nano"], "layers": "x", "vocab_size": 9}, [1], None):
+        (folder / "config.yaml").write_text(yaml.safe_dump(config(model=model)))
+        assert read_run(folder).parameters is None
 
 
 def test_the_plan_is_drawn_by_node_and_coordinate(folder):
@@ -190,6 +204,11 @@ def test_the_numbers_behind_the_charts_are_the_run_s(folder):
     assert set(figures["axes"]) == {"step", "tokens", "time"}
 
 
+def test_text_among_the_numbers_cannot_close_their_element():
+    axis = Axis("step", "Steps", 0.0, 1.0, ((0.0, "</script><b>"),))
+    assert "<" not in _figures(Sheet((), {}, (axis,)))
+
+
 def test_hostile_text_is_shown_and_never_acts(folder):
     hostile = folder.parent / "<b onclick=x>'&"
     folder.rename(hostile)
@@ -209,7 +228,7 @@ def test_hostile_text_is_shown_and_never_acts(folder):
     )
     (hostile / "environment.json").write_text(json.dumps({HOSTILE: {HOSTILE: HOSTILE}}))
     (hostile / "samples.json").write_text(json.dumps([{"prompt": HOSTILE, "text": HOSTILE}]))
-    (hostile / "summary.json").write_text(json.dumps({"status": HOSTILE, "parameters": HOSTILE}))
+    (hostile / "summary.json").write_text(json.dumps({"held_out_loss": HOSTILE, "wall_seconds": HOSTILE}))
     with MetricsWriter(hostile / "metrics.jsonl", resume_from=40) as writer:
         writer.write_event(40, HOSTILE)
         writer._append({"kind": "step", "step": 41, "phases": {HOSTILE: 1.0, "forward": HOSTILE}, "loss": HOSTILE})
@@ -271,15 +290,13 @@ def test_values_that_are_not_finite_leave_gaps(folder):
 
 
 def test_a_run_of_nothing_but_nan(folder):
-    write_metrics(
-        folder, 3, **{key: float("nan") for key in STEP_KEYS if key != "step"}, mfu_full=None, mfu_causal=None
-    )
+    write_metrics(folder, 3, **{key: float("nan") for key in STEP_KEYS if key != "step"}, mfu_full=None)
     page = page_of(folder)
     assert "Throughput" not in page.text and "Step time" in page.text
 
 
 def test_an_unknown_chip_shows_no_mfu(folder):
-    write_metrics(folder, 20, mfu=None, mfu_full=None, mfu_causal=None)
+    write_metrics(folder, 20, mfu=None, mfu_full=None)
     assert "FLOP" not in page_of(folder).text and "MFU" not in page_of(folder).text
 
 

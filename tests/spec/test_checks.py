@@ -99,7 +99,8 @@ def test_a_length_that_comes_from_a_preset_is_placed_where_the_preset_is_named(t
 
 
 def test_rules_are_checked_beside_unknown_keys_and_not_on_unusable_values(tmp_path: Path) -> None:
-    text = "model: llama-nano\ntrain: {steps: ten, warmup_steps: 20, global_batch: 3, lr: 1}\ncluster: {gpus_per_node: 4}\n"
+    train = "train: {steps: ten, warmup_steps: 20, global_batch: 3, lr: 1}"
+    text = f"model: llama-nano\n{train}\ncluster: {{gpus_per_node: 4}}\n"
     assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.global_batch", "train.lr"]
     text = text.replace("cluster: {gpus_per_node: 4}", "cluster: {gpus_per_node: many}")
     assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.lr", "cluster.gpus_per_node"]

@@ -16,14 +16,18 @@ from hypothesis import strategies as st
 
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.load import differences, load_plan, load_run, resolved_yaml
+from meshwright.spec.load import differences, load_plan, load_resolved, load_run, resolved_yaml
 from meshwright.spec.model import RopeScaling
 from meshwright.spec.plan import LayerStrategy, PlanPins
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
 
 SMALL = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "ffn_hidden": 64}
-PLAN = "mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 4, micro_batch: 1, accumulate: 2}\nprecision: {compute: fp32}\n"
+PLAN = """\
+mesh: [{axis: shard, size: 2}]
+batch: {global_batch: 4, micro_batch: 1, accumulate: 2}
+precision: {compute: fp32}
+"""
 
 
 @pytest.fixture
@@ -247,6 +251,26 @@ def test_a_resolved_run_loads_to_itself(preset: str) -> None:
     assert from_plain(RunSpec, json.loads(json.dumps(to_plain(run)))) == run
 
 
+@pytest.mark.usefixtures("here")
+def test_a_resolved_run_is_readable_when_the_files_it_names_are_gone() -> None:
+    plan = write(
+        "plan.yaml",
+        PLAN.replace("size: 2", "size: 1").replace("accumulate: 2", "accumulate: 8").replace(": 4,", ": 8,"),
+    )
+    run = run_of("model: {preset: llama-nano, init: 'hf:weights'}\nplan: plan.yaml")
+    stored = write("elsewhere/config.yaml", resolved_yaml(run))
+    assert load_run(stored) == load_resolved(stored) == run
+    plan.unlink()
+    assert load_resolved(stored) == run
+    with pytest.raises(BadConfig, match="plan"):
+        load_run(stored)
+    stored.write_text(resolved_yaml(run).replace("steps: 10\n", "stepz: 10\n"))
+    with pytest.raises(BadConfig, match=r"train\.stepz"):
+        load_resolved(stored)
+    with pytest.raises(BadConfig, match="readable file"):
+        load_resolved(Path("nowhere/config.yaml"))
+
+
 TEXT = st.text("abcé日😀 019.:-#/[]{}'\"\\,&*!|>%@_~=?", min_size=1, max_size=9).filter(lambda text: text[0] != "~")
 VALUES = {
     "train.steps": st.integers(60, 10**9),
@@ -305,7 +329,8 @@ def test_differences_are_those_of_training_only() -> None:
 def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
     plan = load_plan(write("plan.yaml", PLAN))
     assert (plan.ranks, plan.batch.accumulate, plan.precision.compute, plan.precision.reduce) == (2, 2, "fp32", "fp32")
-    bad = "mesh: [{axis: shard, size: 2}, {axis: tensor, size: 0}]\nbatch: {global_batch: 5, micro_batch: 1}\npipeline: 2\nlayer: []"
+    mesh = "mesh: [{axis: shard, size: 2}, {axis: tensor, size: 0}]"
+    bad = f"{mesh}\nbatch: {{global_batch: 5, micro_batch: 1}}\npipeline: 2\nlayer: []"
     with pytest.raises(BadConfig) as caught:
         load_plan(write("plan.yaml", bad))
     assert [(m.line, m.key, m.nearest) for m in caught.value.mistakes] == [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import string
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 
 from meshwright.spec.errors import BadConfig, Mistake
 from meshwright.spec.load import load_run, mistakes_as_json, resolved_yaml
+from meshwright.spec.run import RunSpec
+from meshwright.spec.schema import all_keys
+from meshwright.spec.yaml_positions import dump_yaml
 
 MANY = """\
 name: .secret run
@@ -192,11 +196,45 @@ def test_a_pin_beside_a_plan_file_is_refused(tmp_path: Path) -> None:
     assert (mistake.file, mistake.key) == ("command line", "plan.shard")
 
 
-@dataclass(frozen=True)
-class Typo:
-    line: int
-    key: str
-    wrong: str
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text("a\0/~.:é", max_size=4) | st.just("x" * 300),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["mix", "range", "x", ""]), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+PATHS = [".".join(map(str, path)) for path in all_keys(RunSpec)] + [
+    "plan.layers.0.range",
+    "extends",
+    "data.mix.a",
+    "plan.layers",
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(PATHS), ANY, min_size=1, max_size=3), st.booleans())
+def test_whatever_is_written_ends_in_a_run_or_in_placed_mistakes(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], in_file: bool
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    data: dict[str, Any] = {"model": {"preset": "llama-nano"}, "train": {"steps": 10, "global_batch": 8}}
+    if in_file:
+        for path, value in changes.items():
+            *around, last = path.split(".")
+            section = data
+            for step in around:
+                section[step] = section[step] if isinstance(section.get(step), dict) else {}
+                section = section[step]
+            section[last] = value
+    file.write_text(dump_yaml(data), encoding="utf-8")
+    overrides = [] if in_file else [f"{path}={json.dumps(value)}" for path, value in changes.items()]
+    try:
+        load_run(file, overrides)
+    except BadConfig as error:
+        assert error.mistakes
+        for mistake in error.mistakes:
+            assert mistake.file in (str(file), "command line")
+            assert (mistake.line is None) == (mistake.file == "command line")
 
 
 FULL = (

@@ -55,7 +55,9 @@ class Attempt:
         self.folder = checkpoints / f".{step_name(step)}.{name}.partial"
 
     def create(self) -> None:
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        if not self.checkpoints.is_dir():
+            self.checkpoints.mkdir(parents=True)
+            sync_folder(self.checkpoints.parent)
         self.folder.mkdir()
 
     def commit(

@@ -25,6 +25,7 @@ from meshwright.checkpoint.contents import Contents, read_contents
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.fit import check_complete, check_fit, check_storable
 from meshwright.checkpoint.manifest import (
+    COMMITTED,
     STATE,
     Damage,
     DamagedCheckpoint,
@@ -222,6 +223,8 @@ class CheckpointStore:
         """What is wrong with a checkpoint: every rank looks at names and sizes, and reads its share of the blocks."""
 
         def check() -> tuple[str, list[Damage]]:
+            if not path.is_dir():
+                return "", [Damage(COMMITTED, None, "missing")]
             try:
                 manifest = read_manifest(path)
             except DamagedCheckpoint as error:
@@ -287,7 +290,9 @@ def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _device(tensors: dict[str, Tensor]) -> torch.device:
-    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    """Where most of the bytes are: this rank's GPU if any tensor is on it."""
+    devices = (tensor.device for tensor in tensors.values())
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 
 def _reraise(failure: Exception | None) -> None:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -133,10 +133,14 @@ class Loader:
         return [self._micro_batch(self.source.samples(range(start, start + self.micro_batch))) for start in starts]
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
-        tensors = {field.name: torch.from_numpy(getattr(batch, field.name)) for field in fields(batch)}
-        if not self.source.document_mask:
-            tensors |= {"positions": None, "documents": None}
-        micro = MicroBatch(**tensors, valid_tokens=int(np.count_nonzero(batch.targets >= 0)))
+        masked = self.source.document_mask
+        micro = MicroBatch(
+            tokens=torch.from_numpy(batch.tokens),
+            targets=torch.from_numpy(batch.targets),
+            positions=torch.from_numpy(batch.positions) if masked else None,
+            documents=torch.from_numpy(batch.documents) if masked else None,
+            valid_tokens=int(np.count_nonzero(batch.targets >= 0)),
+        )
         return micro.map(torch.Tensor.pin_memory) if self.device.type == "cuda" else micro
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> Loade
 
 
 def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMPLE_BYTES) -> Iterator[tuple[str, str]]:
-    """(key, text) of documents spread evenly over `files`, together about `sample_bytes`: what a tokenizer is trained
+    """(key, text) of documents spread evenly over `files`, about `sample_bytes`: what a tokenizer is trained
     on.
 
     Each file owes its share by size. Nothing is read until a whole file is owed, or a 64th of the sample: so small files

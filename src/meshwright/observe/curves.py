@@ -34,11 +34,11 @@ def trend(values: Values, rows: Sequence[int]) -> list[float | None]:
     """The curve without its noise and spikes, at `rows`: the mean of the middle half of the values around each row.
 
     The window is centred, so it lags behind neither a fall nor a rise. It reaches 1/20 of the way back to the start (a
-    loss falls fast early and slowly later), at most 1/60 of the curve. None where it holds no number.
+    loss falls fast early and slowly later), at most 1/40 of the curve. None where it holds no number.
     """
     means: list[float | None] = []
     for row in rows:
-        reach = min(row, max(2, min(row // 20, len(values) // 60, MOST_REACH)))
+        reach = min(row, max(2, min(row // 20, len(values) // 40, MOST_REACH)))
         known = sorted(value for value in values[row - reach : row + reach + 1] if value is not None)
         middle = known[len(known) // 4 : len(known) - len(known) // 4]
         means.append(sum(middle) / len(middle) if middle else None)

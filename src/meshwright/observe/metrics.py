@@ -21,7 +21,7 @@ STEP_KEYS: dict[str, str] = {
     "loss": "mean loss of the step's valid tokens, nat",
     "tokens": "valid tokens trained on since the run began, this step included",
     "tokens_per_second": "all ranks together",
-    "mfu": "model FLOPs utilisation, the run's headline; null when the chip's peak is not known",
+    "mfu": "model FLOPs utilisation, attention counted without its masked half; null when the chip's peak is not known",
     "grad_norm": "before clipping",
     "lr": "learning rate of the step",
     "memory_peak_bytes": "largest memory of a rank so far",
@@ -30,8 +30,7 @@ STEP_KEYS: dict[str, str] = {
 """What every step line holds."""
 
 OPTIONAL_STEP_KEYS: dict[str, str] = {
-    "mfu_full": "MFU counting the full attention square (torchtitan's convention)",
-    "mfu_causal": "MFU counting only the half of attention that is not masked (Megatron's convention)",
+    "mfu_full": "the same with the full attention square (torchtitan's convention)",
     "tokens_per_second_per_gpu": "tokens_per_second over ranks",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",

@@ -19,7 +19,7 @@ from pathlib import Path
 from meshwright import __version__
 from meshwright.observe import figures, report_parts
 from meshwright.observe.report_charts import Sheet, sheet
-from meshwright.observe.runfolder import RunFolder, number, read_run
+from meshwright.observe.runfolder import RunFolder, read_run
 from meshwright.observe.svg import draw, numbers
 
 
@@ -72,10 +72,9 @@ def _header(run: RunFolder) -> str:
     model = run.setting("model", "preset") or run.setting("model", "family")
     gpu = run.setting("cluster", "gpu")
     ranks = run.plan.ranks if run.plan else None
-    parameters = number(run.summary.get("parameters"))
     facts = [
         str(model) if model else None,
-        f"{figures.short(parameters)} parameters" if parameters else None,
+        f"{figures.short(run.parameters)} parameters" if run.parameters else None,
         f"{ranks} × {gpu}" if ranks and gpu else None,
         run.plan.precision.compute if run.plan else None,
     ]
@@ -85,13 +84,13 @@ def _header(run: RunFolder) -> str:
 
 
 def _status(run: RunFolder) -> tuple[str, str]:
-    """What became of the run: said by its summary, else read from how far it came."""
+    """How far the run came of what its configuration asks for."""
     done, wanted = (run.steps[-1]["step"] if run.steps else 0), run.setting("train", "steps")
-    if status := run.summary.get("status"):
-        return str(status)[:80], "done" if status in ("done", "finished") else "part"
-    if isinstance(wanted, int) and done < wanted:
-        return f"{done:,} of {wanted:,} steps", "part"
-    return (f"{done:,} steps", "done") if done else ("no steps yet", "part")
+    if not done:
+        return "no steps yet", "part"
+    if isinstance(wanted, int):
+        return ("finished", "done") if done >= wanted else (f"{done:,} of {wanted:,} steps", "part")
+    return f"{done:,} steps", "part"
 
 
 def _charts(run: RunFolder, charts: Sheet) -> str:
@@ -129,7 +128,7 @@ def _figures(charts: Sheet) -> str:
         },
         "charts": {chart.key: numbers(chart) for chart in charts.charts},
     }
-    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _template(name: str) -> str:

@@ -89,15 +89,14 @@ def _loss(run: RunFolder, rows: Sequence[int], validations: Sequence[Record]) ->
 
 def _throughput(run: RunFolder, rows: Sequence[int]) -> list[Chart | None]:
     speed = _curve(run, rows, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
-    keys = [("mfu_full", "full attention", "c-loss thin"), ("mfu_causal", "causal attention", "c-second thin")]
-    present = [(k, label, colour) for k, label, colour in keys if _any(column(run.steps, k))] or [
-        ("mfu", "MFU", "c-loss")
-    ]
+    both = [("mfu", "causal attention", "c-loss thin"), ("mfu_full", "full attention", "c-second thin")]
     series = [
-        _steady_line(column(run.steps, key), label, colour, rows, figures.percent) for key, label, colour in present
+        _steady_line(values, label, colour, rows, figures.percent)
+        for key, label, colour in both
+        if _any(values := column(run.steps, key))
     ]
-    mfu = Chart("mfu", "Model FLOPs utilisation", peak_text(run), "percent", tuple(series))
-    return [speed, mfu if _any(column(run.steps, present[0][0])) else None]
+    mfu = Chart("mfu", "Model FLOPs utilisation", peak_text(run), "percent", tuple(series)) if series else None
+    return [speed, mfu]
 
 
 def peak_text(run: RunFolder) -> str:

@@ -46,18 +46,15 @@ def _loss_tile(run: RunFolder) -> Tile:
 
 def _validation_tile(run: RunFolder) -> Tile:
     recorded = [value for value in column(run.validations, "loss") if value is not None]
-    loss = number(run.summary.get("validation_loss"))
+    loss = number(run.summary.get("held_out_loss"))
     loss = loss if loss is not None else (recorded[-1] if recorded else None)
     if loss is None:
         return None
     entropy = number(run.summary.get("unigram_entropy_nats"))
     if entropy is None:
         return "Validation loss", f"{loss:.3f}", "nat per token"
-    return (
-        "Validation loss",
-        f"{loss:.3f}",
-        f"{abs(entropy - loss):.2f} {'below' if loss < entropy else 'above'} unigram entropy",
-    )
+    side = "below" if loss < entropy else "above"
+    return "Validation loss", f"{loss:.3f}", f"{abs(entropy - loss):.2f} {side} unigram entropy"
 
 
 def _speed_tile(run: RunFolder) -> Tile:
@@ -73,13 +70,12 @@ def _mfu_tile(run: RunFolder) -> Tile:
     mfu = steady(column(run.steps, "mfu"))
     if mfu is None:
         return None
-    full, causal = (steady(column(run.steps, key)) for key in ("mfu_full", "mfu_causal"))
-    both = (
-        f"{figures.percent(full)} full, {figures.percent(causal)} causal"
-        if full and causal
-        else "model FLOPs over peak"
+    full = steady(column(run.steps, "mfu_full"))
+    return (
+        "MFU",
+        figures.percent(mfu),
+        f"{figures.percent(full)} with full attention" if full else "model FLOPs over peak",
     )
-    return "MFU", figures.percent(mfu), both
 
 
 def _token_tile(run: RunFolder) -> Tile:
@@ -96,7 +92,7 @@ def _time_tile(run: RunFolder) -> Tile:
 
 
 def _parameter_tile(run: RunFolder) -> Tile:
-    parameters = number(run.summary.get("parameters"))
+    parameters = run.parameters
     layers, hidden = run.setting("model", "layers"), run.setting("model", "hidden")
     shape = f"{layers} layers, width {hidden}" if layers and hidden else "stored weights"
     return ("Parameters", figures.short(parameters), shape) if parameters else None

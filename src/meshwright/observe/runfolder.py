@@ -5,7 +5,6 @@ failing.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ import yaml
 
 from meshwright.observe.metrics import scan_metrics
 from meshwright.spec.fields import from_plain
+from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
+from meshwright.spec.run import ModelSection
 
 Record = Mapping[str, Any]
 
@@ -40,6 +41,15 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def parameters(self) -> int | None:
+        """Stored weights of the configured model, or None when the configuration does not say enough."""
+        try:
+            spec = from_plain(ModelSection, self.config["model"])
+            return parameter_count(spec) if spec.vocab_size else None
+        except (TypeError, ValueError, KeyError, AttributeError):  # not a resolved model section
+            return None
 
     def setting(self, *keys: str) -> Any:
         """A value of the resolved configuration, or None."""
@@ -73,10 +83,8 @@ def read_run(folder: Path) -> RunFolder:
 
 def number(value: Any) -> float | None:
     """A finite number of a size that can be drawn, or None."""
-    usable = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e30
-    )
-    return float(value) if usable else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e30 else None  # no comparison with NaN is true
 
 
 def column(records: Sequence[Record], key: str, inner: str | None = None) -> list[float | None]:

@@ -132,7 +132,12 @@ class WandbSink:
             raise BadInput(_missing("observe.wandb", "wandb")) from error
         try:
             self._run = wandb.init(
-                project=project, name=folder.name, group=folder.name, dir=str(folder), config=dict(config), resume="never"
+                project=project,
+                name=folder.name,
+                group=folder.name,
+                dir=str(folder),
+                config=dict(config),
+                resume="never",
             )
         except wandb.Error as error:
             raise BadInput(

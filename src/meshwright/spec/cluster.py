@@ -28,12 +28,12 @@ CHIPS = {
         Chip("A100-40GB", 40 * GiB, {"bf16": 312e12, "fp32": 19.5e12}),
         Chip("H100", 80 * GiB, {"bf16": 989e12, "fp8": 1979e12, "fp32": 67e12}),
         Chip("H800", 80 * GiB, {"bf16": 989e12, "fp8": 1979e12, "fp32": 67e12}),
-        Chip("H200", 141 * 10**9, {"bf16": 989e12, "fp8": 1979e12, "fp32": 67e12}),
-        Chip("B200", 180 * 10**9, {"bf16": 2250e12, "fp8": 4500e12, "fp32": 75e12}),
-        Chip("MI300X", 192 * 10**9, {"bf16": 1307e12, "fp8": 2615e12, "fp32": 163e12}),
+        Chip("H200", 140 * GiB, {"bf16": 989e12, "fp8": 1979e12, "fp32": 67e12}),
+        Chip("B200", 179 * GiB, {"bf16": 2250e12, "fp8": 4500e12, "fp32": 75e12}),
+        Chip("MI300X", 192 * GiB, {"bf16": 1307e12, "fp8": 2615e12, "fp32": 163e12}),
     )
 }
-"""Sources: NVIDIA's and AMD's datasheets; without sparsity."""
+"""Sources: NVIDIA's and AMD's datasheets, without sparsity; memory as the driver reports it, in whole GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)

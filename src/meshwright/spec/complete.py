@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,7 @@ def _find_run(document: Document, runs: Path) -> None:
     """`checkpoint:NAME` is the run of that name when no folder NAME is here."""
     kind, _, name = str(document.data["model"].get("init")).partition(":")
     plain = re.fullmatch(r"[\w.-]+", name)
-    if kind == "checkpoint" and plain and not Path(name).exists() and (runs / name).is_dir():
+    if kind == "checkpoint" and plain and not os.path.exists(name) and os.path.isdir(runs / name):
         document.data["model"]["init"] = f"checkpoint:{runs / name}"
 
 
@@ -80,7 +81,8 @@ def _dimensions_of_folder(document: Document, init: str, model_reader: ModelRead
         except BadInput as error:
             document.reject(("model", "init"), "hf:DIR, a Hugging Face model folder", str(error))
     if kind == "checkpoint":
-        places = [file for file in (near / "config.yaml" for near in (folder, *folder.parents[:2])) if file.is_file()]
+        near = [place / "config.yaml" for place in (folder, *folder.parents[:2])]
+        places = [file for file in near if os.path.isfile(file)]
         stored = read_yaml(places[0]).get(("model",)) if places else None
         if isinstance(stored, dict):
             return {f.name: stored[f.name] for f in dataclasses.fields(ModelSpec) if f.name in stored}

@@ -54,6 +54,20 @@ def load_run(
     return from_plain(RunSpec, given)
 
 
+def load_resolved(path: Path) -> RunSpec:
+    """The run in a file that `resolved_yaml` wrote, such as the config.yaml of a run's folder or of a checkpoint.
+
+    Unlike `load_run` it asks for nothing outside the file: the plan file or weights that it names may be gone by now.
+    Raises BadConfig with every mistake found.
+    """
+    document = read_yaml(path)
+    given, mistakes, _ = schema_mistakes(RunSpec, document)
+    mistakes += document.mistakes
+    if mistakes:
+        raise BadConfig(_in_reading_order(mistakes, str(path)))
+    return from_plain(RunSpec, given)
+
+
 def load_plan(path: Path) -> Plan:
     """The plan in a file that the planner or a person wrote. Raises BadConfig with every mistake found."""
     document = read_yaml(path)

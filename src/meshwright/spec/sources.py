@@ -70,12 +70,12 @@ def _with_base(path: Path, shown: str, above: tuple[Path, ...], detect: Detect) 
         return merge(base, document)
     file = path.parent / os.path.expanduser(str(name))
     chain = (*above, path.resolve())
-    if file.resolve() in chain:
-        circle = " → ".join(part.name for part in (*chain, file.resolve()))
-        document.complain(place, "extends", "a chain of files that ends", f"a circle: {circle}")
-    elif not isinstance(name, str) or not file.is_file():
+    if not isinstance(name, str) or not os.path.isfile(file):
         close = nearest(str(name), [*MODEL_PRESETS, *_yaml_files(path.parent)])
         document.complain(place, "extends", "a preset or an existing run file", say(name), close)
+    elif file.resolve() in chain:
+        circle = " → ".join(part.name for part in (*chain, file.resolve()))
+        document.complain(place, "extends", "a chain of files that ends", f"a circle: {circle}")
     else:
         return merge(_with_base(file, os.path.normpath(file), chain, detect), document)
     document.partial = True
@@ -166,7 +166,7 @@ def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
         document.put(("cluster",), detect(), place)
         return
     file = folder / os.path.expanduser(given)
-    if not file.is_file():
+    if not os.path.isfile(file):
         close = nearest(given, ["auto", *_yaml_files(folder)])
         document.reject(("cluster",), "auto, an existing cluster file, or a section", nearest=close)
         return
@@ -178,7 +178,7 @@ def _expand_plan(document: Document, folder: Path) -> None:
     if not isinstance(given, str) or given == "auto":
         return
     file = folder / os.path.expanduser(given)
-    if file.is_file():
+    if os.path.isfile(file):
         document.data["plan"] = os.path.abspath(file)
     else:
         close = nearest(given, ["auto", *_yaml_files(folder)])

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from meshwright.checkpoint.contents import read_checkpoint
+from meshwright.checkpoint.manifest import COMMITTED, step_name
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources
+from tests.checkpoint.made import TEXTS, blank, holds, same, save, tensors
+
+SHARD = "tensors-00000.safetensors"
+
+
+def damage(path: Path) -> None:
+    data = bytearray((path / SHARD).read_bytes())
+    data[-1] ^= 1
+    (path / SHARD).write_bytes(data)
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    assert store.newest_good() is None
+    state = {"step": 100, "tokens": 2**53 + 1, "lr": 0.1 + 0.2, "mix": {"a": [1, None, True, "ä"]}}
+    saved = store.save(100, tensors(1), state, TEXTS)
+    assert saved.path == tmp_path / "run" / "checkpoints" / "step-00000100" and saved.written
+    assert (
+        saved.bytes
+        == sum(file.stat().st_size for file in saved.path.iterdir())
+        - 33
+        - (saved.path / "manifest.json").stat().st_size
+    )
+    found = blank()
+    assert store.load(saved.path, found) == state
+    assert same(found, tensors(1))
+    assert (saved.path / "config.yaml").read_text() == TEXTS["config.yaml"]
+    assert store.newest_good() == saved.path
+
+
+def test_a_one_rank_checkpoint_is_a_plain_safetensors_file(tmp_path: Path):
+    assert same(safetensors.torch.load_file(save(tmp_path, 4) / SHARD), tensors(4))
+
+
+def test_parameters_with_gradients_and_views_are_filled_in_place(tmp_path: Path):
+    path = CheckpointStore(tmp_path).save(1, {"w": torch.arange(6.0).reshape(2, 3)}, {}, {}).path
+    parameter = torch.nn.Parameter(torch.zeros(3, 2).t())
+    where = parameter.data_ptr()
+    CheckpointStore(tmp_path).load(path, {"w": parameter})
+    assert parameter.data_ptr() == where and parameter.requires_grad
+    assert torch.equal(parameter.detach(), torch.arange(6.0).reshape(2, 3))
+
+
+def test_a_step_that_is_there_and_good_is_left_alone(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    path = save(tmp_path, 1, store)
+    again = store.save(1, tensors(2), {"other": 1}, {})
+    assert not again.written and again.path == path and holds(path, 1)
+    store.save(1, tensors(2), {"step": 2, "samples": 16}, TEXTS, overwrite=True)
+    assert holds(path, 2)
+    assert [file.name for file in tmp_path.iterdir()] == [step_name(1)]
+
+
+def test_a_step_that_is_damaged_or_never_committed_is_written_again(tmp_path: Path):
+    path = save(tmp_path, 1)
+    damage(path)
+    assert CheckpointStore(tmp_path).save(1, tensors(1), {"step": 1, "samples": 8}, TEXTS).written
+    assert holds(path, 1)
+    (path / COMMITTED).unlink()
+    assert CheckpointStore(tmp_path).save(1, tensors(1), {"step": 1, "samples": 8}, TEXTS).written
+    assert holds(path, 1)
+
+
+def test_the_newest_good_one_is_taken_and_each_damaged_one_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    paths = [save(tmp_path, step) for step in (1, 2, 3, 4)]
+    damage(paths[1])
+    (paths[2] / "plan.yaml").unlink()
+    (paths[3] / COMMITTED).unlink()
+    store = CheckpointStore(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        assert store.newest_good() == paths[0]
+        assert store.newest_good() == paths[0]
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("meshwright")]
+    assert len(told) == 3
+    assert [name for name, text in zip((COMMITTED, "plan.yaml", SHARD), told, strict=True) if name in text] == [
+        COMMITTED,
+        "plan.yaml",
+        SHARD,
+    ]
+
+
+def test_damage_after_verification_is_still_found_by_the_load(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    path = save(tmp_path, 1, store)
+    assert store.newest_good() == path
+    damage(path)
+    with pytest.raises(Damaged, match=SHARD):
+        store.load(path, blank())
+    with pytest.raises(Damaged, match="COMMITTED: missing"):
+        (path / COMMITTED).unlink()
+        store.load(path, blank())
+
+
+def test_nothing_is_pickled_or_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("load", "loads", "Unpickler", "dump", "dumps", "Pickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    for name in ("load", "save"):
+        monkeypatch.setattr(torch, name, refuse)
+    path = save(tmp_path, 5)
+    assert holds(path, 5)
+    with CheckpointReader(path) as reader:
+        assert torch.equal(reader.read("model.embed.weight"), tensors(5)["model.embed.weight"])
+
+
+def test_names_that_are_missing_or_left_over_are_told(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    path = save(tmp_path, 1, store)
+    wanted = blank()
+    wanted["model.embed.weigth"] = wanted.pop("model.embed.weight")
+    with pytest.raises(BadInput, match=r"no model\.embed\.weigth; nearest to the first: model\.embed\.weight"):
+        store.load(path, wanted)
+    wanted = blank()
+    del wanted["optimizer.mask"], wanted["optimizer.count"]
+    with pytest.raises(BadInput, match=r"optimizer\.count, optimizer\.mask too"):
+        store.load(path, wanted)
+
+
+def test_the_models_part_alone_is_loaded_by_prefix(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    path = save(tmp_path, 1, store)
+    wanted = {name: tensor for name, tensor in blank().items() if name.startswith("model.")}
+    with pytest.raises(BadInput, match="for which no rank gave a tensor"):
+        store.load(path, wanted)
+    store.load(path, wanted, prefix="model.")
+    assert same(wanted, {name: tensors(1)[name] for name in wanted})
+    with pytest.raises(BadInput, match="does not start with the prefix"):
+        store.load(path, blank(), prefix="model.")
+
+
+def test_shapes_and_dtypes_must_agree(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, {"w": torch.randn(3, 2)}, {}, {}).path
+    with pytest.raises(BadInput, match=r"w is stored with shape \(3, 2\), and shape \(2, 3\)"):
+        store.load(path, {"w": torch.zeros(2, 3)})
+    with pytest.raises(BadInput, match="w is stored as F32, and BF16"):
+        store.load(path, {"w": torch.zeros(3, 2, dtype=torch.bfloat16)})
+    with pytest.raises(BadInput, match="meta"):
+        store.load(path, {"w": torch.zeros(3, 2, device="meta")})
+    rounded, exact = torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(3, 2)
+    store.load(path, {"w": rounded}, convert=True)
+    store.load(path, {"w": exact})
+    assert torch.equal(rounded, exact.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "texts", "says"),
+    [
+        ({"w": 3}, {}, {}, "w is a int"),
+        ({"w": b"bytes"}, {}, {}, "w is a bytes"),
+        ({"w": torch.zeros(2, dtype=torch.complex64)}, {}, {}, "complex64"),
+        ({"w": torch.zeros(2, device="meta")}, {}, {}, "meta"),
+        ({}, {"loss": float("nan")}, {}, r"state\.loss is nan"),
+        ({}, {"a": [{"b": (1, 2)}]}, {}, r"state\.a\[0\]\.b is a tuple"),
+        ({}, {"a": {1: 2}}, {}, r"state\.a: key 1 is not text"),
+        ({}, {}, {"../x": ""}, "plain file name"),
+        ({}, {}, {"manifest.json": ""}, "plain file name"),
+        ({}, {}, {"x.safetensors": ""}, "plain file name"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(
+    tmp_path: Path, given: dict[str, Any], state: dict[str, Any], texts: dict[str, str], says: str
+):
+    with pytest.raises(BadInput, match=says):
+        CheckpointStore(tmp_path / "run").save(1, given, state, texts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_too_small_is_told_before_writing_with_both_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path, 1)
+    usage = shutil._ntuple_diskusage(10**9, 10**9 - 12345, 12345)  # type: ignore[attr-defined]  # disk_usage's own type
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(OutOfResources, match=r"needs 67,10\d,\d{3} bytes and 12,345 are free"):
+        save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+
+
+def test_retention_keeps_the_newest_and_clears_what_died(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    for step in range(1, 6):
+        save(tmp_path, step, store)
+    (tmp_path / ".step-00000009.ab12.partial").mkdir()
+    (tmp_path / ".deleted-step-00000001.ab12").mkdir()
+    (tmp_path / "step-00000009").mkdir()
+    assert store.retain(2) == [tmp_path / step_name(step) for step in (1, 2, 3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(4), step_name(5), step_name(9)]
+    with pytest.raises(BadInput, match="at least 1"):
+        store.retain(0)
+
+
+def test_retention_never_deletes_the_newest_good_one(tmp_path: Path):
+    paths = [save(tmp_path, step) for step in (1, 2, 3, 4)]
+    damage(paths[2])
+    damage(paths[3])
+    assert CheckpointStore(tmp_path).retain(1) == [paths[0], paths[2]]
+    assert CheckpointStore(tmp_path).newest_good() == paths[1]
+
+
+def test_progress_and_spans_are_reported(tmp_path: Path):
+    from meshwright.events.span import NullRecorder
+
+    class Seen(NullRecorder):
+        names: list[str] = []
+
+        def span(self, name: str, lane: str = "step") -> Any:
+            self.names.append(f"{lane}/{name}")
+            return super().span(name, lane)
+
+    heard: list[int] = []
+    store = CheckpointStore(tmp_path, recorder=Seen(), progress=heard.append)
+    store.load(save(tmp_path, 1, store), blank())
+    assert sum(heard) == sum(record.bytes for record in read_checkpoint(tmp_path / step_name(1)).values())
+    assert Seen.names == ["checkpoint/write", "checkpoint/commit", "checkpoint/read"]

@@ -1,0 +1,196 @@
+"""What ranks do in the checkpoint tests: each body runs on every rank of a Gloo job and returns plain values."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.parallel.world import World
+from meshwright.spec.errors import MeshwrightError
+
+LAYOUTS: dict[str, tuple[int, tuple[int, ...], tuple[Any, ...]]] = {
+    "one": (1, (1,), (Shard(0),)),
+    "rows2": (2, (2,), (Shard(0),)),
+    "rows4": (4, (4,), (Shard(0),)),
+    "columns4": (4, (4,), (Shard(1),)),
+    "copies2": (2, (2,), (Replicate(),)),
+    "hsdp2x2": (4, (2, 2), (Replicate(), Shard(0))),
+    "grid2x2": (4, (2, 2), (Shard(0), Shard(1))),
+}
+"""Ranks, mesh shape and placements. The shapes below divide by none of them, and leave some ranks without rows."""
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    """The whole tensors, equal on every rank."""
+    chance = torch.Generator().manual_seed(seed)
+    sharded = {
+        "model.embed.weight": torch.randn(13, 5, generator=chance),
+        "model.few.weight": torch.randn(3, 7, generator=chance),
+        "optimizer.exp_avg.embed.weight": torch.randn(13, 5, generator=chance, dtype=torch.float64),
+        "model.half": torch.randn(6, 3, generator=chance).bfloat16(),
+    }
+    return sharded | {"plain.step": torch.tensor(seed), "plain.table": torch.randn(4, generator=chance)}
+
+
+def laid_out(layout: str, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`whole` as DTensors in the layout; what is called plain stays an ordinary tensor on every rank."""
+    _, shape, placements = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", shape)
+    return {
+        name: tensor if name.startswith("plain.") else distribute_tensor(tensor, mesh, placements)
+        for name, tensor in whole.items()
+    }
+
+
+def save(world: World, folder: str, layout: str, seed: int) -> dict[str, Any]:
+    store = CheckpointStore(Path(folder), group=world.control)
+    saved = store.save(seed, laid_out(layout, values(seed)), {"seed": seed}, {"config.yaml": f"rank: {world.rank}"})
+    return {"path": str(saved.path), "bytes": saved.bytes, "files": sorted(os.listdir(saved.path))}
+
+
+def load(world: World, folder: str, layout: str) -> dict[str, Any]:
+    """Whether this rank got exactly its part of what was saved, in its own layout."""
+    store = CheckpointStore(Path(folder), group=world.control)
+    newest = store.newest_good()
+    assert newest is not None
+    blank = {name: torch.zeros_like(tensor) for name, tensor in values(0).items()}
+    found = laid_out(layout, blank)
+    state = store.load(newest, found)
+    expected = laid_out(layout, values(state["seed"]))
+    with CheckpointReader(newest) as reader:
+        whole = all(torch.equal(reader.read(name), tensor) for name, tensor in values(state["seed"]).items())
+    return {
+        "seed": state["seed"],
+        "equal": all(_same(found[name], expected[name]) for name in expected),
+        "whole": whole,
+    }
+
+
+def failing_save(world: World, folder: str, rank: int, number: int) -> tuple[str, int, str]:
+    """A save in which one rank's disk refuses: the error every rank raises."""
+    store = CheckpointStore(Path(folder), group=world.control)
+    tensors = laid_out("rows2", values(2))
+    real = os.write
+
+    def refuse(descriptor: int, data: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    if world.rank == rank:
+        os.write = refuse
+    try:
+        store.save(2, tensors, {"seed": 2}, {})
+    except MeshwrightError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    finally:
+        os.write = real
+    return "nothing", 0, ""
+
+
+def unequal_state(world: World, folder: str) -> str:
+    """Only the first rank's state and texts count; a bad one on it is everybody's error."""
+    store = CheckpointStore(Path(folder), group=world.control)
+    state = {"seed": float("nan")} if world.leads else {}
+    try:
+        store.save(1, laid_out("rows2", values(1)), state, {})
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def own_names(world: World, folder: str) -> bool:
+    """Ranks hold different tensors, as pipeline stages do; together they are the checkpoint."""
+    store = CheckpointStore(Path(folder), group=world.control)
+    mine = {f"layer.{world.rank}": torch.full((3, 2), float(world.rank))}
+    path = store.save(1, mine, {}, {}).path
+    found = {f"layer.{world.rank}": torch.zeros(3, 2)}
+    store.load(path, found)
+    dist.barrier()
+    swapped = {f"layer.{1 - world.rank}": torch.zeros(3, 2)}
+    store.load(path, swapped)
+    return bool(
+        (found[f"layer.{world.rank}"] == world.rank).all()
+        and (swapped[f"layer.{1 - world.rank}"] == 1 - world.rank).all()
+    )
+
+
+def newest(world: World, folder: str) -> str | None:
+    found = CheckpointStore(Path(folder), group=world.control).newest_good()
+    return found and found.name
+
+
+def load_error(world: World, folder: str, step: str) -> str:
+    try:
+        CheckpointStore(Path(folder), group=world.control).load(Path(folder) / step, laid_out("rows2", values(0)))
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def unseen(world: World, folder: str) -> str:
+    """Rank 1's host has a disk of its own under the same name."""
+    path = Path(folder) / str(world.rank)
+    try:
+        CheckpointStore(path, group=world.control).newest_good()
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def kept(world: World, folder: str) -> list[str]:
+    store = CheckpointStore(Path(folder), group=world.control)
+    tensors = laid_out("rows2", values(1))
+    for step in (1, 2, 3):
+        store.save(step, tensors, {"seed": 1}, {})
+    return [path.name for path in store.retain(1)]
+
+
+def fsdp(world: World, folder: str, hidden: int) -> bool:
+    """FSDP2 parameters and moments of a real optimizer step, saved, changed, and restored bit for bit."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, hidden), torch.nn.Linear(hidden, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.ranks,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    store = CheckpointStore(Path(folder), group=world.control)
+
+    def step() -> None:
+        model(torch.ones(2, 5) + world.rank).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def tensors() -> dict[str, torch.Tensor]:
+        moments = {
+            f"optimizer.{moment}.{name}": optimizer.state[parameter][moment]
+            for moment in ("exp_avg", "exp_avg_sq")
+            for name, parameter in model.named_parameters()
+        }
+        return {f"model.{name}": parameter for name, parameter in model.named_parameters()} | moments
+
+    step()
+    before = {name: tensor.detach().clone() for name, tensor in tensors().items()}
+    path = store.save(1, tensors(), {}, {}).path
+    step()
+    changed = all(not _same(before[name], tensor) for name, tensor in tensors().items() if _part(tensor).numel())
+    store.load(path, tensors())
+    return changed and all(_same(before[name], tensor) for name, tensor in tensors().items())
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(_part(one.detach()), _part(other.detach()))
+
+
+ENOSPC, EIO = errno.ENOSPC, errno.EIO

@@ -1,0 +1,109 @@
+"""Checkpoints on several ranks: any layout loads into any other, and every rank hears of every failure."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import cases_checkpoint as cases
+from tests.distributed.pool import Pool
+
+PAIRS = [
+    ("one", "rows4"),
+    ("rows2", "rows4"),
+    ("rows4", "rows2"),
+    ("rows4", "one"),
+    ("hsdp2x2", "rows2"),
+    ("rows2", "hsdp2x2"),
+    ("grid2x2", "columns4"),
+    ("columns4", "grid2x2"),
+    ("copies2", "rows4"),
+    ("hsdp2x2", "copies2"),
+    ("rows4", "rows4"),
+]
+
+
+@pytest.mark.parametrize(("written", "read"), PAIRS)
+def test_any_layout_loads_into_any_other_bit_for_bit(pool: Pool, tmp_path: Path, written: str, read: str):
+    saved = pool.run(cases.save, cases.LAYOUTS[written][0], str(tmp_path), written, 7)
+    assert all(each == saved[0] for each in saved)
+    assert pool.run(cases.load, cases.LAYOUTS[read][0], str(tmp_path), read) == [
+        {"seed": 7, "equal": True, "whole": True} for _ in range(cases.LAYOUTS[read][0])
+    ]
+
+
+def test_copies_are_written_once_and_shared_out(pool: Pool, tmp_path: Path):
+    (one, *_) = pool.run(cases.save, 1, str(tmp_path / "one"), "one", 7)
+    (copies, *_) = pool.run(cases.save, 2, str(tmp_path / "copies"), "copies2", 7)
+    (hsdp, *_) = pool.run(cases.save, 4, str(tmp_path / "hsdp"), "hsdp2x2", 7)
+    shards = [[name for name in each["files"] if name.endswith(".safetensors")] for each in (one, copies, hsdp)]
+    assert [len(each) for each in shards] == [1, 2, 4]
+    bytes_of = [
+        sum((Path(each["path"]) / name).stat().st_size for name in names)
+        for each, names in zip((one, copies, hsdp), shards, strict=True)
+    ]
+    assert max(bytes_of) < 1.7 * min(bytes_of)  # headers aside, nothing is stored twice
+    assert (Path(copies["path"]) / "config.yaml").read_text() == "rank: 0"
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "kind", "code"), [(1, cases.ENOSPC, "OutOfResources", 3), (0, cases.EIO, "MeshwrightError", 1)]
+)
+def test_one_ranks_disk_failure_is_every_ranks_error(
+    pool: Pool, tmp_path: Path, rank: int, number: int, kind: str, code: int
+):
+    pool.run(cases.save, 2, str(tmp_path), "rows2", 1)
+    answers = pool.run(cases.failing_save, 2, str(tmp_path), rank, number)
+    assert answers[0] == answers[1]
+    assert answers[0][:2] == (kind, code) and answers[0][2].startswith(f"rank {rank} of 2: saving step 2")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert pool.run(cases.newest, 2, str(tmp_path)) == ["step-00000001"] * 2
+
+
+def test_a_bad_state_on_the_first_rank_is_every_ranks_error(pool: Pool, tmp_path: Path):
+    answers = pool.run(cases.unequal_state, 2, str(tmp_path / "run"))
+    assert (
+        answers[0] == answers[1]
+        and answers[0].startswith("BadInput: rank 0 of 2")
+        and "state.seed is nan" in answers[0]
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_may_hold_different_tensors(pool: Pool, tmp_path: Path):
+    assert pool.run(cases.own_names, 2, str(tmp_path)) == [True, True]
+
+
+def test_damage_in_any_ranks_file_turns_all_ranks_to_the_older_one(pool: Pool, tmp_path: Path):
+    pool.run(cases.save, 2, str(tmp_path), "rows2", 1)
+    pool.run(cases.save, 2, str(tmp_path), "rows2", 2)
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "good")
+    for file in ("tensors-00000.safetensors", "tensors-00001.safetensors", "state.json"):
+        path = tmp_path / "step-00000002" / file
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 16
+        path.write_bytes(data)
+        assert pool.run(cases.newest, 2, str(tmp_path)) == ["step-00000001"] * 2
+        answers = pool.run(cases.load_error, 2, str(tmp_path), "step-00000002")
+        assert answers[0] == answers[1] and answers[0].startswith("Damaged: ") and file in answers[0]
+        shutil.copy(tmp_path / "good" / file, path)
+    assert pool.run(cases.newest, 2, str(tmp_path)) == ["step-00000002"] * 2
+
+
+def test_a_folder_that_hosts_do_not_share_is_told(pool: Pool, tmp_path: Path):
+    pool.run(cases.save, 2, str(tmp_path / "0"), "rows2", 1)
+    answers = pool.run(cases.unseen, 2, str(tmp_path))
+    for answer in answers:
+        assert answer.startswith("BadInput: ") and "rank 1 does not see" in answer and "that all hosts share" in answer
+
+
+def test_the_first_rank_deletes_and_all_know(pool: Pool, tmp_path: Path):
+    assert pool.run(cases.kept, 2, str(tmp_path)) == [["step-00000001", "step-00000002"]] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize(("ranks", "hidden"), [(2, 7), (4, 2)])
+def test_fsdp_parameters_and_moments_come_back_exactly(pool: Pool, tmp_path: Path, ranks: int, hidden: int):
+    assert pool.run(cases.fsdp, ranks, str(tmp_path), hidden) == [True] * ranks
