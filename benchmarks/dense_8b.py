@@ -46,7 +46,12 @@ def main() -> None:
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     parts = options.parts.split(",")
-    result: dict[str, Any] = {"benchmark": "dense_8b", "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv), "gpus": options.gpus}
+    result: dict[str, Any] = {
+        "benchmark": "dense_8b",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(sys.argv),
+        "gpus": options.gpus,
+    }
     if "peer" in parts:
         result["torchtitan"] = peer(options)
     if "ours" in parts:
@@ -64,7 +69,9 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
     """One torchtitan run; its figures are what its own log says."""
     arguments = [*PEER.split(), str(options.peer_steps)]
     command = ["bash", str(HERE / "peers" / "torchtitan.sh"), "torchtitan", str(options.gpus), *arguments]
-    answer = subprocess.run(command, env={**os.environ, "LOGS": str(options.logs)}, text=True, capture_output=True, check=False)
+    answer = subprocess.run(
+        command, env={**os.environ, "LOGS": str(options.logs)}, text=True, capture_output=True, check=False
+    )
     log = (options.logs / "torchtitan.log").read_text(encoding="utf-8", errors="replace")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
     steps = [
@@ -115,7 +122,15 @@ def resume(options: argparse.Namespace) -> dict[str, Any]:
     """The same run continued from its checkpoint on fewer GPUs, step by step beside the first run's own last steps."""
     folder = options.runs / "llama3-8b"
     before = {record["step"]: record for record in step_records(folder)}
-    code = train(options, [f"train.steps={options.steps}", f"cluster.gpus_per_node={options.resume_gpus}", "cluster.gpu=H200", *options.overrides])
+    code = train(
+        options,
+        [
+            f"train.steps={options.steps}",
+            f"cluster.gpus_per_node={options.resume_gpus}",
+            "cluster.gpu=H200",
+            *options.overrides,
+        ],
+    )
     if code:
         return {"error": f"exit code {code}"}
     after = {record["step"]: record for record in step_records(folder) if record["step"] > options.resume_at}
@@ -132,7 +147,16 @@ def resume(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
-    command = [sys.executable, "-m", "meshwright", "train", str(HERE / "llama3-8b.yaml"), "--runs", str(options.runs), *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        str(HERE / "llama3-8b.yaml"),
+        "--runs",
+        str(options.runs),
+        *overrides,
+    ]
     return subprocess.run(command, check=False).returncode
 
 
@@ -150,15 +174,20 @@ def show(result: dict[str, Any]) -> None:
     for side in ("torchtitan", "meshwright"):
         row = result.get(side)
         if row and "error" not in row:
+            mfu = f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full"
             print(
-                f"{side:12s} {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU  MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full"
-                f"  {row['memory_peak_gib']:.0f} GiB"
+                f"{side:12s} {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU  {mfu}  {row['memory_peak_gib']:.0f} GiB"
             )
         elif row:
             print(f"{side:12s} failed: {row['error'][-600:]}")
     print(json.dumps({key: result[key] for key in ("ratio", "resume") if key in result}))
     if "losses" in result.get("meshwright", {}):
-        print("losses", result["meshwright"]["losses"][::10], result["meshwright"]["loss_first_10"], result["meshwright"]["loss_last_10"])
+        print(
+            "losses",
+            result["meshwright"]["losses"][::10],
+            result["meshwright"]["loss_first_10"],
+            result["meshwright"]["loss_last_10"],
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from meshwright.data.files import locked
 from meshwright.data.indexed import IndexedFile
 from meshwright.data.manifest import Manifest, verify
 from meshwright.data.prepare import prepare
-from meshwright.data.tokenizer import load_tokenizer
+from meshwright.data.tokenizer import load_tokenizer, train_tokenizer
 from meshwright.spec.errors import BadInput, OutOfResources
 from tests.data import megatron
 from tests.data.conftest import story
@@ -65,6 +65,35 @@ def test_a_killed_preparation_continues_to_the_same_bytes(
     made = prepare(*asked, tmp_path / "killed", workers=3, **arguments)
     assert not made.reused
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_kill_inside_a_journal_line_does_not_spoil_the_lines_after_it(
+    corpus: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ([str(corpus)], str(tokenizer_file))
+    prepare(*arguments, tmp_path / "whole", shard_tokens=1500)
+    journal = tmp_path / "killed" / "journal.jsonl"
+    for attempt in (1, 2):
+        with monkeypatch.context() as patch:
+            break_at(patch, "shard 2")
+            with pytest.raises(Killed):
+                prepare(*arguments, tmp_path / "killed", shard_tokens=1500)
+        journal.write_bytes(journal.read_bytes()[:-30])
+        assert len(journal.read_bytes().splitlines()) == attempt + 1, "whole lines, and one that was cut"
+    prepare(*arguments, tmp_path / "killed", shard_tokens=1500)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, corpus: Path) -> None:
+    made = prepare([str(corpus)], "train:290", tmp_path / "out", held_out=0.3)
+    lines = [
+        json.loads(line)[1]
+        for shard in made.manifests["train"].shards
+        for line in (tmp_path / "out" / "train" / f"{shard.name}.documents.jsonl").open()
+    ]
+    alone = train_tokenizer([story(int(name[1:])) for name in lines], 290)
+    assert (tmp_path / "out" / "train" / "tokenizer.json").read_bytes() == alone
+    assert alone != train_tokenizer([story(i) for i in range(120)], 290)
 
 
 def break_at(patch: pytest.MonkeyPatch, place: str) -> None:

@@ -122,6 +122,13 @@ def own_names(world: World, folder: str) -> bool:
     )
 
 
+def one_row(world: World, folder: str) -> list[str]:
+    """Only the first rank holds a row: the files written."""
+    store = CheckpointStore(Path(folder), group=world.control)
+    path = store.save(1, laid_out("rows4", {"x": torch.randn(1, 3)}), {}, {}).path
+    return sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+
+
 def newest(world: World, folder: str) -> str | None:
     found = CheckpointStore(Path(folder), group=world.control).newest_good()
     return found and found.name

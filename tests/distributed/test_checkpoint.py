@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint.contents import read_checkpoint
 from tests.distributed import cases_checkpoint as cases
 from tests.distributed.pool import Pool
 
@@ -74,6 +75,12 @@ def test_a_bad_state_on_the_first_rank_is_every_ranks_error(pool: Pool, tmp_path
 
 def test_ranks_may_hold_different_tensors(pool: Pool, tmp_path: Path):
     assert pool.run(cases.own_names, 2, str(tmp_path)) == [True, True]
+
+
+def test_ranks_with_nothing_to_write_write_no_file(pool: Pool, tmp_path: Path):
+    assert pool.run(cases.one_row, 4, str(tmp_path)) == [["tensors-00000.safetensors"]] * 4
+    (record,) = read_checkpoint(tmp_path / "step-00000001").values()
+    assert [chunk.sizes for chunk in record.chunks] == [(1, 3)]
 
 
 def test_damage_in_any_ranks_file_turns_all_ranks_to_the_older_one(pool: Pool, tmp_path: Path):

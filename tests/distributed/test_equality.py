@@ -22,7 +22,16 @@ from tests.distributed.pool import CaseFailed, Pool
 STEPS, BATCH, SEQ = 3, 8, 12
 RATE, CLIP = 1e-2, 0.5
 LLAMA = ModelSpec(
-    family="llama", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=37, max_seq_len=SEQ, init_std=0.2
+    family="llama",
+    layers=2,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    ffn_hidden=24,
+    vocab_size=37,
+    max_seq_len=SEQ,
+    init_std=0.2,
 )  # 37 rows over 4 ranks: uneven shards
 GPT = ModelSpec(
     family="gpt2", layers=2, hidden=12, heads=3, kv_heads=3, head_dim=4, ffn_hidden=20, vocab_size=29, max_seq_len=SEQ, positions="learned",
@@ -105,7 +114,14 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0) -> list[dic
 
 
 def plan(
-    replicate: int, shard: int, micro: int, *, compute: str = "fp64", reshard: bool = True, recompute: str = "none", layers: Any = None
+    replicate: int,
+    shard: int,
+    micro: int,
+    *,
+    compute: str = "fp64",
+    reshard: bool = True,
+    recompute: str = "none",
+    layers: Any = None,
 ) -> Plan:
     axes = [MeshAxis(axis="replicate", size=replicate)] if replicate > 1 else []
     return Plan(
@@ -121,7 +137,9 @@ def worst(ours: torch.Tensor, truth: torch.Tensor) -> float:
     return float((ours.double() - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
-def compare(results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bound: float, *, weights: bool = True) -> None:
+def compare(
+    results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bound: float, *, weights: bool = True
+) -> None:
     for steps in results:
         for got, want in zip(steps, truth, strict=True):
             assert got["loss"] == pytest.approx(want["loss"], rel=bound)
@@ -159,7 +177,12 @@ def test_bf16_stays_within_its_bound(pool: Pool, replicate: int, shard: int) -> 
     results = [steps[:1] for steps in pool.run(sharded, chosen.ranks, LLAMA, chosen)]
     compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
     one_rank = pool.run(sharded, 1, LLAMA, plan(1, 1, 2, compute="bf16"))[0][:1]
-    compare(results, [{**step, "gradients": {n: g.double() for n, g in step["gradients"].items()}} for step in one_rank], BF16_LAYOUT_BOUND, weights=False)
+    compare(
+        results,
+        [{**step, "gradients": {n: g.double() for n, g in step["gradients"].items()}} for step in one_rank],
+        BF16_LAYOUT_BOUND,
+        weights=False,
+    )
 
 
 @pytest.mark.parametrize("chosen", [plan(1, 2, 4), plan(1, 2, 4, compute="bf16")], ids=["fp64", "bf16"])
@@ -167,7 +190,9 @@ def test_a_wrong_factor_is_noticed(pool: Pool, chosen: Plan) -> None:
     """A factor of 2, which Adam and clipping hide from the weights, must fail the same comparison."""
     results = [steps[:1] for steps in pool.run(sharded, 2, LLAMA, chosen, 2.0)]
     with pytest.raises(AssertionError):
-        compare(results, one_device(LLAMA)[:1], 1e-9 if chosen.precision.compute == "fp64" else BF16_BOUND, weights=False)
+        compare(
+            results, one_device(LLAMA)[:1], 1e-9 if chosen.precision.compute == "fp64" else BF16_BOUND, weights=False
+        )
 
 
 def boom(world) -> None:

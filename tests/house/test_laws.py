@@ -34,7 +34,9 @@ def imports(path: Path) -> list[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.append((node.lineno, node.module))
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names if node.module == "meshwright"]
+            found += [
+                (node.lineno, f"{node.module}.{alias.name}") for alias in node.names if node.module == "meshwright"
+            ]
         elif isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
     return found
@@ -72,10 +74,15 @@ def test_torch_free_rooms_import_without_torch(room: str) -> None:
     assert answer.returncode == 0, answer.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["plan", "model=llama3-8b", "cluster.gpu=H100", "cluster.gpus_per_node=8",
-                                                                     "train.seq_len=8192", "train.global_batch=16", "train.steps=1"]])  # fmt: skip
+QUESTION = "plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=16"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], QUESTION.split()])
 def test_help_and_plan_need_no_torch(words: list[str]) -> None:
-    code = f"import sys; sys.modules['torch'] = None; sys.argv = ['meshwright', *{words!r}]\nfrom meshwright.cli.main import main; main()"
+    code = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['meshwright', *{words!r}]\n"
+        "from meshwright.cli.main import main; main()"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
 
@@ -86,7 +93,11 @@ def test_no_pickle_is_read() -> None:
     for path in files():
         wrong += [f"{path}:{line} {module}" for line, module in imports(path) if module.split(".")[0] in forbidden]
         text = path.read_text(encoding="utf-8")
-        wrong += [f"{path}: {call}" for call in ("torch.load(", "torch.save(", "yaml.load(", "eval(", "exec(") if f" {call}" in text]
+        wrong += [
+            f"{path}: {call}"
+            for call in ("torch.load(", "torch.save(", "yaml.load(", "eval(", "exec(")
+            if f" {call}" in text
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -108,7 +119,9 @@ def test_nothing_reads_outside_the_repository() -> None:
     root = SOURCE.parents[1]
     places = [*root.glob("src/**/*.py"), *root.glob("benchmarks/**/*"), *root.glob("docs/**/*.md"), root / "Makefile"]
     outside = "../" + "shared"
-    assert not [str(path) for path in places if path.is_file() and outside in path.read_text(encoding="utf-8", errors="ignore")]
+    assert not [
+        str(path) for path in places if path.is_file() and outside in path.read_text(encoding="utf-8", errors="ignore")
+    ]
 
 
 def test_fewer_than_ten_base_dependencies() -> None:

@@ -20,7 +20,12 @@ def test_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("env", "launched"),
-    [({}, False), ({"RANK": "0"}, True), ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, True), ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False)],
+    [
+        ({}, False),
+        ({"RANK": "0"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False),
+    ],
 )
 def test_who_started_this_process(env: dict[str, str], launched: bool) -> None:
     assert machine.started_by_launcher(env) is launched

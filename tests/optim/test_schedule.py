@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -32,11 +33,16 @@ def test_shapes_in_the_middle() -> None:
 
 
 @given(
-    steps=st.integers(1, 500), warmup=st.integers(0, 499), floor=st.floats(0, 1), schedule=st.sampled_from(["cosine", "linear", "wsd"])
+    steps=st.integers(1, 500),
+    warmup=st.integers(0, 499),
+    floor=st.floats(0, 1),
+    schedule=st.sampled_from(["cosine", "linear", "wsd"]),
 )
-def test_stays_between_zero_and_peak_and_never_rises_after_warm_up(steps: int, warmup: int, floor: float, schedule: str) -> None:
+def test_stays_between_zero_and_peak_and_never_rises_after_warm_up(
+    steps: int, warmup: int, floor: float, schedule: str
+) -> None:
     spec = job(steps=steps, warmup_steps=min(warmup, steps - 1), min_learning_rate=floor, schedule=schedule)
     rates = [learning_rate(spec, step) for step in range(1, steps + 1)]
     assert all(0 <= rate <= 2.0 + 1e-12 for rate in rates)
     after = rates[max(spec.warmup_steps - 1, 0) :]
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(after, after[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(after))

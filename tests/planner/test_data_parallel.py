@@ -16,7 +16,9 @@ from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 
-def run(preset: str = "llama3-8b", *, batch: int = 16, cluster: ClusterSpec | None = None, plan="auto", seq: int = 8192) -> RunSpec:
+def run(
+    preset: str = "llama3-8b", *, batch: int = 16, cluster: ClusterSpec | None = None, plan="auto", seq: int = 8192
+) -> RunSpec:
     model = from_plain(ModelSection, {**MODEL_PRESETS[preset], "preset": preset})
     return RunSpec(
         name="x",
@@ -85,7 +87,11 @@ def test_recompute_and_resharding_lower_memory() -> None:
     chosen, _ = choose(run())
     layer = chosen.layers[0]
     sizes = [
-        sum(memory_by_kind(run().model, run().train, replace(chosen, layers=(replace(layer, **change),)), cpu=False).values())
+        sum(
+            memory_by_kind(
+                run().model, run().train, replace(chosen, layers=(replace(layer, **change),)), cpu=False
+            ).values()
+        )
         for change in ({}, {"reshard": True}, {"recompute": "selective"}, {"recompute": "full"})
     ]
     assert sizes[0] > sizes[1] and sizes[0] > sizes[2] > sizes[3]

@@ -38,7 +38,7 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
 def find_mistakes(words: list[str] | None, runs: Path) -> tuple[list[Mistake], int]:
     """Everything wrong with the run the words describe, and the exit code it would end with."""
     try:
-        run = load(words)
+        run = load(words, runs)
     except BadConfig as error:
         return list(error.mistakes), error.exit_code
     file = next((word for word in words or [] if "=" not in word), "built-in run")
@@ -60,13 +60,17 @@ def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightErr
         return True
 
     resolved = run
-    if not prepare.needs_stdlib(run):
-        if attempt("data", "prepared data with a tokenizer the model fits", lambda: prepare.resolve_data(run, _quiet)):
-            resolved = prepare.resolve_data(run, _quiet)
+    data = "prepared data with a tokenizer the model fits"
+    if not prepare.needs_stdlib(run) and attempt("data", data, lambda: prepare.resolve_data(run, _quiet)):
+        resolved = prepare.resolve_data(run, _quiet)
     resolved = prepare.with_vocabulary(resolved)
     attempt("plan", "a plan that fits the cluster", lambda: prepare.plan_for(resolved))
     attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(resolved, runs / run.name))
-    attempt("name", "a new name, or a run with the same configuration", lambda: prepare.find_folder(resolved, runs, fresh=False))
+    attempt(
+        "name",
+        "a new name, or a run with the same configuration",
+        lambda: prepare.find_folder(resolved, runs, fresh=False),
+    )
     return wrong
 
 

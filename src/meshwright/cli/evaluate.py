@@ -15,13 +15,19 @@ from meshwright.spec.errors import BadInput
 if TYPE_CHECKING:
     from meshwright.train.evaluate import Evaluation
 
-Model = Annotated[Path, typer.Argument(help="A run folder (its newest good checkpoint), one checkpoint, or a Hugging Face folder.")]
+Model = Annotated[
+    Path, typer.Argument(help="A run folder (its newest good checkpoint), one checkpoint, or a Hugging Face folder.")
+]
 
 
 def evaluate(
     model: Model,
-    data: Annotated[str | None, typer.Option(help="Prepared data directory; a run's own held-out text when left out.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in one sequence; a run's own when left out.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Prepared data directory; a run's own held-out text when left out.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in one sequence; a run's own when left out.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences read at a time.")] = 8,
     batches: Annotated[int, typer.Option(min=1, help="Batches read at most.")] = 1_000_000,
     as_json: Json = False,
@@ -37,7 +43,12 @@ def evaluate(
         meshwright eval exported-model --data corpus/held_out --seq-len 1024 --json
     """
     result = _evaluate(model, data, seq_len, batch, batches)
-    answer = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, "tokens": result.tokens}
+    answer = {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+        "tokens": result.tokens,
+    }
     if as_json:
         print(json.dumps(answer))
         return
@@ -50,12 +61,12 @@ def _evaluate(model: Path, data: str | None, seq_len: int | None, batch: int, ba
 
     from meshwright.data.loader import open_data
     from meshwright.spec.job import DataSpec
-    from meshwright.spec.load import load_run
+    from meshwright.spec.load import load_resolved
     from meshwright.train.evaluate import HeldOut, evaluate
     from meshwright.train.load import device_and_dtype, load_model
 
     config = next((path for path in (model / "config.yaml",) if path.exists()), None)
-    run = load_run(config) if config else None
+    run = load_resolved(config) if config else None
     if run is None and (data is None or seq_len is None):
         raise BadInput(f"{model} does not say what it was trained on; give --data DIR and --seq-len N")
     spec = run.data if run else DataSpec()

@@ -10,12 +10,25 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import check, checkpoint, data, evaluate, generate, plan, quickstart, report, schema, tokenizer, train
+from meshwright.cli import (
+    check,
+    checkpoint,
+    data,
+    evaluate,
+    generate,
+    plan,
+    quickstart,
+    report,
+    schema,
+    tokenizer,
+    train,
+)
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
 
 app = typer.Typer(
     name="meshwright",
-    help="Train large language models from one plan.\n\nStart with `meshwright quickstart`, or write a run file and `meshwright train run.yaml`.",
+    help="Train large language models from one plan.\n\n"
+    "Start with `meshwright quickstart`, or write a run file and `meshwright train run.yaml`.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

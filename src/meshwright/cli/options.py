@@ -27,18 +27,20 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     """The run file, if one is named, and the overrides. Raises BadInput for a second file."""
     files = [word for word in words or [] if "=" not in word]
     if len(files) > 1:
-        raise BadInput(f"one run file is expected, got {len(files)}: {' '.join(files)}; overrides are written key=value")
+        raise BadInput(
+            f"one run file is expected, got {len(files)}: {' '.join(files)}; overrides are written key=value"
+        )
     return (Path(files[0]) if files else None), [word for word in words or [] if "=" in word]
 
 
-def load(words: list[str] | None) -> RunSpec:
-    """The run that the words of a command line describe."""
+def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
+    """The run that the words of a command line describe; `runs` is where `model.init: checkpoint:NAME` looks."""
     from meshwright.launch.machine import found_cluster
     from meshwright.models.families import folder_spec
     from meshwright.spec.load import load_run
 
     path, overrides = split_words(words)
-    return load_run(path, overrides, detect=found_cluster, model_reader=folder_spec)
+    return load_run(path, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
 
 
 def run_folder(text: Path, runs: Path) -> Path:

@@ -11,6 +11,9 @@ import typer
 from meshwright.cli.options import Json, Words, load
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from meshwright.planner.data_parallel import Candidate
     from meshwright.spec.plan import Plan
     from meshwright.spec.run import RunSpec
@@ -21,7 +24,9 @@ SHOWN = 8
 
 def plan(
     words: Words = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen plan as YAML, to edit and pass back.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen plan as YAML, to edit and pass back.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Choose a plan for a run and show what it needs, without starting anything.
@@ -59,7 +64,9 @@ def _show(run: RunSpec, chosen: Plan, candidates: tuple[Candidate, ...]) -> None
     from meshwright.spec.model import parameter_count
 
     console = Console()
-    console.print(f"[bold]{run.model.preset or run.model.family}[/bold], {parameter_count(run.model) / 1e9:.3g} B parameters, on {_cluster(run)}")
+    console.print(
+        f"[bold]{run.model.preset or run.model.family}[/bold], {parameter_count(run.model) / 1e9:.3g} B parameters, on {_cluster(run)}"
+    )
     console.print(_picture(chosen))
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for key, value in _facts(run, chosen):
@@ -69,7 +76,7 @@ def _show(run: RunSpec, chosen: Plan, candidates: tuple[Candidate, ...]) -> None
     for reason in chosen.why:
         console.print(f"  · {reason}")
     if len(candidates) > 1:
-        console.print(_alternatives(candidates[1 : SHOWN + 1]))
+        console.print(_alternatives(candidates[0], candidates[1 : SHOWN + 1]))
 
 
 def _cluster(run: RunSpec) -> str:
@@ -86,30 +93,39 @@ def _picture(plan: Plan) -> str:
 
 
 def _facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
-    layers = "; ".join(f"{s.range}: recompute {s.recompute}, {'reshard' if s.reshard else 'keep gathered'}" for s in plan.layers)
+    layers = "; ".join(
+        f"{s.range}: recompute {s.recompute}, {'reshard' if s.reshard else 'keep gathered'}" for s in plan.layers
+    )
     return [
         ("mesh", " × ".join(f"{axis.axis} {axis.size} (crosses {axis.crosses}s)" for axis in plan.mesh)),
-        ("batch", f"{plan.batch.global_batch} = {plan.batch.micro_batch} × {plan.batch.accumulate} micro-batches × ranks, {run.train.seq_len} tokens each"),
+        (
+            "batch",
+            f"{plan.batch.global_batch} sequences of {run.train.seq_len}: {plan.batch.micro_batch} at a time, "
+            f"{plan.batch.accumulate} times on each of {plan.ranks} ranks",
+        ),
         ("layers", layers),
         ("precision", f"compute {plan.precision.compute}, reduce {plan.precision.reduce}"),
         ("compile", "each block" if plan.compile else "no"),
     ]
 
 
-def _show_memory(console, run: RunSpec, plan: Plan) -> None:
+def _show_memory(console: Console, run: RunSpec, plan: Plan) -> None:
     if plan.predicted is None:
         return
     peak, budget = plan.predicted.memory_peak_bytes, run.cluster.memory_bytes()
-    console.print(f"memory a rank: [bold]{peak / 1e9:.2f} GB[/bold] (estimate)" + (f" of {budget / 1e9:.0f} GB" if budget else ""))
+    console.print(
+        f"memory a rank: [bold]{peak / 1e9:.2f} GB[/bold] (estimate)" + (f" of {budget / 1e9:.0f} GB" if budget else "")
+    )
     for kind, size in plan.predicted.memory_bytes.items():
         console.print(f"  {kind:12s} {size / 1e9:8.2f} GB {'█' * round(40 * size / peak)}")
 
 
-def _alternatives(candidates: tuple[Candidate, ...]):
+def _alternatives(best: Candidate, others: tuple[Candidate, ...]) -> Table:
     from rich.table import Table
 
-    table = Table("mesh", "micro", "reshard", "recompute", "memory", "why not", title="alternatives", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for candidate in candidates:
+    heads = ("mesh", "micro", "reshard", "recompute", "memory", "why not")
+    table = Table(*heads, title="alternatives", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for candidate in others:
         plan = candidate.plan
         assert plan.predicted is not None
         table.add_row(
@@ -118,6 +134,6 @@ def _alternatives(candidates: tuple[Candidate, ...]):
             "yes" if plan.layers[0].reshard else "no",
             plan.layers[0].recompute,
             f"{plan.predicted.memory_peak_bytes / 1e9:.1f} GB",
-            "slower" if candidate.fits else "does not fit",
+            best.reason_over(candidate),
         )
     return table

@@ -35,7 +35,7 @@ def quickstart(
         meshwright quickstart train.steps=50 cluster.gpus_per_node=1
     """
     started = time.perf_counter()
-    run = load(words)
+    run = load(words, runs)
     folder = _folder(runs, run.name, fresh)
     training = time.perf_counter()
     code = start_ranks(run, runs, fresh, None)
@@ -83,5 +83,7 @@ def _closing(folder: Path, total: float, trained: float, name: str) -> None:
     say("Next:")
     say(f"  meshwright generate {folder} -p 'class Stack:' --tokens 80")
     say(f"  meshwright eval {folder}")
-    say("  meshwright plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=16")
+    say(
+        "  meshwright plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=16"
+    )
     say("  meshwright data prepare YOUR_TEXT --tokenizer train:16384 --held-out 0.01 --out corpus")

@@ -15,7 +15,9 @@ from meshwright.spec.run import RunSpec
 
 ProfileSteps = Annotated[
     str | None,
-    typer.Option("--profile-steps", metavar="A:B", help="Write one Perfetto trace per rank of steps A to B into RUN/traces/."),
+    typer.Option(
+        "--profile-steps", metavar="A:B", help="Write one Perfetto trace per rank of steps A to B into RUN/traces/."
+    ),
 ]
 
 
@@ -45,7 +47,7 @@ def train(
     """
     from meshwright.launch.machine import started_by_launcher
 
-    run = load(words)
+    run = load(words, runs)
     steps = parse_steps(profile_steps)
     code = join_ranks(run, runs, fresh, steps) if started_by_launcher() else start_ranks(run, runs, fresh, steps)
     if code:
@@ -66,7 +68,9 @@ def start_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] 
     prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say)
     announce(prepared.assignment, prepared.resumes)
     ranks = run.cluster.ranks
-    threads = max(1, (os.cpu_count() or 1) // ranks) if run.cluster.is_cpu else max(1, min(8, (os.cpu_count() or 1) // ranks))
+    threads = (
+        max(1, (os.cpu_count() or 1) // ranks) if run.cluster.is_cpu else max(1, min(8, (os.cpu_count() or 1) // ranks))
+    )
     return run_ranks(
         "meshwright.train.worker",
         [str(prepared.folder / "assignment.json")],
@@ -116,7 +120,10 @@ def announce(assignment, resumes: bool) -> None:
         f"{run.train.steps} steps"
     )
     batch = plan.batch
-    say(f"  plan: {mesh}; micro-batch {batch.micro_batch} × {batch.accumulate}; {plan.precision.compute}; " + "; ".join(plan.why[:1]))
+    say(
+        f"  plan: {mesh}; micro-batch {batch.micro_batch} × {batch.accumulate}; {plan.precision.compute}; "
+        + "; ".join(plan.why[:1])
+    )
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:

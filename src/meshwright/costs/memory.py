@@ -79,4 +79,3 @@ def _logits(model: ModelSpec, train: TrainSpec, plan: Plan) -> int:
     compute = bytes_of(plan.precision.compute)
     head = model.vocab_size * model.hidden * max(4, compute)
     return chunk * model.vocab_size * (compute + 4) + head + 2 * tokens * model.hidden * compute
-

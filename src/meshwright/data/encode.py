@@ -112,19 +112,22 @@ def _pieces_of(documents: Iterable[Document], tokenizer: LoadedTokenizer) -> Ite
 
 
 def _harmless_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> int | None:
-    """The first harmless line end at or after `near`; None when the next 100 line ends offer none."""
-    for _ in range(100):
-        cut = text.find("\n", near) + 1
-        if cut == 0 or cut == len(text):
+    """The first harmless place at or after `near` just before a line end; None when the next 1,000 line ends offer none.
+
+    Before, not after: the rules of GPT-2 and its kin join a line end to the indentation that follows it.
+    """
+    for _ in range(1000):
+        cut = text.find("\n", near)
+        if cut <= 0:
             return None
-        before = text[max(text.rfind("\n", 0, cut - 1), cut - 1000, 0) : cut]
-        after = text[cut : min(text.find("\n", cut) + 1 or len(text), cut + 1000)]
+        before = text[max(text.rfind("\n", 0, cut), cut - 1000, 0) : cut]
+        after = text[cut : min(text.find("\n", cut + 1) + 1 or len(text), cut + 1000)]
         together, left, right = tokenizer.tokenizer.encode_batch_fast(
             [before + after, before, after], add_special_tokens=False
         )
         if together.ids == left.ids + right.ids:
             return cut
-        near = cut
+        near = cut + 1
     return None
 
 

@@ -87,11 +87,10 @@ def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> Loade
 
 
 def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMPLE_BYTES) -> Iterator[tuple[str, str]]:
-    """(key, text) of documents spread evenly over `files`, about `sample_bytes`: what a tokenizer is trained
-    on.
+    """(key, text) of documents spread evenly over `files`, about `sample_bytes`, to train a tokenizer on.
 
-    Each file owes its share by size. Nothing is read until a whole file is owed, or a 64th of the sample: so small files
-    are taken whole, evenly spread, and large ones give their beginning.
+    Each file owes its share by size. Nothing is read until a whole file or a 64th of the sample is owed, so that small
+    files are taken whole, evenly spread, and large ones give their beginning.
     """
     total = sum(file.size for file in files) or 1
     owed = 0.0

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 
-import yaml
-
 from meshwright.data.corpus import STDLIB
 from meshwright.data.source import DataSource, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
@@ -20,10 +18,11 @@ from meshwright.launch.machine import host_memory_bytes
 from meshwright.planner.data_parallel import Candidate, choose
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import differences, load_plan, load_run, resolved_yaml
+from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
+from meshwright.spec.yaml_positions import dump_yaml
 
 VOCABULARY_MULTIPLE = 128
 """A model's vocabulary taken from a tokenizer is rounded up to this: whole tiles of the head's matrix product."""
@@ -57,7 +56,9 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
         raise BadInput(
             f"model.vocab_size is not set and {', '.join(run.data.mix)} has no tokenizer to take it from; set model.vocab_size"
         )
-    return replace(run, model=replace(run.model, vocab_size=-(-source.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE))
+    return replace(
+        run, model=replace(run.model, vocab_size=-(-source.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
+    )
 
 
 def open_run_data(run: RunSpec) -> DataSource:
@@ -132,7 +133,7 @@ def find_folder(run: RunSpec, runs: Path, *, fresh: bool) -> tuple[Path, bool]:
         return next_folder(runs, run.name), False
     if not (folder / "config.yaml").exists():
         return folder, False
-    changed = differences(load_run(folder / "config.yaml"), run)
+    changed = differences(load_resolved(folder / "config.yaml"), run)
     if changed:
         lines = "\n".join(f"  {key}: {before!r} there, {now!r} now" for key, before, now in changed)
         raise BadInput(
@@ -150,6 +151,7 @@ def next_folder(runs: Path, name: str) -> Path:
 
 def plan_yaml(plan: Plan) -> str:
     """The plan as the file a person reads, edits and passes back with `plan: FILE`."""
-    header = "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` are not read.\n"
-    return header + yaml.safe_dump(to_plain(plan), sort_keys=False, allow_unicode=True, width=120)
-
+    header = (
+        "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` are not read.\n"
+    )
+    return header + dump_yaml(to_plain(plan))

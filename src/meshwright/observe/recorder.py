@@ -87,6 +87,11 @@ class CudaClock:
         self._free.append(stamp)
 
 
+def clock_of(device: torch.device) -> Clock:
+    """The clock that times what `device` does."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
 @dataclass
 class _Open:
     """A span as stamps; `depth` 0 counts as a phase of the step, deeper ones are only drawn."""
@@ -117,7 +122,7 @@ class StepRecorder:
     """
 
     def __init__(self, device: torch.device, rank: int = 0, clock: Clock | None = None) -> None:
-        self._clock = clock or (CudaClock() if device.type == "cuda" else HostClock())
+        self._clock = clock or clock_of(device)
         self._rank = rank
         self._window: _Window | None = None
         self._stack: list[_Open] = []

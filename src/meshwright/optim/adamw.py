@@ -24,7 +24,10 @@ class AdamW:
         self._parts = {name: local(parameter.detach()) for name, parameter in self._parameters.items()}
         decayed = {row.name for row in parameters(spec) if row.decay}
         groups = [
-            {"params": [part for name, part in self._parts.items() if name in decayed], "weight_decay": train.weight_decay},
+            {
+                "params": [part for name, part in self._parts.items() if name in decayed],
+                "weight_decay": train.weight_decay,
+            },
             {"params": [part for name, part in self._parts.items() if name not in decayed], "weight_decay": 0.0},
         ]
         self._inner = torch.optim.AdamW(

@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 
 @torch.no_grad()
-def clip_gradients(gradients: list[torch.Tensor], limit: float | None, shards: dist.ProcessGroup | None) -> torch.Tensor:
+def clip_gradients(
+    gradients: list[torch.Tensor], limit: float | None, shards: dist.ProcessGroup | None
+) -> torch.Tensor:
     """Scale `gradients` in place so that their joint norm over `shards` is at most `limit`, and return the norm before that (scalar).
 
     `gradients` are one rank's parts and every element lives on one rank of `shards` (replicas hold equal copies and are not summed).
@@ -16,7 +18,11 @@ def clip_gradients(gradients: list[torch.Tensor], limit: float | None, shards: d
     present = [gradient for gradient in gradients if gradient.numel()]
     norms = torch._foreach_norm(present) if present else []
     device = gradients[0].device
-    squares = torch.stack([norm.double() for norm in norms]).square().sum() if norms else torch.zeros((), device=device).double()
+    squares = (
+        torch.stack([norm.double() for norm in norms]).square().sum()
+        if norms
+        else torch.zeros((), device=device).double()
+    )
     if shards is not None:
         dist.all_reduce(squares, group=shards)
     norm = squares.sqrt()

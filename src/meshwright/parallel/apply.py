@@ -5,7 +5,9 @@ This is the one place that fixes it. The model never learns of any of it: a bloc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import recomputing
 from meshwright.spec.layout import shard_rows
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, Recompute
 
 
 def build_model(spec: ModelSpec, plan: Plan, mesh: Mesh, *, loss_chunk: int, seed: int, plain: bool = False) -> Decoder:
@@ -51,7 +53,7 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
             block.forward = recomputing(block.forward, mode)
 
 
-def _call(forward, mode, block, *inputs):
+def _call(forward: Callable[..., Any], mode: Recompute, block: nn.Module, *inputs: Any) -> Any:
     return recomputing(partial(forward, block), mode)(*inputs)
 
 

@@ -7,6 +7,7 @@ Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO); replicate × sh
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -61,6 +62,6 @@ def _compute_dtype(plan: Plan) -> torch.dtype | None:
 def _prefetch(blocks: list[nn.Module]) -> None:
     """Ask for the next block's weights while this one computes, in both directions."""
     sharded = cast(list[FSDPModule], blocks)
-    for earlier, later in zip(sharded, sharded[1:], strict=False):
+    for earlier, later in pairwise(sharded):
         earlier.set_modules_to_forward_prefetch([later])
         later.set_modules_to_backward_prefetch([earlier])

@@ -52,7 +52,9 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
     Raises BadInput when the plan is for another number of ranks.
     """
     if plan.ranks != world.ranks:
-        raise BadInput(f"the plan is for {plan.ranks} ranks and the job has {world.ranks}; plan again or change plan.mesh")
+        raise BadInput(
+            f"the plan is for {plan.ranks} ranks and the job has {world.ranks}; plan again or change plan.mesh"
+        )
     layout = Layout.of(plan, world.place.local_ranks)
     names, sizes = zip(*layout.axes, strict=True)
     devices = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)

@@ -34,7 +34,12 @@ class Place:
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Place:
         """Read torchrun's variables, or Slurm's when those are absent; alone on this host when neither is there."""
-        slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID", "LOCAL_WORLD_SIZE": "SLURM_NTASKS_PER_NODE"}
+        slurm = {
+            "RANK": "SLURM_PROCID",
+            "WORLD_SIZE": "SLURM_NTASKS",
+            "LOCAL_RANK": "SLURM_LOCALID",
+            "LOCAL_WORLD_SIZE": "SLURM_NTASKS_PER_NODE",
+        }
         names = {name: name for name in slurm} if "RANK" in env else slurm
         rank = int(env.get(names["RANK"], 0))
         ranks = int(env.get(names["WORLD_SIZE"], 1))
@@ -47,7 +52,9 @@ class Place:
                 "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1) and a free MASTER_PORT)"
             )
         if ranks > local_ranks and address in ("localhost", "127.0.0.1", "::1"):
-            raise BadInput(f"MASTER_ADDR is {address}, which other hosts cannot reach, but the job has {ranks} ranks on several hosts")
+            raise BadInput(
+                f"MASTER_ADDR is {address}, which other hosts cannot reach, but the job has {ranks} ranks on several hosts"
+            )
         return cls(rank, ranks, local_rank, local_ranks, address or "127.0.0.1", int(port or 0))
 
 
@@ -89,9 +96,17 @@ def join(place: Place, *, cpu: bool, timeout_seconds: int) -> World:
     limit = timedelta(seconds=timeout_seconds)
     if device.type == "cpu":
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=limit)
-        return World(place, device, dist.group.WORLD)  # type: ignore[arg-type]  # set by init_process_group
-    dist.init_process_group("nccl", store=store, rank=place.rank, world_size=place.ranks, timeout=limit, device_id=device)
-    return World(place, device, dist.new_group(backend="gloo", timeout=limit))
+        return World(place, device, _present(dist.group.WORLD))
+    dist.init_process_group(
+        "nccl", store=store, rank=place.rank, world_size=place.ranks, timeout=limit, device_id=device
+    )
+    return World(place, device, _present(dist.new_group(backend="gloo", timeout=limit)))
+
+
+def _present(group: object) -> dist.ProcessGroup:
+    """torch's types allow for a group this rank is not in; these groups hold every rank."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _device(place: Place, cpu: bool) -> torch.device:
@@ -99,7 +114,9 @@ def _device(place: Place, cpu: bool) -> torch.device:
         return torch.device("cpu")
     found = torch.cuda.device_count()
     if place.local_rank >= found:
-        raise BadInput(f"local rank {place.local_rank} has no GPU: this host shows {found}; lower cluster.gpus_per_node")
+        raise BadInput(
+            f"local rank {place.local_rank} has no GPU: this host shows {found}; lower cluster.gpus_per_node"
+        )
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device

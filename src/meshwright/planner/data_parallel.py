@@ -7,9 +7,10 @@ do, and small micro-batches (gathers that less arithmetic hides). Step time is n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Iterator, get_args
+from typing import get_args
 
 from meshwright.costs.memory import memory_by_kind
 from meshwright.spec.cluster import ClusterSpec
@@ -19,6 +20,13 @@ from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.92
 """Share of a device's memory a plan may fill; the rest is left to fragmentation."""
+ORDER = (
+    "computes activations twice",
+    "gathers weights twice",
+    "shards across nodes",
+    "smaller products to hide gathers under",
+)
+"""What each place of a candidate's order stands for."""
 RECOMPUTE_ORDER = {mode: cost for cost, mode in enumerate(get_args(Recompute))}
 
 
@@ -29,6 +37,17 @@ class Candidate:
     plan: Plan
     fits: bool
     order: tuple[float, ...]
+
+    def reason_over(self, other: Candidate) -> str:
+        """Why this one was preferred to `other`: the first thing in the order in which they differ."""
+        if self.fits and not other.fits:
+            return "does not fit"
+        mine = (
+            now
+            for now, then in zip(ORDER, zip(self.order, other.order, strict=True), strict=True)
+            if then[0] != then[1]
+        )
+        return next(mine, "equal")
 
 
 def choose(run: RunSpec, *, memory_bytes: int | None = None) -> tuple[Plan, tuple[Candidate, ...]]:
@@ -80,9 +99,7 @@ def _strategies(pins: PlanPins) -> list[tuple[LayerStrategy, ...]]:
     return [(LayerStrategy(reshard=reshard, recompute=mode),) for reshard, mode in product(reshards, recomputes)]
 
 
-def _plan(
-    run: RunSpec, pins: PlanPins, mesh: tuple[int, int], micro: int, layers: tuple[LayerStrategy, ...]
-) -> Plan:
+def _plan(run: RunSpec, pins: PlanPins, mesh: tuple[int, int], micro: int, layers: tuple[LayerStrategy, ...]) -> Plan:
     cluster = run.cluster
     axes = [
         MeshAxis(axis="replicate", size=mesh[0], crosses="node" if cluster.nodes > 1 else "device"),

@@ -7,9 +7,10 @@ Exit codes (docs/getting-started.md lists them for users): 0 done, 1 internal er
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from typing import Any, Iterable
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_INTERNAL = 1

@@ -14,6 +14,7 @@ import types
 import typing
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
@@ -80,7 +81,11 @@ def _build_union(arguments: tuple[Any, ...], data: Any) -> Any:
         container = typing.get_origin(option) in (dict, tuple)
         if (spec_class and isinstance(data, dict)) or (container and isinstance(data, (dict, list, tuple))):
             return _build(option, data)
-    return data if not (float in arguments and int not in arguments and isinstance(data, int)) else float(data)
+    bare = [
+        typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option for option in arguments
+    ]
+    widen = float in bare and int not in bare and isinstance(data, int) and not isinstance(data, bool)
+    return float(data) if widen else data
 
 
 @cache
@@ -96,7 +101,7 @@ def field_docs(cls: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs: dict[str, str] = {}
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             docs[field.target.id] = inspect.cleandoc(str(ast.literal_eval(text.value)))
     return docs
@@ -110,7 +115,8 @@ def describe_type(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(str(a) for a in arguments)
     if origin in (Union, types.UnionType):
-        return " | ".join("none" if a is type(None) else describe_type(a) for a in arguments)
+        names = ["none" if a is type(None) else describe_type(a) for a in arguments]
+        return " | ".join(dict.fromkeys(" | ".join(names).split(" | ")))
     if origin is tuple:
         return f"list of {describe_type(arguments[0])}"
     if origin is dict:

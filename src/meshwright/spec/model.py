@@ -7,8 +7,9 @@ weight decay, sharding, Hugging Face import/export and memory estimates read the
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Iterator, Literal
+from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound
 

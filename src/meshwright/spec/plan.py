@@ -141,8 +141,8 @@ def layer_range(text: str, layers: int) -> range:
     """
     if text == "all":
         return range(layers)
-    first, _, last = text.partition("-")
-    if not first.isdigit() or (last and not last.isdigit()):
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()):
         raise ValueError(f"{text!r} is not `all`, `N` or `FIRST-LAST`")
     chosen = range(int(first), int(last or first) + 1)
     if not chosen or chosen.stop > layers:

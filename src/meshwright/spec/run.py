@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.fields import Bound, from_plain, to_plain
 from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan, PlanPins
@@ -30,7 +30,7 @@ class RunSpec:
 
     name: str
     """Folder of the run under `runs/`; the file's stem when left out."""
-    seed: int = 0
+    seed: Annotated[int, Bound(at_least=0, less_than=2**63)] = 0
     """Initial weights and data order follow from it."""
     model: ModelSection
     """What is trained."""

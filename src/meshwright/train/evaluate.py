@@ -49,13 +49,20 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, held_out: HeldOut, *, mesh: Mesh | None, micro_batch: int, device: torch.device) -> Evaluation:
+def evaluate(
+    model: Decoder, held_out: HeldOut, *, mesh: Mesh | None, micro_batch: int, device: torch.device
+) -> Evaluation:
     """Mean loss of `model` on the held-out samples; collective when there is a mesh. Sharded parameters are sharded again after."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     rank, ranks = (mesh.data_rank, mesh.data_ranks) if mesh else (0, 1)
     micro_batch = math.gcd(micro_batch, held_out.global_batch // ranks)
     loader = Loader(
-        held_out.source, global_batch=held_out.global_batch, data_rank=rank, data_ranks=ranks, micro_batch=micro_batch, device=device
+        held_out.source,
+        global_batch=held_out.global_batch,
+        data_rank=rank,
+        data_ranks=ranks,
+        micro_batch=micro_batch,
+        device=device,
     )
     with loader:
         for _ in range(held_out.batches):
@@ -73,4 +80,3 @@ def reshard(model: nn.Module) -> None:
     """Free what forward gathered and no backward released."""
     for unit in units(model):
         unit.reshard()
-

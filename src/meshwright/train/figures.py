@@ -6,12 +6,12 @@ The host launches step n + 1 before it reads step n; at that moment the device s
 from __future__ import annotations
 
 import resource
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from meshwright.observe.recorder import Clock, clock_of
 from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
@@ -19,22 +19,26 @@ from meshwright.spec.run import RunSpec
 from meshwright.train.step import StepFigures
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Pending:
     step: int
     host: dict[str, Any]
     values: torch.Tensor
-    ready: torch.cuda.Event | None
+    end: Any
 
 
 class FigureReader:
-    """Turns step figures into metric records in order."""
+    """Turns step figures into metric records in order.
+
+    A step's time runs from the end of the step before it to its own end, on the device's clock.
+    """
 
     def __init__(self, run: RunSpec, plan: Plan, device: torch.device, tokens_before: int) -> None:
         self._run, self._device = run, device
         self._tokens = tokens_before
         self._pending: list[_Pending] = []
-        self._last_end = time.perf_counter()
+        self._clock: Clock = clock_of(device)
+        self._last_end = self._clock.stamp()
         seq_len = run.train.seq_len
         self._flops = {causal: flops_per_token(run.model, seq_len, causal=causal) for causal in (True, False)}
         self._peak = run.cluster.peak_flops(plan.precision.compute)
@@ -42,16 +46,13 @@ class FigureReader:
 
     def push(self, step: int, figures: StepFigures, host: dict[str, Any]) -> list[dict[str, Any]]:
         """Take a launched step's figures; returns the records that are complete now."""
-        if self._device.type == "cpu":
-            self._pending.append(_Pending(step, host, figures.values, None))
-            return self.drain()
-        earlier = self.drain()
-        copied = torch.empty(figures.values.shape, dtype=figures.values.dtype, pin_memory=True)
-        copied.copy_(figures.values, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        self._pending.append(_Pending(step, host, copied, ready))
-        return earlier
+        earlier = [] if self._device.type == "cpu" else self.drain()
+        values = figures.values
+        if self._device.type == "cuda":
+            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values.copy_(figures.values, non_blocking=True)
+        self._pending.append(_Pending(step, host, values, self._clock.stamp()))
+        return self.drain() if self._device.type == "cpu" else earlier
 
     def drain(self) -> list[dict[str, Any]]:
         """Records of everything pushed so far; waits for the device if it has to."""
@@ -61,14 +62,13 @@ class FigureReader:
 
     def pause(self) -> None:
         """Leave the time since the last step (a checkpoint, a validation) out of the next step's."""
-        self._last_end = time.perf_counter()
+        self._last_end = self._clock.stamp()
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
-        if pending.ready is not None:
-            pending.ready.synchronize()
+        self._clock.wait(pending.end)
         loss, norm, valid, flag, token_sum = pending.values.tolist()
-        now = time.perf_counter()
-        seconds, self._last_end = now - self._last_end, now
+        seconds = self._clock.seconds(self._last_end, pending.end)
+        self._last_end = pending.end
         self.stop_flag = int(flag)
         self._tokens += int(valid)
         rate = self._run.train.global_batch * self._run.train.seq_len / seconds
@@ -85,16 +85,17 @@ class FigureReader:
             "mfu": each * self._flops[True] / self._peak if self._peak else None,
             "mfu_full": each * self._flops[False] / self._peak if self._peak else None,
             "step_seconds": seconds,
-            "memory_peak_bytes": memory_peak_bytes(self._device),
+            **memory_peak(self._device),
             **pending.host,
         }
 
 
-def memory_peak_bytes(device: torch.device) -> int:
-    """Most memory this rank has held: reserved by torch on a GPU, resident on a CPU."""
+def memory_peak(device: torch.device) -> dict[str, int]:
+    """The most memory this rank has held: what torch reserved and allocated on a GPU, what was resident on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        allocated = torch.cuda.max_memory_allocated(device)
+        return {"memory_peak_bytes": torch.cuda.max_memory_reserved(device), "memory_allocated_peak_bytes": allocated}
+    return {"memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def check_finite(record: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
-from meshwright.spec.load import load_run
+from meshwright.spec.load import load_resolved
 from meshwright.spec.model import ModelSpec, parameters
 
 
@@ -26,13 +26,15 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Decode
             raise BadInput(f"{folder} has no complete checkpoint yet")
         folder = newest
     if (folder / "COMMITTED").exists():
-        spec: ModelSpec = load_run(folder / "config.yaml").model
+        spec: ModelSpec = load_resolved(folder / "config.yaml").model
         reader = CheckpointReader(folder)
         return _filled(spec, lambda row: reader.read(f"model.{row.name}"), device, dtype)
     if (folder / "config.json").exists():
         spec, weights = import_hf(folder)
         return _filled(spec, weights.read, device, dtype)
-    raise BadInput(f"{folder} is neither a run folder, a checkpoint (step-NNNNNNNN), nor a Hugging Face folder (config.json)")
+    raise BadInput(
+        f"{folder} is neither a run folder, a checkpoint (step-NNNNNNNN), nor a Hugging Face folder (config.json)"
+    )
 
 
 def _filled(spec: ModelSpec, read, device: torch.device, dtype: torch.dtype) -> Decoder:

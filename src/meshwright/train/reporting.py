@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from typing import Any
 
 from meshwright.observe.metrics import MetricsWriter
@@ -41,10 +40,10 @@ class Reporter:
 
     def validation(self, step: int, result: Evaluation) -> None:
         """A validation after `step`."""
-        record = {"kind": "validation", "step": step, "perplexity": result.perplexity, **asdict(result)}
+        more = {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, "tokens": result.tokens}
         if self._metrics:
-            self._metrics.write_validation(**{key: value for key, value in record.items() if key != "kind"})
-        self._show(record)
+            self._metrics.write_validation(step, result.loss, **more)
+        self._show({"kind": "validation", "step": step, "loss": result.loss, **more})
 
     def event(self, step: int, text: str) -> None:
         """Something that happened after `step`: a line for people, and in the metrics for the report."""

@@ -57,7 +57,9 @@ def _hf_rows(folder: Path, spec: ModelSpec) -> Any:
     theirs = {row.name: row.shape for row in parameters(found)}
     wrong = next((name for name in ours if ours[name] != theirs.get(name)), None)
     if wrong is not None:
-        raise BadInput(f"model.init hf:{folder}: {wrong} is {theirs.get(wrong)} there and {ours[wrong]} in this run's model")
+        raise BadInput(
+            f"model.init hf:{folder}: {wrong} is {theirs.get(wrong)} there and {ours[wrong]} in this run's model"
+        )
     return reader.read_rows
 
 

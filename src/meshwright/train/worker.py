@@ -97,7 +97,12 @@ def guarded(work, folder: Path, rank: int) -> int:
         return _fail(str(error), error.exit_code, rank, folder)
     except (MemoryError, torch.OutOfMemoryError) as error:
         hint = "lower plan.micro_batch, set plan.recompute=selective or full, or add ranks"
-        return _fail(f"out of memory: {str(error).splitlines()[0] if str(error) else 'host'}; {hint}", EXIT_NO_RESOURCES, rank, folder)
+        return _fail(
+            f"out of memory: {str(error).splitlines()[0] if str(error) else 'host'}; {hint}",
+            EXIT_NO_RESOURCES,
+            rank,
+            folder,
+        )
     except Exception as error:
         if _is_communication(error):
             return _fail(f"communication failed: {str(error).splitlines()[0]}", EXIT_COMMUNICATION, rank, folder)
@@ -109,8 +114,8 @@ def _fail(message: str, code: int, rank: int, folder: Path) -> int:
     place = folder / "logs" / f"rank-{rank:05d}.log"
     log.error("rank %d: %s", rank, message)
     log.debug("%s", traceback.format_exc())
-    if rank == 0 or code not in (EXIT_COMMUNICATION,):
-        print(f"meshwright: {message}" + (f"\n  traceback in {place}" if code == EXIT_INTERNAL else ""), file=sys.stderr)
+    if rank == 0 or code != EXIT_COMMUNICATION:
+        sys.stderr.write(f"meshwright: {message}\n" + (f"  traceback in {place}\n" if code == EXIT_INTERNAL else ""))
     return code
 
 
