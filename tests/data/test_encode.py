@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from meshwright.data import encode
 from meshwright.data.corpus import Document
 from meshwright.data.encode import encode_documents
-from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_tokenizer
+from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer, parse_tokenizer, train_tokenizer
 from tests.data.conftest import story
 
 
@@ -44,6 +44,17 @@ def test_a_long_document_is_cut_without_changing_a_token(tokenizer_file: Path, m
     assert len(pieces) > 10 and "".join(piece.text for piece in pieces) == LONG
     (encoded,) = encode_documents([document(LONG)], tokenizer, "uint16", workers=2)
     assert encoded.tokens.tolist() == expected(tokenizer, LONG)
+
+
+def test_long_stretches_of_indented_lines_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a tokenizer that knows code, a line end and the indentation behind it are one token: cuts go before it."""
+    code = "def f():\n" + "".join(f"    the_fox = {i}\n\n        jumps(over)\n" for i in range(200))
+    tokenizer = parse_tokenizer(train_tokenizer([code], 300), "x")
+    monkeypatch.setattr(encode, "LONGEST_PIECE", 300)
+    pieces = [len(piece.text) for piece in encode._pieces_of([document(code)], tokenizer)]
+    assert max(pieces) < 400
+    (encoded,) = encode_documents([document(code)], tokenizer, "uint16", workers=2)
+    assert encoded.tokens.tolist() == expected(tokenizer, code)
 
 
 def test_a_tokenizer_to_which_a_cut_matters_gets_the_document_whole(monkeypatch: pytest.MonkeyPatch) -> None:

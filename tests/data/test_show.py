@@ -24,11 +24,11 @@ RUNNER = CliRunner()
 
 def test_show_names_the_samples_that_the_loader_reads(prepared: Path) -> None:
     source = open_data(DataSpec(mix={str(prepared): 1.0}), seq_len=24, seed=5)
-    shown = show_step(source, 2, global_batch=4, text=True)
+    shown = show_step(source, 3, global_batch=4, text=True)
     with Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4) as loader:
         steps = [next(loader)[0].tokens.tolist() for _ in range(3)]
     tokenizer = load_tokenizer(prepared / "train").tokenizer
-    assert shown["step"] == 2 and [sample["global_index"] for sample in shown["samples"]] == [8, 9, 10, 11]
+    assert shown["step"] == 3 and [sample["global_index"] for sample in shown["samples"]] == [8, 9, 10, 11]
     for sample, tokens in zip(shown["samples"], steps[2], strict=True):
         assert sample["text"] == tokenizer.decode(tokens, skip_special_tokens=False)
         assert sum(part["end"] - part["start"] for part in sample["documents"]) == sample["tokens"] == 24
@@ -39,19 +39,19 @@ def test_show_refuses_what_it_cannot_answer(prepared: Path, tmp_path: Path) -> N
     megatron.write(tmp_path / "foreign", [[[1, 2, 3, 4, 5]]], code=8)
     foreign = open_data(DataSpec(mix={str(tmp_path): 1.0}), seq_len=2, seed=0)
     with pytest.raises(BadInput, match="its tokenizer is not known"):
-        show_step(foreign, 0, 1, text=True)
-    with pytest.raises(BadInput, match="--step -1: expected 0 or more"):
-        show_step(foreign, -1, 1)
+        show_step(foreign, 1, 1, text=True)
+    with pytest.raises(BadInput, match="--step 0: expected 1 or more"):
+        show_step(foreign, 0, 1)
 
 
 def test_the_show_command_on_a_data_directory(prepared: Path) -> None:
-    words = ["show", str(prepared), "--step", "1", "--seq-len", "16", "--global-batch", "3", "--seed", "9"]
+    words = ["show", str(prepared), "--step", "2", "--seq-len", "16", "--global-batch", "3", "--seed", "9"]
     answer = RUNNER.invoke(data_command.app, [*words, "--json"])
     assert answer.exit_code == 0, answer.output
     source = open_data(DataSpec(mix={str(prepared): 1.0}), seq_len=16, seed=9)
-    assert json.loads(answer.stdout) == show_step(source, 1, 3)
+    assert json.loads(answer.stdout) == show_step(source, 2, 3)
     plain = RUNNER.invoke(data_command.app, words).stdout
-    assert plain.startswith("step 1\nsample 3 from ") and plain.count("sample") == 3
+    assert plain.startswith("step 2\nsample 3 from ") and plain.count("sample") == 3
     assert len(RUNNER.invoke(data_command.app, [*words, "--text"]).stdout) > len(plain)
 
 
@@ -69,7 +69,7 @@ def test_the_show_command_on_a_run_file_and_a_run_folder(prepared: Path, tmp_pat
         answer = RUNNER.invoke(data_command.app, ["show", str(target), "--step", "3", "--json"])
         assert answer.exit_code == 0, answer.exception
         assert json.loads(answer.stdout) == show_step(source, 3, 2)
-    refused = RUNNER.invoke(data_command.app, ["show", str(run), "--step", "0", "--seed", "1"])
+    refused = RUNNER.invoke(data_command.app, ["show", str(run), "--step", "1", "--seed", "1"])
     assert isinstance(refused.exception, BadInput) and "--seed: is for data directories" in str(refused.exception)
 
 

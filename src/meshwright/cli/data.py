@@ -117,9 +117,7 @@ def show_command(
         Path,
         typer.Argument(metavar="RUN.yaml|RUN_DIR|DATA_DIR", help="A run file, the folder of a run, or prepared data."),
     ],
-    step: Annotated[
-        int, typer.Option(min=0, help="Training step, counted from 0: step 0 is the one that metrics.jsonl numbers 1.")
-    ],
+    step: Annotated[int, typer.Option(min=1, help="Training step, counted from 1 as in metrics.jsonl.")],
     text: Annotated[bool, typer.Option("--text", help="Also decode each sample's tokens.")] = False,
     seq_len: Annotated[
         int | None,

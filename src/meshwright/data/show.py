@@ -13,13 +13,13 @@ from meshwright.spec.errors import BadInput
 def show_step(source: DataSource, step: int, global_batch: int, text: bool = False) -> dict[str, Any]:
     """`{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
 
-    Steps count from 0: step N reads samples N * global_batch to (N + 1) * global_batch - 1. `start` and `end` are
+    Steps count from 1, as in metrics.jsonl: step N reads samples (N - 1) * global_batch to N * global_batch - 1. `start` and `end` are
     tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
-    its decoded `text`. Raises BadInput for a negative step, or when text is asked of data whose tokenizer is not known.
+    its decoded `text`. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
     """
-    if step < 0:
-        raise BadInput(f"--step {step}: expected 0 or more; steps count from 0")
-    indices = range(step * global_batch, (step + 1) * global_batch)
+    if step < 1:
+        raise BadInput(f"--step {step}: expected 1 or more; steps count from 1")
+    indices = range((step - 1) * global_batch, step * global_batch)
     samples = [source.describe(index) for index in indices]
     if text:
         for sample, decoded in zip(samples, _decode(source, indices), strict=True):

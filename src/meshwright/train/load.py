@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.models.decoder import Decoder
-from meshwright.spec.errors import BadInput
 from meshwright.spec.load import load_resolved
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -20,24 +20,18 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Decode
 
     Raises BadInput when it is none of these, and Damaged when a checkpoint does not match its manifest.
     """
-    if (folder / "checkpoints").is_dir():
-        newest = CheckpointStore(folder / "checkpoints").newest_good()
-        if newest is None:
-            raise BadInput(f"{folder} has no complete checkpoint yet")
-        folder = newest
-    if (folder / "COMMITTED").exists():
-        spec: ModelSpec = load_resolved(folder / "config.yaml").model
-        reader = CheckpointReader(folder)
-        return _filled(spec, lambda row: reader.read(f"model.{row.name}"), device, dtype)
     if (folder / "config.json").exists():
         spec, weights = import_hf(folder)
         return _filled(spec, weights.read, device, dtype)
-    raise BadInput(
-        f"{folder} is neither a run folder, a checkpoint (step-NNNNNNNN), nor a Hugging Face folder (config.json)"
-    )
+    checkpoint = newest_checkpoint(folder)
+    trained = load_resolved(checkpoint / "config.yaml").model
+    with CheckpointReader(checkpoint) as reader:
+        return _filled(trained, lambda row: reader.read(f"model.{row.name}"), device, dtype)
 
 
-def _filled(spec: ModelSpec, read, device: torch.device, dtype: torch.dtype) -> Decoder:
+def _filled(
+    spec: ModelSpec, read: Callable[[ParameterSpec], torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> Decoder:
     with torch.device("meta"):
         model = Decoder(spec)
     model = model.to(dtype).to_empty(device=device)

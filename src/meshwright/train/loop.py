@@ -106,6 +106,8 @@ def _one_step(
 
 
 def _read(session: Session, figures: FigureReader, reporter: Reporter) -> None:
+    """Catch up with the device, so that every launched step is reported."""
+    session.recorder.wait()
     for record in figures.drain():
         _report(session, reporter, record)
 

@@ -54,6 +54,7 @@ def open_session(assignment: Assignment, world: World) -> Session:
     mesh = build_mesh(plan, world)
     model = build_model(run.model, plan, mesh, loss_chunk=run.train.loss_chunk, seed=run.seed)
     data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
+    recorder = StepRecorder(world.device, world.rank)
     session = Session(
         run=run,
         plan=plan,
@@ -62,10 +63,10 @@ def open_session(assignment: Assignment, world: World) -> Session:
         mesh=mesh,
         model=model,
         optimizer=AdamW(model, run.model, run.train),
-        store=CheckpointStore(folder / "checkpoints", group=world.control),
+        store=CheckpointStore(folder / "checkpoints", group=world.control, recorder=recorder),
         data=data,
         held_out=_held_out(run, mesh),
-        recorder=StepRecorder(world.device, world.rank),
+        recorder=recorder,
         profile=assignment.profile,
     )
     if not _resume(session):

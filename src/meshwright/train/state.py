@@ -5,6 +5,8 @@ Learning rate and data order are functions of the step, and nothing is drawn at 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,16 @@ from torch import nn
 
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.apply import local_rows
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+
+log = logging.getLogger("meshwright")
+
+ReadRows = Callable[[ParameterSpec, int, int], torch.Tensor]
+"""Rows [first, last) of dimension 0 of a parameter."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,19 +48,26 @@ def load_initial(model: nn.Module, spec: ModelSpec, init: str) -> None:
     Raises BadInput when the folder's weights are not this model's.
     """
     kind, _, folder = init.partition(":")
-    if kind == "scratch":
-        return
-    read_rows = _hf_rows(Path(folder), spec) if kind == "hf" else _checkpoint_rows(Path(folder))
+    if kind == "hf":
+        _fill(model, spec, _hf_rows(Path(folder), spec))
+    elif kind == "checkpoint":
+        with CheckpointReader(newest_checkpoint(Path(folder), contents=False)) as reader:
+            _fill(model, spec, lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, spec: ModelSpec, read_rows: ReadRows) -> None:
     rows = {row.name: row for row in parameters(spec)}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            part, first = local_rows(parameter)
-            if part.numel():
-                part.copy_(read_rows(rows[name], first, first + part.shape[0]))
+    for name, parameter in model.named_parameters():
+        part, first = local_rows(parameter)
+        if part.numel():
+            part.copy_(read_rows(rows[name], first, first + part.shape[0]))
 
 
-def _hf_rows(folder: Path, spec: ModelSpec) -> Any:
+def _hf_rows(folder: Path, spec: ModelSpec) -> ReadRows:
     found, reader = import_hf(folder)
+    for note in reader.notes:
+        log.warning("%s: %s", folder, note)
     ours = {row.name: row.shape for row in parameters(spec)}
     theirs = {row.name: row.shape for row in parameters(found)}
     wrong = next((name for name in ours if ours[name] != theirs.get(name)), None)
@@ -61,8 +76,3 @@ def _hf_rows(folder: Path, spec: ModelSpec) -> Any:
             f"model.init hf:{folder}: {wrong} is {theirs.get(wrong)} there and {ours[wrong]} in this run's model"
         )
     return reader.read_rows
-
-
-def _checkpoint_rows(folder: Path) -> Any:
-    reader = CheckpointReader(folder)
-    return lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last)

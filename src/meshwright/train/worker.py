@@ -12,7 +12,9 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -61,6 +63,7 @@ def run_rank(assignment: Assignment, world: World, stop: StopRequest) -> None:
     """Train on this rank of a joined job; rank 0 writes metrics, summary and report."""
     folder = Path(assignment.folder)
     log_to(folder, world.rank)
+    started = time.perf_counter()
     session = open_session(assignment, world)
     with Reporter.open(session) as reporter:
         if session.step >= session.run.train.steps:
@@ -69,15 +72,15 @@ def run_rank(assignment: Assignment, world: World, stop: StopRequest) -> None:
         try:
             last = train(session, reporter, stop)
             if world.leads:
-                _write_summary(session, last)
+                _write_summary(session, last, time.perf_counter() - started)
         finally:
             reporter.close()
             if world.leads:
                 write_report(folder)
 
 
-def _write_summary(session: Session, last: Evaluation | None) -> None:
-    summary = {"steps": session.step, "tokens": session.tokens}
+def _write_summary(session: Session, last: Evaluation | None, wall_seconds: float) -> None:
+    summary = {"steps": session.step, "tokens": session.tokens, "wall_seconds": wall_seconds}
     if last is not None and session.held_out is not None:
         summary |= {
             "held_out_loss": last.loss,
@@ -89,7 +92,7 @@ def _write_summary(session: Session, last: Evaluation | None) -> None:
     (session.folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
 
-def guarded(work, folder: Path, rank: int) -> int:
+def guarded(work: Callable[[], None], folder: Path, rank: int) -> int:
     """Run `work` and turn what it raises into an exit code and a message on stderr; tracebacks go to the rank's log."""
     try:
         work()
