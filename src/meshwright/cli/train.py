@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from meshwright.cli.options import Runs, Words, load
 from meshwright.spec.errors import BadInput
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import Assignment, RunSpec
 
 ProfileSteps = Annotated[
     str | None,
@@ -49,8 +49,9 @@ def train(
 
     run = load(words, runs)
     steps = parse_steps(profile_steps)
-    code = join_ranks(run, runs, fresh, steps) if started_by_launcher() else start_ranks(run, runs, fresh, steps)
-    if code:
+    if started_by_launcher():
+        join_ranks(run, runs, fresh, steps)
+    elif code := start_ranks(run, runs, fresh, steps):
         sys.exit(code)
 
 
@@ -67,25 +68,27 @@ def start_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] 
         )
     prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say)
     announce(prepared.assignment, prepared.resumes)
-    ranks = run.cluster.ranks
-    threads = (
-        max(1, (os.cpu_count() or 1) // ranks) if run.cluster.is_cpu else max(1, min(8, (os.cpu_count() or 1) // ranks))
-    )
     return run_ranks(
         "meshwright.train.worker",
         [str(prepared.folder / "assignment.json")],
-        ranks=ranks,
+        ranks=run.cluster.ranks,
         logs=prepared.folder / "logs",
-        threads=threads,
+        threads=_threads(run),
     )
 
 
-def join_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None) -> int:
-    """Be one rank of a job that a launcher started; rank 0 prepares the run for all."""
+def _threads(run: RunSpec) -> int:
+    """Processor threads of one rank: its share of the host, of which a rank that computes on a GPU needs only a few."""
+    share = max(1, (os.cpu_count() or 1) // run.cluster.gpus_per_node)
+    return share if run.cluster.is_cpu else min(8, share)
+
+
+def join_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None) -> NoReturn:
+    """Be one rank of a job that a launcher started, and end the process with its code; rank 0 prepares the run for all."""
     from meshwright.parallel.world import Place, join
     from meshwright.train.join import agreed_assignment
     from meshwright.train.stop import StopRequest
-    from meshwright.train.worker import guarded, run_rank
+    from meshwright.train.worker import end_process, guarded, log_to, run_rank
 
     place = Place.from_environment()
     stop = StopRequest()
@@ -100,13 +103,14 @@ def join_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] |
         )
         if world.leads:
             announce(assignment, resumes=False)
+        log_to(Path(assignment.folder), world.rank)
         run_rank(assignment, world, stop)
         world.leave()
 
-    return guarded(work, runs / run.name, place.rank)
+    end_process(guarded(work, runs / run.name, place.rank))
 
 
-def announce(assignment, resumes: bool) -> None:
+def announce(assignment: Assignment, resumes: bool) -> None:
     """What is about to run, before any rank starts."""
     from meshwright.spec.model import flops_per_token, parameter_count
 

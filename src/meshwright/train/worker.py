@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,17 @@ def main() -> None:
     """Entry of a locally launched rank."""
     _die_with_parent()
     assignment = Assignment.read(Path(sys.argv[1]))
+    folder, rank = Path(assignment.folder), Place.from_environment().rank
+    log_to(folder, rank)
     stop = StopRequest()
     stop.listen()
-    code = guarded(lambda: _joined(assignment, stop), Path(assignment.folder), Place.from_environment().rank)
+    end_process(guarded(lambda: _joined(assignment, stop), folder, rank))
+
+
+def end_process(code: int) -> NoReturn:
+    """Leave at once: a rank whose peers are gone must not wait for them in the communicators' destructors."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # A rank whose peers are gone must not wait for them in the communicators' destructors.
     os._exit(code)
 
 
@@ -62,7 +68,6 @@ def _joined(assignment: Assignment, stop: StopRequest) -> None:
 def run_rank(assignment: Assignment, world: World, stop: StopRequest) -> None:
     """Train on this rank of a joined job; rank 0 writes metrics, summary and report."""
     folder = Path(assignment.folder)
-    log_to(folder, world.rank)
     started = time.perf_counter()
     session = open_session(assignment, world)
     with Reporter.open(session) as reporter:
