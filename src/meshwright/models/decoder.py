@@ -15,6 +15,7 @@ from meshwright.kernels.attention import AttentionMask, attention, make_mask
 from meshwright.kernels.loss import linear_cross_entropy
 from meshwright.kernels.norm import layer_norm, rms_norm
 from meshwright.kernels.rope import Tables, rotary_tables, rotate
+from meshwright.kernels.swiglu import swiglu
 from meshwright.models.check import check_dimensions
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
@@ -90,7 +91,7 @@ class Block(nn.Module):
         self.attention = Attention(spec, plain)
         if not spec.parallel_block:
             self.mlp_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
-        self.mlp = GatedMLP(spec) if spec.mlp == "swiglu" else MLP(spec)
+        self.mlp = GatedMLP(spec, plain) if spec.mlp == "swiglu" else MLP(spec)
 
     def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
         """x `(batch, seq, hidden)` and what all blocks share: the rotary tables and the attention mask."""
@@ -127,16 +128,16 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate) · up) (Shazeer 2020)."""
+    """SwiGLU: down(silu(gate) · up)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
+        self.plain = plain
         self.gate_up = nn.Linear(spec.hidden, 2 * spec.ffn_hidden, bias=spec.bias)
         self.down = nn.Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x), plain=self.plain))
 
 
 class MLP(nn.Module):

@@ -1,0 +1,81 @@
+"""The Triton kernels of `swiglu`; imported only where there is a CUDA device, as CPU builds of torch come without Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+"""Elements one program handles: enough loads in flight to keep the memory busy."""
+
+
+@torch.library.custom_op("meshwright::swiglu", mutates_args=())
+def fused_swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up; see `kernels.swiglu`."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    count = out.numel()
+    _forward[(triton.cdiv(count, BLOCK),)](gate_up.contiguous(), out, count, width, BLOCK, num_warps=8)
+    return out
+
+
+@torch.library.custom_op("meshwright::swiglu_backward", mutates_args=())
+def fused_swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of `gate_up` from that of the output."""
+    out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    count = grad.numel()
+    grid = (triton.cdiv(count, BLOCK),)
+    _backward[grid](gate_up.contiguous(), grad.contiguous(), out, count, gate_up.shape[-1] // 2, BLOCK, num_warps=8)
+    return out
+
+
+@fused_swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@fused_swiglu_backward.register_fake
+def _(gate_up: Tensor, grad: Tensor) -> Tensor:
+    del grad
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(inputs[0])
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+    return fused_swiglu_backward(ctx.saved_tensors[0], grad)
+
+
+fused_swiglu.register_autograd(_differentiate, setup_context=_keep)
+
+
+@triton.jit
+def _forward(gate_up, out, count, width: tl.constexpr, block: tl.constexpr) -> None:
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = index < count
+    place = index // width * (2 * width) + index % width
+    gate = tl.load(gate_up + place, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + place + width, mask=inside).to(tl.float32)
+    tl.store(out + index, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(gate_up, grad, out, count, width: tl.constexpr, block: tl.constexpr) -> None:
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = index < count
+    place = index // width * (2 * width) + index % width
+    gate = tl.load(gate_up + place, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + place + width, mask=inside).to(tl.float32)
+    slope = tl.load(grad + index, mask=inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    gate_grad = slope * up * (sigmoid + silu * (1 - sigmoid))
+    tl.store(out + place, gate_grad.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place + width, (slope * silu).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.kernels.swiglu import swiglu
+
+
+def gradient(x: torch.Tensor, slope: torch.Tensor, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = swiglu(x, **options)
+    y.backward(slope)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def test_the_first_half_is_the_gate() -> None:
+    x = torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(swiglu(x), F.silu(x[:, :4]) * x[:, 4:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 4e-3), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("shape", [(2, 100, 2 * 344), (5, 2 * 3), (1, 2 * 14336)])
+def test_the_kernel_equals_the_plain_twin(shape: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
+    x = torch.randn(shape, device="cuda", dtype=dtype) * 3
+    slope = torch.randn(*shape[:-1], shape[-1] // 2, device="cuda", dtype=dtype)
+    fast = gradient(x, slope)
+    true = gradient(x.double(), slope.double(), plain=True)
+    for ours, theirs in zip(fast, true, strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < bound
+
+
+@pytest.mark.gpu
+def test_it_compiles_into_one_graph() -> None:
+    weight = torch.randn(64, 32, device="cuda", requires_grad=True)
+    x = torch.randn(16, 32, device="cuda")
+    compiled = torch.compile(lambda a: swiglu(F.linear(a, weight)).square().sum(), fullgraph=True)
+    loss = compiled(x)
+    loss.backward()
+    assert weight.grad is not None
+    ours, weight.grad = weight.grad, None
+    swiglu(F.linear(x, weight), plain=True).square().sum().backward()
+    torch.testing.assert_close(ours, weight.grad, rtol=1e-3, atol=1e-3)
