@@ -1,0 +1,131 @@
+"""The one vocabulary of schedules: what a pipeline rank does next.
+
+Three readers share it: the simulator times an action, the executor runs it, the timeline draws it. An action has a short
+printed form (`F3.2` is the forward of stage 3 for micro-batch 2), used in messages, tests and pictures:
+
+    F3.2 B3.2 I3.2 W3.2 E3.2   forward, backward, backward for inputs, backward for weights, forward without backward
+    F3.2/1                     the same for unit 1 of the stage
+    SA3.2>4  RA4.2<3           send and receive an activation; SG3.2>2 RG2.2<3 a gradient
+    U3/1 D3/1 G3/1             gather a unit's parameters, drop them, reduce its gradients
+    N O                        gradient norm over all ranks, optimizer
+    F3.2&B4.0                  a forward and a backward that run into each other
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from meshwright.spec.errors import BadInput
+
+Kind = Literal[
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "forward_only",
+    "send",
+    "recv",
+    "unshard",
+    "reshard",
+    "reduce_grad",
+    "norm_barrier",
+    "optim",
+    "overlap",
+]
+Payload = Literal["activation", "gradient"]
+
+LETTERS: dict[Kind, str] = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+    "forward_only": "E",
+    "send": "S",
+    "recv": "R",
+    "unshard": "U",
+    "reshard": "D",
+    "reduce_grad": "G",
+    "norm_barrier": "N",
+    "optim": "O",
+}
+"""The letter an action's printed form starts with; an overlap prints its pair."""
+KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
+COMPUTE = frozenset[Kind](("forward", "backward", "backward_input", "backward_weight", "forward_only", "overlap"))
+"""Kinds that occupy the device's compute."""
+FORWARD = frozenset[Kind](("forward", "forward_only"))
+"""Kinds that turn a stage's input into its output."""
+GRADIENT = frozenset[Kind](("backward", "backward_input"))
+"""Kinds that turn the gradient of a stage's output into that of its input."""
+
+_COMPUTE_FORM = re.compile(r"([FBIWE])(\d+)\.(\d+)(?:/(\d+))?")
+_TRANSFER_FORM = re.compile(r"([SR])([AG])(\d+)\.(\d+)([<>])(\d+)")
+_UNIT_FORM = re.compile(r"([UDG])(\d+)/(\d+)")
+_PAYLOADS: dict[str, Payload] = {"A": "activation", "G": "gradient"}
+
+
+class Action(NamedTuple):
+    """One thing a pipeline rank does.
+
+    `stage` is a virtual stage numbered over the whole pipeline; -1 for what concerns the whole rank. `unit` is an FSDP
+    unit inside the stage, or None for the stage as a whole. `peer` is the stage at the other end of a transfer. An
+    overlap holds its forward and its backward in `pair` and takes its own stage and micro-batch from neither.
+    """
+
+    kind: Kind
+    stage: int = -1
+    micro_batch: int = -1
+    unit: int | None = None
+    peer: int = -1
+    payload: Payload | None = None
+    pair: tuple[Action, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The pair of an overlap, or the action alone."""
+        return self.pair or (self,)
+
+    def __str__(self) -> str:
+        if self.kind == "overlap":
+            return "&".join(map(str, self.pair))
+        letter = LETTERS[self.kind]
+        if self.kind in ("norm_barrier", "optim"):
+            return letter
+        if self.kind in ("unshard", "reshard", "reduce_grad"):
+            return f"{letter}{self.stage}/{self.unit}"
+        if self.payload is not None:
+            arrow = ">" if self.kind == "send" else "<"
+            return f"{letter}{self.payload[0].upper()}{self.stage}.{self.micro_batch}{arrow}{self.peer}"
+        unit = "" if self.unit is None else f"/{self.unit}"
+        return f"{letter}{self.stage}.{self.micro_batch}{unit}"
+
+
+def overlap(forward: Action, backward: Action) -> Action:
+    """A forward and a backward of different micro-batches that run at the same time on one rank."""
+    return Action("overlap", pair=(forward, backward))
+
+
+def parse(text: str) -> Action:
+    """The action a printed form names; BadInput when it names none."""
+    if "&" in text:
+        forward, _, backward = text.partition("&")
+        return overlap(parse(forward), parse(backward))
+    if text in ("N", "O"):
+        return Action(KINDS[text])
+    if found := _COMPUTE_FORM.fullmatch(text):
+        letter, stage, micro_batch, unit = found.groups()
+        return Action(KINDS[letter], int(stage), int(micro_batch), None if unit is None else int(unit))
+    if found := _UNIT_FORM.fullmatch(text):
+        letter, stage, unit = found.groups()
+        return Action(KINDS[letter], int(stage), unit=int(unit))
+    found = _TRANSFER_FORM.fullmatch(text)
+    if found and (found[1] == "S") == (found[5] == ">"):
+        return Action(KINDS[found[1]], int(found[3]), int(found[4]), peer=int(found[6]), payload=_PAYLOADS[found[2]])
+    raise BadInput(
+        f"{text!r} is no action; expected a form such as F3.2, B3.2/1, SA3.2>4, RG2.2<3, U3/1, N, O or F3.2&B4.0"
+    )
+
+
+def parse_all(text: str) -> tuple[Action, ...]:
+    """Actions printed one after another, apart by white space."""
+    return tuple(parse(word) for word in text.split())

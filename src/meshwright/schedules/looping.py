@@ -1,0 +1,60 @@
+"""Schedules with several stages on each rank, dealt round: interleaved 1F1B, and breadth-first with the forward-only pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from meshwright.schedules.action import Action, Kind
+from meshwright.schedules.phrases import warm_then_alternate
+from meshwright.schedules.schedule import Placement, Schedule, evaluated, looped, trained
+
+
+def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Schedule:
+    """1F1B over smaller stages: a group of micro-batches visits the rank's stages in turn (Narayanan et al., arXiv 2104.04473 §2.2).
+
+    The paper asks for micro-batches in groups of `ranks`. Where they do not divide, groups are as even as can be and
+    none smaller than `ranks` (one group when there are fewer micro-batches than ranks).
+    """
+    groups = groups_of(ranks, micro_batches)
+    placement = looped(ranks, stages_per_rank)
+    compute = []
+    for rank, stages in enumerate(placement):
+        forwards = [Action("forward", stage, one) for group in groups for stage in stages for one in group]
+        backwards = [Action("backward", stage, one) for group in groups for stage in stages[::-1] for one in group]
+        warm_up = min(len(forwards), 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * len(groups[0]))
+        compute.append(warm_then_alternate(forwards, backwards, warm_up))
+    return trained("interleaved", micro_batches, placement, compute)
+
+
+def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
+    """Every micro-batch through one stage before the next: layered accumulation (Lamy-Poirier, arXiv 2106.02679, 2211.05953).
+
+    Parameters of a stage are wanted once for each direction and its gradient is complete after one stretch, so they are
+    gathered and reduced once a step. With a stage for every layer it is the modular pipeline; with one rank, layered
+    gradient accumulation alone. All micro-batches are alive at the turn.
+    """
+    placement = looped(ranks, stages_per_rank)
+    compute = [
+        _sweep("forward", stages, micro_batches) + _sweep("backward", stages[::-1], micro_batches)
+        for stages in placement
+    ]
+    return trained("breadth_first", micro_batches, placement, compute)
+
+
+def forward_only(placement: Placement, micro_batches: int) -> Schedule:
+    """A pass without backward, for validation and inference, on the placement of any schedule."""
+    compute = [_sweep("forward_only", stages, micro_batches) for stages in placement]
+    return evaluated("forward_only", micro_batches, placement, compute)
+
+
+def groups_of(ranks: int, micro_batches: int) -> list[range]:
+    """Micro-batches cut into runs of at least `ranks`, as even as can be, the longer ones first."""
+    count = max(1, micro_batches // ranks)
+    size, longer = divmod(micro_batches, count)
+    starts = [index * size + min(index, longer) for index in range(count + 1)]
+    return [range(first, last) for first, last in pairwise(starts)]
+
+
+def _sweep(kind: Kind, stages: Sequence[int], micro_batches: int) -> list[Action]:
+    return [Action(kind, stage, micro_batch) for stage in stages for micro_batch in range(micro_batches)]

@@ -1,0 +1,49 @@
+"""Schedules with one stage on each rank: GPipe, 1F1B, and ZB-H1, which splits the backward."""
+
+from __future__ import annotations
+
+from meshwright.schedules.action import Action
+from meshwright.schedules.phrases import Row, warm_then_alternate
+from meshwright.schedules.schedule import Schedule, looped, trained
+
+
+def gpipe(ranks: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
+    return _alternating("gpipe", ranks, micro_batches, [micro_batches] * ranks)
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+    """As many forwards as it takes for the first gradient to come back, then one forward and one backward in turn.
+
+    The same bubble as GPipe with at most `ranks` micro-batches alive (Narayanan et al., arXiv 2006.09503, PipeDream-Flush).
+    """
+    return _alternating("1f1b", ranks, micro_batches, [min(micro_batches, ranks - 1 - rank) for rank in range(ranks)])
+
+
+def zb_h1(ranks: int, micro_batches: int) -> Schedule:
+    """1F1B with the backward split; rank r does the weight half r micro-batches late (Qi et al., arXiv 2401.10241 §2.1).
+
+    A gradient travels up after the input half alone, and the weight halves saved up fill what the last ranks would idle
+    through. Rank r holds r micro-batches more than under 1F1B, so that every rank holds what rank 0 does.
+    """
+    compute = []
+    for rank in range(ranks):
+        row = Row([rank])
+        warm_up = min(micro_batches, ranks - 1 - rank)
+        row.write("F0", warm_up)
+        for done in range(micro_batches):
+            row.write("F0", warm_up + done < micro_batches)
+            row.write("I0")
+            row.write("W", done >= rank)
+        row.write_owed()
+        compute.append(row.actions)
+    return trained("zb_h1", micro_batches, looped(ranks), compute)
+
+
+def _alternating(name: str, ranks: int, micro_batches: int, warm_up: list[int]) -> Schedule:
+    compute = []
+    for rank in range(ranks):
+        forwards = [Action("forward", rank, micro_batch) for micro_batch in range(micro_batches)]
+        backwards = [Action("backward", rank, micro_batch) for micro_batch in range(micro_batches)]
+        compute.append(warm_then_alternate(forwards, backwards, warm_up[rank]))
+    return trained(name, micro_batches, looped(ranks), compute)

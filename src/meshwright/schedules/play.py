@@ -1,0 +1,179 @@
+"""A schedule played without clocks, under the rules that real sends and receives follow.
+
+Each rank's host issues its actions in order. A channel (an ordered pair of ranks) matches its k-th send with its k-th
+receive, whatever they carry, as an NCCL communicator does. Compute waits for its input; a host may run only so many sends
+ahead of their receives before it stands still; and what a rank computes must already have what it needs from that rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from meshwright.schedules.action import COMPUTE, FORWARD, Action
+from meshwright.schedules.schedule import Schedule
+from meshwright.spec.errors import BadInput
+
+
+@dataclass
+class Channel:
+    """Messages from one rank to another: sends and receives issued and not yet matched, oldest first."""
+
+    sends: deque[Action] = field(default_factory=deque)
+    receives: deque[Action] = field(default_factory=deque)
+
+
+class Play:
+    """All ranks, each as far in its list as it can get."""
+
+    def __init__(self, schedule: Schedule, sends_ahead: int | None) -> None:
+        self.schedule = schedule
+        self.sends_ahead = sends_ahead
+        self.rank_of = schedule.rank_of
+        self.last_unit = [count - 1 for count in schedule.units or (1,) * schedule.stages]
+        self.places = [0] * schedule.ranks
+        self.done: set[tuple[str, int, int, int]] = set()
+        self.arrived: set[tuple[int, int, int]] = set()
+        self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+        self.gathered: set[tuple[int, int]] = set()
+        self.unreduced: set[tuple[int, int]] = set()
+        kinds = {action.kind for actions in schedule.actions for action in actions}
+        self.gathers, self.reduces = "unshard" in kinds, "reduce_grad" in kinds
+
+    def run(self) -> None:
+        """Play to the end; BadInput when ranks stand still, messages do not match, or an action lacks what it needs."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in enumerate(self.schedule.actions):
+                while self.places[rank] < len(actions) and self._step(rank, actions[self.places[rank]]):
+                    self.places[rank] += 1
+                    moved = True
+        rows = enumerate(zip(self.places, self.schedule.actions, strict=True))
+        stuck = [f"rank {rank} at {row[place]}" for rank, (place, row) in rows if place < len(row)]
+        if stuck:
+            self._wrong(f"deadlock: {', '.join(stuck)}")
+        for (source, target), channel in self.channels.items():
+            for left in (*channel.sends, *channel.receives):
+                self._wrong(f"{left} between ranks {source} and {target} has no counterpart")
+
+    def _step(self, rank: int, action: Action) -> bool:
+        """Issue `action` if it can be issued now; False when the rank has to wait."""
+        if action.kind in COMPUTE:
+            return self._compute(rank, action)
+        if action.kind == "send":
+            return self._send(rank, action)
+        if action.kind == "recv":
+            self._receive(rank, action)
+        elif action.kind == "norm_barrier":
+            self._close(rank)
+        elif action.kind != "optim":
+            self._unit(rank, action)
+        return True
+
+    def _compute(self, rank: int, action: Action) -> bool:
+        if not all(self._arrived(rank, part) for part in action.parts):
+            return False
+        for part in action.parts:
+            self._need(rank, part)
+        for part in action.parts:
+            where = part.stage, part.micro_batch, part.unit or 0
+            if part.kind in FORWARD:
+                self.done.add(("forward", *where))
+            if part.kind in ("backward", "backward_input"):
+                self.done.add(("gradient", *where))
+            if part.kind in ("backward", "backward_weight"):
+                self.unreduced.add((part.stage, part.unit or 0))
+        return True
+
+    def _arrived(self, rank: int, part: Action) -> bool:
+        """Whether the message `part` consumes, if any, is there."""
+        source = self._source(part)
+        return source is None or self.rank_of[source] == rank or (part.stage, source, part.micro_batch) in self.arrived
+
+    def _source(self, part: Action) -> int | None:
+        """The stage whose output or gradient `part` consumes, when it is another one."""
+        unit = part.unit or 0
+        if part.kind in FORWARD and unit == 0 and part.stage > 0:
+            return part.stage - 1
+        if part.kind in ("backward", "backward_input") and unit == self.last_unit[part.stage]:
+            return part.stage + 1 if part.stage + 1 < len(self.rank_of) else None
+        return None
+
+    def _need(self, rank: int, part: Action) -> None:
+        """What `part` needs from its own rank must be there, for compute on one rank runs in order."""
+        stage, micro_batch, unit = part.stage, part.micro_batch, part.unit or 0
+        source = self._source(part)
+        needs: list[tuple[str, int, int, int]] = []
+        if part.kind in FORWARD:
+            if unit > 0:
+                needs.append(("forward", stage, micro_batch, unit - 1))
+            elif source is not None and self.rank_of[source] == rank:
+                needs.append(("forward", source, micro_batch, self.last_unit[source]))
+        elif part.kind == "backward_weight":
+            needs.append(("gradient", stage, micro_batch, unit))
+        else:
+            needs.append(("forward", stage, micro_batch, unit))
+            if unit < self.last_unit[stage]:
+                needs.append(("gradient", stage, micro_batch, unit + 1))
+            elif source is not None and self.rank_of[source] == rank:
+                needs.append(("gradient", source, micro_batch, 0))
+        for what, *where in needs:
+            if (what, *where) not in self.done:
+                self._wrong(f"rank {rank} runs {part} before the {what} of stage {where[0]} for it is done")
+        if self.gathers and part.kind != "backward_weight" and (stage, unit) not in self.gathered:
+            self._wrong(f"rank {rank} runs {part} while its parameters are not gathered")
+
+    def _send(self, rank: int, action: Action) -> bool:
+        channel = self.channels[rank, self.rank_of[action.peer]]
+        full = self.sends_ahead is not None and len(channel.sends) >= self.sends_ahead
+        if full and not channel.receives:
+            return False
+        what, unit = ("forward", self.last_unit[action.stage]) if action.payload == "activation" else ("gradient", 0)
+        if (what, action.stage, action.micro_batch, unit) not in self.done:
+            self._wrong(f"rank {rank} issues {action} before its payload is computed")
+        channel.sends.append(action)
+        self._match(rank, self.rank_of[action.peer])
+        return True
+
+    def _receive(self, rank: int, action: Action) -> None:
+        source = self.rank_of[action.peer]
+        self.channels[source, rank].receives.append(action)
+        self._match(source, rank)
+
+    def _match(self, source: int, target: int) -> None:
+        channel = self.channels[source, target]
+        while channel.sends and channel.receives:
+            send, receive = channel.sends.popleft(), channel.receives.popleft()
+            expected = send._replace(kind="recv", stage=send.peer, peer=send.stage)
+            if receive != expected:
+                self._wrong(f"rank {source} sends {send} where rank {target} expects {receive}")
+            self.arrived.add((receive.stage, receive.peer, receive.micro_batch))
+
+    def _unit(self, rank: int, action: Action) -> None:
+        """Gather, drop, or reduce one unit of the rank."""
+        unit = action.stage, action.unit or 0
+        if action.kind == "reduce_grad":
+            self.unreduced.discard(unit)
+        elif (action.kind == "unshard") == (unit in self.gathered):
+            self._wrong(
+                f"rank {rank} issues {action} while the unit is {'' if unit in self.gathered else 'not '}gathered"
+            )
+        self.gathered ^= {unit} if action.kind in ("unshard", "reshard") else set()
+
+    def _close(self, rank: int) -> None:
+        mine = set(self.schedule.placement[rank])
+        for stage, unit in sorted(self.gathered):
+            if stage in mine:
+                self._wrong(
+                    f"rank {rank} reaches the optimizer with the parameters of stage {stage}, unit {unit} gathered"
+                )
+        for stage, unit in sorted(self.unreduced):
+            if stage in mine and self.reduces:
+                self._wrong(
+                    f"rank {rank} reaches the optimizer with gradients of stage {stage}, unit {unit} not reduced"
+                )
+
+    def _wrong(self, what: str) -> NoReturn:
+        raise BadInput(f"schedule {self.schedule.name}: {what}")

@@ -1,0 +1,122 @@
+"""Every schedule by name, with what it asks for and what it costs in memory. Adding one is a function and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.schedules.looping import breadth_first, groups_of, interleaved
+from meshwright.schedules.one_stage import gpipe, one_f_one_b, zb_h1
+from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.vee import dualpipe_v, zbv
+from meshwright.spec.errors import BadInput, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One schedule: how to make it, for which sizes, and the published bound of its memory.
+
+    `build` takes (ranks, micro-batches, stages per rank); `in_flight` takes (ranks, rank, micro-batches, stages per rank)
+    and bounds how many stage forwards the rank holds at once. `micro_batches_per_rank` is the least number of
+    micro-batches divided by ranks, 0 where any number will do.
+    """
+
+    build: Callable[[int, int, int], Schedule]
+    in_flight: Callable[[int, int, int, int], int]
+    stages_per_rank: range
+    micro_batches_per_rank: int = 0
+    splits_backward: bool = False
+
+
+ANY = range(1, 1 << 20)
+ONE = range(1, 2)
+TWO = range(2, 3)
+
+SCHEDULES: dict[str, Entry] = {
+    "gpipe": Entry(
+        build=lambda ranks, micro_batches, _: gpipe(ranks, micro_batches),
+        in_flight=lambda ranks, rank, micro_batches, _: micro_batches,
+        stages_per_rank=ONE,
+    ),
+    "1f1b": Entry(
+        build=lambda ranks, micro_batches, _: one_f_one_b(ranks, micro_batches),
+        in_flight=lambda ranks, rank, micro_batches, _: min(micro_batches, ranks - rank),
+        stages_per_rank=ONE,
+    ),
+    "interleaved": Entry(
+        build=interleaved,
+        in_flight=lambda ranks, rank, micro_batches, stages: min(
+            micro_batches * stages, 2 * (ranks - 1 - rank) + (stages - 1) * len(groups_of(ranks, micro_batches)[0]) + 1
+        ),
+        stages_per_rank=ANY[1:],
+    ),
+    "zb_h1": Entry(
+        build=lambda ranks, micro_batches, _: zb_h1(ranks, micro_batches),
+        in_flight=lambda ranks, rank, micro_batches, _: min(micro_batches, ranks),
+        stages_per_rank=ONE,
+        splits_backward=True,
+    ),
+    "zbv": Entry(
+        build=lambda ranks, micro_batches, _: zbv(ranks, micro_batches),
+        in_flight=lambda ranks, rank, micro_batches, _: 2 * min(micro_batches, ranks),
+        stages_per_rank=TWO,
+        splits_backward=True,
+    ),
+    "dualpipe_v": Entry(
+        build=lambda ranks, micro_batches, _: dualpipe_v(ranks, micro_batches),
+        in_flight=lambda ranks, rank, micro_batches, _: 2 * ranks + 1,
+        stages_per_rank=TWO,
+        micro_batches_per_rank=2,
+        splits_backward=True,
+    ),
+    "breadth_first": Entry(
+        build=breadth_first,
+        in_flight=lambda ranks, rank, micro_batches, stages: micro_batches * stages,
+        stages_per_rank=ANY,
+    ),
+}
+"""Every training schedule; `looping.forward_only` runs validation on the placement of any of them."""
+
+
+def build(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The schedule called `name` (with the fewest stages per rank it allows when none are given); BadInput when there is none."""
+    entry = entry_of(name)
+    stages = entry.stages_per_rank.start if stages_per_rank is None else stages_per_rank
+    if refused := refusal(name, ranks, micro_batches, stages):
+        raise BadInput(refused)
+    return entry.build(ranks, micro_batches, stages)
+
+
+def entry_of(name: str) -> Entry:
+    """What is known of the schedule called `name`; BadInput names the nearest when there is none."""
+    if name not in SCHEDULES:
+        near = nearest(name, SCHEDULES)
+        hint = f"; nearest: {near}" if near else ""
+        raise BadInput(f"unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}{hint}")
+    return SCHEDULES[name]
+
+
+def refusal(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> str | None:
+    """Why the schedule cannot be made for these sizes and the nearest that it can, or None when it can."""
+    entry = entry_of(name)
+    for what, value in (
+        ("pipeline ranks", ranks),
+        ("micro-batches", micro_batches),
+        ("stages per rank", stages_per_rank),
+    ):
+        if value < 1:
+            return f"schedule {name}: {what} must be at least 1, got {value}; nearest: 1"
+    allowed = entry.stages_per_rank
+    if stages_per_rank not in allowed:
+        near = min(max(stages_per_rank, allowed.start), allowed.stop - 1)
+        wants = f"exactly {near}" if len(allowed) == 1 else f"at least {allowed.start}"
+        return f"schedule {name} has {wants} stages per rank, got {stages_per_rank}; nearest: {near}"
+    least = entry.micro_batches_per_rank * ranks
+    if micro_batches < least:
+        fewer = micro_batches // entry.micro_batches_per_rank
+        other = f", or {fewer} pipeline ranks" if fewer else ""
+        return (
+            f"schedule {name} needs at least {least} micro-batches on {ranks} pipeline ranks "
+            f"({entry.micro_batches_per_rank} for each), got {micro_batches}; nearest: {least} micro-batches{other}"
+        )
+    return None

@@ -1,0 +1,89 @@
+"""A schedule is data: which rank holds which stages, and what each rank does, in order.
+
+A function of this room writes only the compute of each rank; `trained` and `evaluated` add the transfers between ranks
+and the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.schedules.action import COMPUTE, Action
+from meshwright.schedules.transfers import with_transfers
+
+Placement = tuple[tuple[int, ...], ...]
+"""By pipeline rank, its virtual stages in the order a micro-batch visits them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of every pipeline rank for one step."""
+
+    name: str
+    micro_batches: int
+    placement: Placement
+    actions: tuple[tuple[Action, ...], ...]
+    """By rank, in the order the rank's host issues them."""
+    units: tuple[int, ...] | None = None
+    """FSDP units of each stage, once `expand` has cut the stages into units."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.placement)
+
+    @property
+    def stages(self) -> int:
+        return sum(map(len, self.placement))
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank that holds each stage."""
+        return rank_of(self.placement)
+
+    @property
+    def channels(self) -> tuple[tuple[int, int], ...]:
+        """(sender, receiver) pairs of ranks that exchange messages: one communicator each."""
+        held = self.rank_of
+        sends = ((rank, held[a.peer]) for rank, mine in enumerate(self.actions) for a in mine if a.kind == "send")
+        return tuple(sorted(set(sends)))
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step ends with the optimizer; false for `forward_only`."""
+        return any(action.kind == "optim" for action in self.actions[0])
+
+    def compute(self, rank: int) -> tuple[Action, ...]:
+        """What occupies the rank's device, in order: no transfers, no collectives."""
+        return tuple(action for action in self.actions[rank] if action.kind in COMPUTE)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
+
+
+def looped(ranks: int, stages_per_rank: int = 1) -> Placement:
+    """Stages dealt round: stage s on rank s mod `ranks`."""
+    return tuple(tuple(range(rank, ranks * stages_per_rank, ranks)) for rank in range(ranks))
+
+
+def vee(ranks: int) -> Placement:
+    """Two stages a rank, down the ranks and up again: the last rank holds the two middle stages, rank 0 both ends."""
+    return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+
+
+def rank_of(placement: Placement) -> tuple[int, ...]:
+    """The rank that holds each stage."""
+    holders = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    return tuple(holders[stage] for stage in range(len(holders)))
+
+
+def trained(name: str, micro_batches: int, placement: Placement, compute: Sequence[Sequence[Action]]) -> Schedule:
+    """The schedule of a training step from each rank's order of forwards and backwards."""
+    end = (Action("norm_barrier"), Action("optim"))
+    actions = with_transfers(rank_of(placement), compute)
+    return Schedule(name, micro_batches, placement, tuple(mine + end for mine in actions))
+
+
+def evaluated(name: str, micro_batches: int, placement: Placement, compute: Sequence[Sequence[Action]]) -> Schedule:
+    """The schedule of a pass without backward from each rank's order of `forward_only` actions."""
+    return Schedule(name, micro_batches, placement, with_transfers(rank_of(placement), compute))

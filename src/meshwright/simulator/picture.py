@@ -1,0 +1,32 @@
+"""A timeline as text: a row for each rank, time to the right, one column for the shortest piece of compute.
+
+`F3` is the forward of micro-batch 3, B its backward, I and W the two halves of one. Capitals are the rank's first stage, small
+letters its other ones. A dash goes on with what stands before it; a dot is an idle device.
+"""
+
+from __future__ import annotations
+
+from meshwright.schedules.action import COMPUTE, LETTERS, Action
+from meshwright.simulator.timeline import Timeline
+
+
+def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
+    """The compute of every rank, up to the end of the last backward. Widths are rounded to whole columns."""
+    schedule = timeline.schedule
+    spans = [(r, a, start, end) for r, _, a, start, end in timeline.records if a.kind in COMPUTE]
+    column = column_seconds or min(end - start for _, _, start, end in spans if end > start)
+    width = len(str(schedule.micro_batches - 1)) + 2
+    columns = round(max(end for *_, end in spans) / column)
+    rows = [["." + " " * (width - 1)] * columns for _ in range(schedule.ranks)]
+    for rank, action, start, end in spans:
+        first, last = round(start / column), round(end / column)
+        text = "&".join(_label(part, schedule.placement[rank][0]) for part in action.parts)
+        text = text.ljust((last - first) * width - 1, "-")[: (last - first) * width - 1] + " "
+        rows[rank][first:last] = [text[at : at + width] for at in range(0, len(text), width)]
+    name = len(str(schedule.ranks - 1))
+    return "\n".join(f"{rank:{name}}  {''.join(row).rstrip()}" for rank, row in enumerate(rows))
+
+
+def _label(action: Action, first_stage: int) -> str:
+    letter = LETTERS[action.kind]
+    return f"{letter if action.stage == first_stage else letter.lower()}{action.micro_batch}"

@@ -1,0 +1,252 @@
+"""A schedule played in time: every rank's compute, its messages to its neighbours, its gathers and reductions.
+
+Each rank has one compute lane that runs its actions in order, lanes for collectives, and a channel to and from each
+neighbour. Communication is issued when the compute listed before it is through; compute waits for the bytes it needs.
+Nothing else couples ranks, so each is followed as far as it gets, and one that waits for a message goes on once the
+message's sender has been followed that far: there is no shared clock, and the work is linear in the number of actions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from meshwright.schedules.action import COMPUTE, FORWARD, Action
+from meshwright.schedules.schedule import Schedule
+from meshwright.simulator.durations import Durations, stretched
+from meshwright.simulator.timeline import AXES, Record, Timeline
+from meshwright.simulator.timing import Timing
+from meshwright.spec.errors import BadInput
+
+Way = tuple[str, float, float]
+"""Bytes on their way: (axis, issued at, through at)."""
+
+
+def simulate(schedule: Schedule, timing: Timing) -> Timeline:
+    """The step that `schedule` makes when actions take as long as `timing` says.
+
+    Raises BadInput when a table does not fit the schedule, or the schedule deadlocks.
+    """
+    timing.check(schedule)
+    return _Simulation(schedule, timing).run()
+
+
+@dataclass(slots=True)
+class _Channel:
+    """Messages from one rank to another: sends and receives issued, and how many have met."""
+
+    sends: list[tuple[Action, float]] = field(default_factory=list)
+    receives: list[tuple[Action, float]] = field(default_factory=list)
+    met: int = 0
+    free: float = 0.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """How far one rank has come, and when each of its lanes is free."""
+
+    number: int
+    place: int = 0
+    clock: float = 0.0
+    """When the compute lane is free."""
+    lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """When each lane of collectives is free."""
+    computed: float = 0.0
+    closing: float = 0.0
+    """Time in the gradient norm and the optimizer."""
+    first: float = float("inf")
+    last: float = 0.0
+    gathers: dict[tuple[int, int], Way] = field(default_factory=dict)
+    """Gathers that compute has not waited for yet, by stage and unit."""
+    reductions: list[Way] = field(default_factory=list)
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    """Collectives that may still slow compute down."""
+    exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
+
+
+class _Simulation:
+    def __init__(self, schedule: Schedule, timing: Timing) -> None:
+        self.schedule, self.timing = schedule, timing
+        self.rank_of = schedule.rank_of
+        self.last_unit = [count - 1 for count in schedule.units or (1,) * schedule.stages]
+        self.durations = Durations(timing)
+        self.ranks = [_Rank(number) for number in range(schedule.ranks)]
+        self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self.messages: dict[tuple[bool, int, int], Way] = {}
+        self.waiting: dict[tuple[bool, int, int], int] = {}
+        self.todo = list(range(schedule.ranks))
+        self.arrived: dict[int, float] = {}
+        """When each rank came to the gradient norm."""
+        self.records: list[Record] = []
+        self.steps = dict.fromkeys(COMPUTE, self._compute) | {
+            "send": self._send,
+            "recv": self._receive,
+            "unshard": self._unshard,
+            "reshard": lambda mine, action: True,
+            "reduce_grad": self._reduce,
+            "norm_barrier": self._barrier,
+            "optim": self._optim,
+        }
+
+    def run(self) -> Timeline:
+        while self.todo:
+            self._follow(self.ranks[self.todo.pop()])
+        rows = self.schedule.actions
+        stuck = [f"rank {r.number} at {rows[r.number][r.place]}" for r in self.ranks if r.place < len(rows[r.number])]
+        if stuck:
+            raise BadInput(f"schedule {self.schedule.name} deadlocks: {', '.join(stuck)}")
+        window = max(mine.last for mine in self.ranks) - min(mine.first for mine in self.ranks)
+        ends = [max(mine.clock, *mine.lanes.values(), 0.0) for mine in self.ranks]
+        return Timeline(
+            schedule=self.schedule,
+            step_seconds=max(ends),
+            compute_seconds=tuple(mine.computed for mine in self.ranks),
+            exposed_seconds=tuple(mine.exposed for mine in self.ranks),
+            closing_seconds=tuple(mine.closing for mine in self.ranks),
+            window_seconds=window,
+            records=tuple(self.records),
+        )
+
+    def _follow(self, mine: _Rank) -> None:
+        actions, steps = self.schedule.actions[mine.number], self.steps
+        while mine.place < len(actions):
+            action = actions[mine.place]
+            if not steps[action.kind](mine, action):
+                return
+            mine.place += 1
+
+    def _compute(self, mine: _Rank, action: Action) -> bool:
+        ways: list[Way] = []
+        for part in action.parts:
+            if not self._input(mine, part, ways):
+                return False
+        start = self._wait(mine, ways)
+        work = self.durations.compute(action)
+        if self.timing.rank_slowdown:
+            work *= self.timing.rank_slowdown[mine.number]
+        if mine.busy:
+            mine.busy = [one for one in mine.busy if one[1] > start]
+        end = stretched(start, work, mine.busy, self.timing.collective_slowdown) if mine.busy else start + work
+        mine.computed += end - start
+        mine.first, mine.last, mine.clock = min(mine.first, start), end, end
+        self.records.append((mine.number, "compute", action, start, end))
+        return True
+
+    def _input(self, mine: _Rank, part: Action, ways: list[Way]) -> bool:
+        """Add to `ways` what `part` waits for; False when a message's time is not known yet."""
+        stage, unit = part.stage, part.unit
+        if part.kind in FORWARD:
+            other = stage - 1 if not unit else -1
+        elif part.kind == "backward_weight":
+            return True
+        else:
+            other = stage + 1 if unit is None or unit == self.last_unit[stage] else -1
+        if 0 <= other < len(self.rank_of) and self.rank_of[other] != mine.number:
+            key = other < stage, stage, part.micro_batch
+            message = self.messages.get(key)
+            if message is None:
+                self.waiting[key] = mine.number
+                return False
+            ways.append(message)
+        if mine.gathers and (gather := mine.gathers.get((stage, unit or 0))):
+            ways.append(gather)
+        return True
+
+    def _wait(self, mine: _Rank, ways: list[Way]) -> float:
+        """Let compute stand still until all of `ways` is through, and book the time in which bytes were on their way."""
+        begin = mine.clock
+        open_until = mine.clock = max(begin, *(through for _, _, through in ways)) if ways else begin
+        if open_until == begin:
+            return begin
+        for axis, issued, through in sorted(ways, key=lambda way: way[2], reverse=True):
+            low, high = max(begin, issued), min(open_until, through)
+            if high > low:
+                mine.exposed[axis] += high - low
+                open_until = low
+        return mine.clock
+
+    def _send(self, mine: _Rank, action: Action) -> bool:
+        target = self.rank_of[action.peer]
+        self.channels[mine.number, target].sends.append((action, mine.clock))
+        self._meet(mine.number, target)
+        return True
+
+    def _receive(self, mine: _Rank, action: Action) -> bool:
+        source = self.rank_of[action.peer]
+        self.channels[source, mine.number].receives.append((action, mine.clock))
+        self._meet(source, mine.number)
+        return True
+
+    def _meet(self, source: int, target: int) -> None:
+        """The next message of a channel, once both its ends are issued."""
+        channel = self.channels[source, target]
+        if channel.met >= min(len(channel.sends), len(channel.receives)):
+            return
+        (send, sent), (receive, posted) = channel.sends[channel.met], channel.receives[channel.met]
+        if (send.stage, send.peer, send.micro_batch) != (receive.peer, receive.stage, receive.micro_batch):
+            raise BadInput(f"rank {source} sends {send} where rank {target} expects {receive}")
+        channel.met += 1
+        issued = max(sent, posted)
+        start = max(issued, channel.free)
+        sizes = self.timing.boundary_bytes
+        size = sizes[min(send.stage, send.peer)] if sizes else 0.0
+        channel.free = start + self.timing.between(source, target).seconds(size)
+        key = send.peer > send.stage, send.peer, send.micro_batch
+        self.messages[key] = "pipeline", issued, channel.free
+        self.records.append((source, f"send {target}", send, start, channel.free))
+        self.records.append((target, f"recv {source}", receive, start, channel.free))
+        if key in self.waiting:
+            self.todo.append(self.waiting.pop(key))
+
+    def _unshard(self, mine: _Rank, action: Action) -> bool:
+        if self.timing.unshard:
+            unit = action.stage, action.unit or 0
+            mine.gathers[unit] = self._collective(
+                mine, "unshard", "shard", action, self.timing.unshard[unit[0]][unit[1]]
+            )
+        return True
+
+    def _reduce(self, mine: _Rank, action: Action) -> bool:
+        stage, unit = action.stage, action.unit or 0
+        issued = mine.clock
+        if self.timing.reduce:
+            lane = "unshard" if self.timing.one_communicator else "reduce"
+            way = self._collective(mine, lane, "shard", action, self.timing.reduce[stage][unit])
+            mine.reductions.append(way)
+            issued = way[2]
+        if self.timing.replicate:
+            seconds = self.timing.replicate[stage][unit]
+            mine.reductions.append(self._collective(mine, "replicate", "replicate", action, seconds, issued))
+        return True
+
+    def _collective(
+        self, mine: _Rank, lane: str, axis: str, action: Action, seconds: float, issued: float | None = None
+    ) -> Way:
+        issued = mine.clock if issued is None else issued
+        start = max(issued, mine.lanes[lane])
+        mine.lanes[lane] = start + seconds
+        if self.timing.collective_slowdown != 1.0:
+            mine.busy.append((start, start + seconds))
+        self.records.append((mine.number, lane, action, start, start + seconds))
+        return axis, issued, start + seconds
+
+    def _barrier(self, mine: _Rank, action: Action) -> bool:
+        """Wait for one's own reductions, then for every rank."""
+        if mine.number not in self.arrived:
+            self.arrived[mine.number] = self._wait(mine, mine.reductions)
+            if len(self.arrived) == len(self.ranks):
+                self.todo += [other for other in self.arrived if other != mine.number]
+        if len(self.arrived) < len(self.ranks):
+            return False
+        mine.clock = max(self.arrived.values())
+        self._run(mine, action, self.timing.norm_seconds)
+        return True
+
+    def _optim(self, mine: _Rank, action: Action) -> bool:
+        self._run(mine, action, self.timing.optim_seconds[mine.number] if self.timing.optim_seconds else 0.0)
+        return True
+
+    def _run(self, mine: _Rank, action: Action, seconds: float) -> None:
+        self.records.append((mine.number, "compute", action, mine.clock, mine.clock + seconds))
+        mine.clock += seconds
+        mine.closing += seconds

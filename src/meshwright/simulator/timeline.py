@@ -1,0 +1,75 @@
+"""What a simulated step looked like: spans in the vocabulary of measured timelines, and the totals people ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.events.span import Span
+from meshwright.schedules.action import Action
+from meshwright.schedules.memory import peak_in_flight
+from meshwright.schedules.schedule import Schedule
+
+Record = tuple[int, str, Action, float, float]
+"""(rank, lane, action, start, end)."""
+AXES = ("pipeline", "shard", "replicate")
+"""Axes whose communication a schedule plays, and so can leave exposed."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of every pipeline rank, in seconds from its begin."""
+
+    schedule: Schedule
+    step_seconds: float
+    compute_seconds: tuple[float, ...]
+    """By rank, time in forward and backward."""
+    exposed_seconds: tuple[dict[str, float], ...]
+    """By rank and axis, time in which compute stood still and only waited for bytes on the way."""
+    closing_seconds: tuple[float, ...]
+    """By rank, time in the gradient norm and the optimizer."""
+    window_seconds: float
+    """From the first forward to the end of the last backward, over all ranks."""
+    records: tuple[Record, ...]
+
+    @property
+    def bubble(self) -> float:
+        """1 − compute time ÷ time from first forward to last backward, mean over ranks."""
+        return 1 - sum(self.compute_seconds) / (self.schedule.ranks * self.window_seconds)
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Exposed communication by axis, mean over ranks."""
+        return {axis: sum(mine[axis] for mine in self.exposed_seconds) / self.schedule.ranks for axis in AXES}
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Where a rank's step goes, mean over ranks: compute, each axis exposed, closing (norm, optimizer), and idle."""
+        ranks = self.schedule.ranks
+        parts = {
+            "compute": sum(self.compute_seconds) / ranks,
+            **self.exposed,
+            "closing": sum(self.closing_seconds) / ranks,
+        }
+        return {**parts, "idle": self.step_seconds - sum(parts.values())}
+
+    @property
+    def peak_in_flight(self) -> tuple[float, ...]:
+        """By rank, the most stage forwards alive at once."""
+        return peak_in_flight(self.schedule)
+
+    def spans(self, step: int = 0) -> Iterator[Span]:
+        """Every action as a span called by its kind, stage and micro-batch: `forward 3.2`, unit 1 of it `forward 3.2/1`."""
+        for rank, lane, action, start, end in self.records:
+            yield Span(span_name(action), start, end - start, step, rank, lane)
+
+
+def span_name(action: Action) -> str:
+    """The kind of an action, then where it works: the name of its span."""
+    if action.kind == "overlap":
+        return " & ".join(span_name(part) for part in action.pair)
+    if action.stage < 0:
+        return action.kind
+    micro_batch = "" if action.micro_batch < 0 else f".{action.micro_batch}"
+    unit = "" if action.unit is None else f"/{action.unit}"
+    return f"{action.kind} {action.stage}{micro_batch}{unit}"

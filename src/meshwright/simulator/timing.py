@@ -1,0 +1,102 @@
+"""How long each action takes: what `simulate` asks of a cost model, or of a measurement, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.schedules.schedule import Schedule
+from meshwright.spec.errors import BadInput
+
+Table = Sequence[Sequence[float]]
+"""Seconds by stage and unit of the stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What carries messages from one pipeline rank to another."""
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float = float("inf")
+
+    def seconds(self, size: float) -> float:
+        """Time for a message of `size` bytes."""
+        return self.latency_seconds + size / self.bytes_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Durations of a step's actions. A rank here is a pipeline rank and stands for all devices that share its stages.
+
+    Communication inside a stage (tensor, context, expert) is part of its compute seconds.
+    """
+
+    forward: Table
+    """One micro-batch forward."""
+    backward_input: Table
+    """Its gradient with respect to the input, recomputation included."""
+    backward_weight: Table
+    """Its gradient with respect to the weights; a whole backward takes both."""
+    boundary_bytes: Sequence[float] = ()
+    """Bytes of a micro-batch's activation behind each stage but the last; its gradient has the same size. Empty: nothing."""
+    link: Link = Link()
+    """Between pipeline ranks."""
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    """The link of a (sender, receiver) pair of ranks that differs from `link`."""
+    unshard: Table = ()
+    """Gathering a unit's parameters over the shard axis."""
+    reduce: Table = ()
+    """Reducing a unit's gradients over the shard axis."""
+    replicate: Table = ()
+    """Reducing a unit's gradient shards over the replicate axis, after `reduce`."""
+    one_communicator: bool = True
+    """Gathers and reductions of the shard axis wait for each other, as FSDP2's do in torch 2.11; false gives each its own."""
+    collective_slowdown: float = 1.0
+    """Compute takes this many times as long while the same rank gathers or reduces."""
+    overlap_hidden: float = 0.0
+    """Part of the shorter side of an overlap that disappears under the longer: 0 one after the other, 1 all of it."""
+    rank_slowdown: Sequence[float] = ()
+    """By rank, how many times as long its compute takes (stragglers, slower devices). Empty: 1 each."""
+    norm_seconds: float = 0.0
+    """The gradient norm over all ranks, once all have arrived."""
+    optim_seconds: Sequence[float] = ()
+    """By rank, the optimizer. Empty: nothing."""
+
+    def between(self, sender: int, receiver: int) -> Link:
+        """The link from one pipeline rank to another."""
+        return self.links.get((sender, receiver), self.link)
+
+    def check(self, schedule: Schedule) -> None:
+        """Raise BadInput when a table does not cover the schedule."""
+        tables = {
+            "forward": self.forward,
+            "backward_input": self.backward_input,
+            "backward_weight": self.backward_weight,
+        }
+        tables |= {"unshard": self.unshard, "reduce": self.reduce, "replicate": self.replicate}
+        for name, table in tables.items():
+            optional = name in ("unshard", "reduce", "replicate")
+            if len(table) != schedule.stages and not (optional and not table):
+                raise BadInput(f"timing.{name}: expected a row for each of {schedule.stages} stages, got {len(table)}")
+            for stage, row in enumerate(table):
+                if schedule.units and len(row) != schedule.units[stage]:
+                    raise BadInput(f"timing.{name}[{stage}]: expected {schedule.units[stage]} units, got {len(row)}")
+        self._check_length("boundary_bytes", self.boundary_bytes, schedule.stages - 1)
+        self._check_length("rank_slowdown", self.rank_slowdown, schedule.ranks)
+        self._check_length("optim_seconds", self.optim_seconds, schedule.ranks)
+
+    @staticmethod
+    def _check_length(name: str, values: Sequence[float], expected: int) -> None:
+        if values and len(values) != expected:
+            raise BadInput(f"timing.{name}: expected {expected} numbers, got {len(values)}")
+
+
+def even(
+    stages: int, units: int = 1, *, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0
+) -> Timing:
+    """Every stage alike and messages free: the ideal in which papers draw schedules. Seconds are of a whole stage."""
+
+    def table(seconds: float) -> Table:
+        return ((seconds / units,) * units,) * stages
+
+    return Timing(forward=table(forward), backward_input=table(backward_input), backward_weight=table(backward_weight))

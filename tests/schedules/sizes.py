@@ -1,0 +1,19 @@
+"""Every schedule of the registry at every small size it allows: a new entry is tested by being there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.schedules.registry import SCHEDULES, refusal
+
+RANKS = range(1, 9)
+MICRO_BATCHES = range(1, 17)
+
+
+def sizes(name: str, ranks: range = RANKS, micro_batches: range = MICRO_BATCHES) -> Iterator[tuple[int, int, int]]:
+    """(ranks, micro-batches, stages per rank), the two smallest numbers of stages where there is a choice."""
+    for count in ranks:
+        for batches in micro_batches:
+            for stages in SCHEDULES[name].stages_per_rank[:2]:
+                if refusal(name, count, batches, stages) is None:
+                    yield count, batches, stages

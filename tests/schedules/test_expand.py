@@ -1,0 +1,138 @@
+"""Unit actions: the same work, with each unit's parameters and gradients moved as often as the plan says."""
+
+from collections import Counter
+
+import pytest
+
+from meshwright.schedules.action import COMPUTE, parse_all
+from meshwright.schedules.check import check
+from meshwright.schedules.expand import expand
+from meshwright.schedules.looping import forward_only
+from meshwright.schedules.memory import peak_in_flight
+from meshwright.schedules.registry import SCHEDULES, build
+from tests.schedules.sizes import sizes
+
+GATHERS, REDUCTIONS = ("never", "step", "stretch"), ("never", "once", "stretch")
+
+
+def moves(schedule):
+    """How often each unit is gathered and reduced: {(kind, stage, unit): times}."""
+    kinds = ("unshard", "reduce_grad")
+    return Counter((a.kind, a.stage, a.unit) for row in schedule.actions for a in row if a.kind in kinds)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("order", ["depth_first", "layered"])
+def test_every_expansion_can_run(name, order):
+    for index, (ranks, batches, stages) in enumerate(sizes(name, range(1, 5), range(1, 9))):
+        gather, reduce = GATHERS[index % 3], REDUCTIONS[index // 3 % 3]
+        units = [1 + (stage + index) % 3 for stage in range(ranks * stages)]
+        schedule = build(name, ranks, batches, stages)
+        cut = expand(schedule, units, order=order, gather=gather, reduce=reduce)
+        check(cut)
+        assert peak_in_flight(cut) == peak_in_flight(schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_transfers_keep_their_order(name):
+    for ranks, batches, stages in sizes(name, range(2, 5), range(4, 9)):
+        schedule = build(name, ranks, batches, stages)
+        for order in ("depth_first", "layered"):
+            for before, after in zip(schedule.actions, expand(schedule, 2, order=order).actions, strict=True):
+                for kind in ("send", "recv"):
+                    assert [a for a in before if a.kind == kind] == [a for a in after if a.kind == kind]
+
+
+@pytest.mark.parametrize("batches", [1, 2, 7])
+def test_layered_accumulation_moves_each_unit_once_a_direction_whatever_the_micro_batches(batches):
+    """The last unit turns around at once, so one gather serves both directions (arXiv 2106.02679)."""
+    cut = expand(build("breadth_first", 1, batches), 4, order="layered")
+    assert [moves(cut)["unshard", 0, unit] for unit in range(4)] == [2, 2, 2, 1]
+    assert [moves(cut)["reduce_grad", 0, unit] for unit in range(4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_modular_pipeline_moves_each_layer_once_a_direction(ranks):
+    cut = expand(build("breadth_first", ranks, 5, 3), 1, reduce="stretch")
+    last = {3 * ranks - 1 - rank for rank in range(ranks)}
+    assert {stage for stage in range(3 * ranks) if moves(cut)["unshard", stage, 0] == 1} == last
+    assert all(moves(cut)["unshard", stage, 0] == 2 for stage in set(range(3 * ranks)) - last)
+    assert all(moves(cut)["reduce_grad", stage, 0] == 1 for stage in range(3 * ranks))
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_depth_first_accumulation_moves_each_unit_for_each_micro_batch(batches):
+    cut = expand(build("1f1b", 1, batches), 3, gather="stretch", reduce="stretch")
+    # Forward to backward and backward to the next forward, the outermost units turn around without a new gather.
+    assert moves(cut)["unshard", 0, 1] == 2 * batches
+    assert moves(cut)["unshard", 0, 2] == batches
+    assert moves(cut)["unshard", 0, 0] == batches + 1
+    assert all(moves(cut)["reduce_grad", 0, unit] == batches for unit in range(3))
+
+
+def test_kept_parameters_are_gathered_once_and_gradients_reduced_once():
+    cut = expand(build("1f1b", 2, 6), [2, 3], gather="step", reduce="once")
+    assert set(moves(cut).values()) == {1}
+    assert len(moves(cut)) == 2 * 5
+
+
+def test_gathering_may_differ_by_unit():
+    cut = expand(build("1f1b", 1, 2), 3, gather=[["never", "step", "stretch"]], reduce="never")
+    assert moves(cut) == {("unshard", 0, 1): 1, ("unshard", 0, 2): 2}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_more_than_the_computing_unit_and_the_next_are_gathered(name):
+    for ranks, batches, stages in sizes(name, range(1, 4), range(1, 7)):
+        pairs = name == "dualpipe_v"
+        for order in ("depth_first", "layered"):
+            for row in expand(build(name, ranks, batches, stages), 3, order=order).actions:
+                held = most = 0
+                for action in row:
+                    held += (action.kind == "unshard") - (action.kind == "reshard")
+                    most = max(most, held)
+                assert most <= (4 if pairs else 2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gathers_are_issued_one_unit_ahead(name):
+    """Between a gather and the first compute that needs it runs the compute of another unit, except for the step's first."""
+    for row in expand(build(name, 2, 4), 3).actions:
+        first_compute = next(place for place, action in enumerate(row) if action.kind in COMPUTE)
+        for place, action in enumerate(row[first_compute:], first_compute):
+            if action.kind == "unshard":
+                following = next(a for a in row[place:] if a.kind in COMPUTE)
+                assert (action.stage, action.unit) not in [(part.stage, part.unit) for part in following.parts]
+
+
+def test_an_overlap_runs_unit_by_unit_in_opposite_directions():
+    schedule = build("dualpipe_v", 1, 3)
+    assert "F1.1&B0.0" in str(schedule)
+    cut = expand(schedule, [2, 3], gather="never", reduce="never")
+    assert " F1.1/0&B0.0/1 F1.1/1&B0.0/0 F1.1/2 " in str(cut)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("1f1b", {"gather": "step"},
+         "U0/0 U0/1 F0.0/0 F0.0/1 B0.0/1 B0.0/0 F0.1/0 F0.1/1 B0.1/1 D0/1 G0/1 B0.1/0 D0/0 G0/0 N O"),
+        ("1f1b", {"gather": "never", "reduce": "stretch"},
+         "F0.0/0 F0.0/1 B0.0/1 G0/1 B0.0/0 G0/0 F0.1/0 F0.1/1 B0.1/1 G0/1 B0.1/0 G0/0 N O"),
+        ("breadth_first", {"order": "layered"},
+         "U0/0 U0/1 F0.0/0 F0.1/0 D0/0 U0/0 F0.0/1 F0.1/1 B0.0/1 B0.1/1 D0/1 G0/1 B0.0/0 B0.1/0 D0/0 G0/0 N O"),
+    ],
+)  # fmt: skip
+def test_one_rank_two_units_two_micro_batches(name, options, expected):
+    assert expand(build(name, 1, 2), 2, **options).actions == (parse_all(expected),)
+
+
+def test_sends_go_before_collectives():
+    cut = expand(build("zb_h1", 2, 1), 1)
+    assert str(cut).splitlines()[1] == "1: U1/0 RA1.0<0 F1.0/0 I1.0/0 SG1.0>0 D1/0 W1.0/0 G1/0 N O"
+
+
+def test_a_pass_without_backward_is_cut_too():
+    cut = expand(forward_only(build("zbv", 2, 2).placement, 3), 2, order="layered", reduce="never")
+    check(cut)
+    assert set(moves(cut).values()) == {1}

@@ -1,0 +1,112 @@
+"""What must hold of every schedule in the registry, over all small sizes. Nothing here names a schedule but its bounds."""
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.schedules.action import COMPUTE
+from meshwright.schedules.check import check
+from meshwright.schedules.looping import forward_only
+from meshwright.schedules.memory import peak_in_flight
+from meshwright.schedules.registry import SCHEDULES, build, refusal
+from tests.schedules.sizes import sizes
+
+SENDS_AHEAD = {"interleaved": lambda ranks, batches: 2, "zbv": lambda ranks, batches: 1}
+SENDS_AHEAD |= {"dualpipe_v": SENDS_AHEAD["zbv"], "breadth_first": lambda ranks, batches: max(0, batches - ranks)}
+"""Unmatched sends a channel must take; schedules not named here run under a pure rendezvous."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_stage_meets_each_micro_batch_once_each_way(name):
+    for ranks, batches, stages in sizes(name):
+        schedule = build(name, ranks, batches, stages)
+        forwards, inputs, weights = Counter(), Counter(), Counter()
+        for part in (part for row in schedule.actions for action in row for part in action.parts):
+            where = part.stage, part.micro_batch
+            forwards[where] += part.kind == "forward"
+            inputs[where] += part.kind in ("backward", "backward_input")
+            weights[where] += part.kind in ("backward", "backward_weight")
+        every = {(stage, batch) for stage in range(ranks * stages) for batch in range(batches)}
+        for counted in (forwards, inputs, weights):
+            assert {where for where, times in counted.items() if times == 1} == every, (ranks, batches, stages)
+            assert max(counted.values()) == 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_deadlock_and_a_sound_order(name):
+    for ranks, batches, stages in sizes(name):
+        schedule = build(name, ranks, batches, stages)
+        check(schedule, SENDS_AHEAD.get(name, lambda ranks, batches: 0)(ranks, batches))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_both_ends_of_a_channel_issue_the_same_messages_in_the_same_order(name):
+    for ranks, batches, stages in sizes(name, range(1, 6), range(1, 11)):
+        schedule = build(name, ranks, batches, stages)
+        sent, received = defaultdict(list), defaultdict(list)
+        for rank, row in enumerate(schedule.actions):
+            for action in row:
+                other = schedule.rank_of[action.peer] if action.peer >= 0 else rank
+                if action.kind == "send":
+                    sent[rank, other].append((action.stage, action.peer, action.micro_batch))
+                elif action.kind == "recv":
+                    received[other, rank].append((action.peer, action.stage, action.micro_batch))
+        assert sent == received
+        assert schedule.channels == tuple(sorted(sent))
+        assert all(source != target for source, target in sent)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_memory_stays_within_the_published_bound(name):
+    for ranks, batches, stages in sizes(name):
+        peaks = peak_in_flight(build(name, ranks, batches, stages))
+        bounds = [SCHEDULES[name].in_flight(ranks, rank, batches, stages) for rank in range(ranks)]
+        assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True)), (ranks, batches, stages)
+        if batches >= 2 * ranks:
+            assert max(peaks) == max(bounds), "a bound nothing reaches says little"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_optimizer_runs_once_and_last(name):
+    for ranks, batches, stages in sizes(name, range(1, 5), range(1, 9)):
+        for row in build(name, ranks, batches, stages).actions:
+            kinds = [action.kind for action in row]
+            assert kinds.count("norm_barrier") == kinds.count("optim") == 1
+            assert kinds[-2:] == ["norm_barrier", "optim"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_receive_is_posted_before_the_compute_ahead_of_its_consumer(name):
+    for ranks, batches, stages in sizes(name, range(2, 5), range(4, 9)):
+        for row in build(name, ranks, batches, stages).actions:
+            running, arrived_late = None, []
+            for action in row:
+                if action.kind == "recv":
+                    arrived_late.append((action.stage, action.micro_batch))
+                elif action.kind in COMPUTE:
+                    needed = {(p.stage, p.micro_batch) for p in action.parts}
+                    assert running is None or not needed & set(arrived_late)
+                    running, arrived_late = action, []
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=8, deadline=None)
+@given(ranks=st.integers(1, 24), batches=st.integers(1, 80), stages=st.integers(1, 5))
+def test_large_sizes_too(name, ranks, batches, stages):
+    if refusal(name, ranks, batches, stages) is None:
+        schedule = build(name, ranks, batches, stages)
+        check(schedule)
+        bounds = [SCHEDULES[name].in_flight(ranks, rank, batches, stages) for rank in range(ranks)]
+        assert all(map(float.__le__, peak_in_flight(schedule), map(float, bounds)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_pass_without_backward_runs_on_every_placement(name):
+    for ranks, batches, stages in sizes(name, range(1, 6), range(1, 11)):
+        placement = build(name, ranks, batches, stages).placement
+        schedule = forward_only(placement, batches)
+        check(schedule, max(0, batches))
+        assert not schedule.trains
+        assert peak_in_flight(schedule) == (0,) * ranks

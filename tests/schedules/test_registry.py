@@ -1,0 +1,46 @@
+import pytest
+
+from meshwright.schedules.registry import SCHEDULES, build, refusal
+from meshwright.spec.errors import BadInput
+
+
+def test_the_schedules_of_this_release():
+    assert list(SCHEDULES) == ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (("zvb", 2, 4), "unknown schedule 'zvb'; expected one of gpipe, 1f1b, .*; nearest: zbv"),
+        (("gpipe", 0, 4), "schedule gpipe: pipeline ranks must be at least 1, got 0; nearest: 1"),
+        (("gpipe", 2, 0), "schedule gpipe: micro-batches must be at least 1, got 0; nearest: 1"),
+        (("1f1b", 2, 4, 2), "schedule 1f1b has exactly 1 stages per rank, got 2; nearest: 1"),
+        (("zbv", 2, 4, 3), "schedule zbv has exactly 2 stages per rank, got 3; nearest: 2"),
+        (("interleaved", 2, 4, 1), "schedule interleaved has at least 2 stages per rank, got 1; nearest: 2"),
+        (
+            ("dualpipe_v", 4, 6),
+            r"needs at least 8 micro-batches on 4 pipeline ranks \(2 for each\), got 6; nearest: 8 micro-batches, or 3",
+        ),
+        (("dualpipe_v", 4, 1), "got 1; nearest: 8 micro-batches$"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_with_the_nearest_that_can(sizes, reason):
+    with pytest.raises(BadInput, match=reason):
+        build(*sizes)
+
+
+def test_the_nearest_sizes_are_valid():
+    assert refusal("dualpipe_v", 4, 8, 2) is None
+    assert refusal("dualpipe_v", 3, 6, 2) is None
+
+
+def test_the_fewest_stages_are_the_default():
+    assert {name: build(name, 2, 4).stages // 2 for name in SCHEDULES} == {
+        "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "zbv": 2, "dualpipe_v": 2, "breadth_first": 1,
+    }  # fmt: skip
+
+
+def test_a_schedule_knows_its_name_and_sizes():
+    for name in SCHEDULES:
+        schedule = build(name, 2, 4)
+        assert (schedule.name, schedule.ranks, schedule.micro_batches) == (name, 2, 4)

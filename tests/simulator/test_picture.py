@@ -1,0 +1,27 @@
+from pathlib import Path
+
+import pytest
+
+from meshwright.schedules.registry import SCHEDULES, build
+from meshwright.simulator.picture import draw
+from meshwright.simulator.simulate import simulate
+from meshwright.simulator.timing import even
+
+DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
+
+
+def drawn(name, ranks, batches):
+    schedule = build(name, ranks, batches, 2 if name == "breadth_first" else None)
+    return draw(simulate(schedule, even(schedule.stages)))
+
+
+def test_a_picture_of_1f1b():
+    assert drawn("1f1b", 2, 2).splitlines() == [
+        "0  F0 F1 .  .  B0--- .  B1---",
+        "1  .  F0 B0--- F1 B1--- .  .",
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_pictures_in_the_docs_are_what_the_code_draws(name):
+    assert f"```\n{drawn(name, 4, 8)}\n```" in DOCS.read_text(encoding="utf-8")

@@ -1,0 +1,261 @@
+"""The simulator against durations worked out by hand, and against a slower one that knows only the rules."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.schedules.action import COMPUTE
+from meshwright.schedules.expand import expand
+from meshwright.schedules.looping import forward_only
+from meshwright.schedules.registry import SCHEDULES, build, refusal
+from meshwright.schedules.schedule import Schedule, looped
+from meshwright.simulator.durations import stretched
+from meshwright.simulator.simulate import simulate
+from meshwright.simulator.timing import Link, Timing, even
+from meshwright.spec.errors import BadInput
+from tests.schedules.test_check import GOOD, written
+
+
+def spans_of(timeline, kind, rank=0):
+    return [(start, end) for r, _, a, start, end in timeline.records if a.kind == kind and r == rank]
+
+
+def test_a_message_takes_latency_and_bytes_over_bandwidth_and_is_exposed_where_nothing_runs():
+    timing = replace(even(2, backward_weight=0), boundary_bytes=[6.0], link=Link(0.5, 4.0))
+    timeline = simulate(build("gpipe", 2, 1), timing)
+    assert spans_of(timeline, "forward", 1) == [(3.0, 4.0)]
+    assert timeline.step_seconds == 1 + 2 + 1 + 1 + 2 + 1
+    assert [mine["pipeline"] for mine in timeline.exposed_seconds] == [2.0, 2.0]
+    assert timeline.bubble == pytest.approx(1 - 2 / 8)
+
+
+def test_a_link_may_differ_by_pair_and_direction():
+    timing = replace(even(2, backward_weight=0), boundary_bytes=[1.0], links={(1, 0): Link(3.0)})
+    timeline = simulate(build("gpipe", 2, 1), timing)
+    assert [mine["pipeline"] for mine in timeline.exposed_seconds] == [3.0, 0.0]
+
+
+def test_messages_of_one_channel_follow_one_another():
+    timing = replace(even(2, backward_weight=0), boundary_bytes=[4.0], link=Link(0.0, 1.0))
+    timeline = simulate(build("gpipe", 2, 3), timing)
+    assert spans_of(timeline, "send") == [(1, 5), (5, 9), (9, 13)]
+    assert spans_of(timeline, "forward", 1) == [(5, 6), (9, 10), (13, 14)]
+
+
+def test_gathers_run_one_unit_ahead_and_the_rest_is_exposed():
+    """Units of 1 s forward and 2 s backward, gathered in 1.5 s."""
+    schedule = expand(build("gpipe", 1, 1), 3, gather="stretch", reduce="never")
+    timing = Timing(forward=[[1.0] * 3], backward_input=[[1.0] * 3], backward_weight=[[1.0] * 3], unshard=[[1.5] * 3])
+    timeline = simulate(schedule, timing)
+    # The first two are issued together, each later one when the stretch before it begins; the last unit turns around.
+    assert spans_of(timeline, "unshard") == [(0, 1.5), (1.5, 3.0), (3.0, 4.5), (4.5, 6.0), (7.5, 9.0)]
+    assert spans_of(timeline, "forward") == [(1.5, 2.5), (3.0, 4.0), (4.5, 5.5)]
+    assert spans_of(timeline, "backward") == [(5.5, 7.5), (7.5, 9.5), (9.5, 11.5)]
+    assert timeline.exposed == {"pipeline": 0.0, "shard": pytest.approx(1.5 + 0.5 + 0.5), "replicate": 0.0}
+
+
+def test_layered_order_hides_gathers_under_all_micro_batches():
+    timing = Timing(forward=[[1.0] * 3], backward_input=[[1.0] * 3], backward_weight=[[1.0] * 3], unshard=[[3.0] * 3])
+    layered = simulate(expand(build("breadth_first", 1, 4), 3, order="layered", reduce="never"), timing)
+    depth_first = simulate(expand(build("1f1b", 1, 4), 3, reduce="never"), timing)
+    assert layered.exposed["shard"] == 3.0, "only the first gather"
+    assert depth_first.exposed["shard"] > 3 * layered.exposed["shard"]
+
+
+def test_reductions_hide_under_later_backwards_and_the_last_is_exposed_by_axis():
+    schedule = expand(build("gpipe", 1, 1), 2, gather="never")
+    ones = [[1.0, 1.0]]
+    timing = Timing(
+        forward=ones, backward_input=ones, backward_weight=ones, reduce=[[0.75, 0.75]], replicate=[[0.5, 0.5]],
+        norm_seconds=0.125, optim_seconds=[0.25],
+    )  # fmt: skip
+    timeline = simulate(schedule, timing)
+    assert timeline.exposed == {"pipeline": 0.0, "shard": 0.75, "replicate": 0.5}
+    assert timeline.step_seconds == 2 + 4 + 1.25 + 0.125 + 0.25
+    assert timeline.breakdown == {**timeline.exposed, "compute": 6.0, "closing": 0.375, "idle": 0.0}
+
+
+def test_one_communicator_makes_gathers_wait_for_reductions():
+    schedule = expand(build("1f1b", 1, 2), 4, gather="stretch", reduce="stretch")
+    table = [[1.0] * 4]
+    timing = Timing(forward=table, backward_input=table, backward_weight=table, unshard=table, reduce=[[2.5] * 4])
+    together = simulate(schedule, timing)
+    apart = simulate(schedule, replace(timing, one_communicator=False))
+    assert together.step_seconds > apart.step_seconds
+
+
+def test_collectives_slow_compute_down_while_they_run():
+    schedule = expand(build("gpipe", 1, 1), 2, gather="never")
+    ones = [[1.0, 1.0]]
+    timing = Timing(
+        forward=ones, backward_input=ones, backward_weight=ones, reduce=[[1.5, 0.0]], collective_slowdown=1.5
+    )
+    assert spans_of(simulate(schedule, replace(timing, reduce=[[0.0, 1.5]])), "backward") == [(2, 4), (4, 6.5)]
+    assert spans_of(simulate(schedule, timing), "backward") == [(2, 4), (4, 6)], (
+        "no compute is left beside the last one"
+    )
+
+
+def test_a_slow_rank_holds_up_the_pipeline():
+    schedule = build("1f1b", 2, 8)
+    usual = simulate(schedule, even(2))
+    slow = simulate(schedule, replace(even(2), rank_slowdown=[1.0, 2.0]))
+    assert slow.compute_seconds == (24.0, 48.0)
+    assert slow.step_seconds == pytest.approx(1 + 48 + 2)
+    assert slow.bubble > usual.bubble
+
+
+def test_an_overlap_hides_the_part_of_its_shorter_side_that_it_is_told_to():
+    schedule = build("dualpipe_v", 1, 3)
+    pairs = sum(action.kind == "overlap" for action in schedule.actions[0])
+    apart, together = (simulate(schedule, replace(even(2), overlap_hidden=hidden)) for hidden in (0.0, 1.0))
+    assert apart.step_seconds - together.step_seconds == pytest.approx(pairs * 1.0)
+
+
+def test_ranks_wait_for_each_other_before_the_optimizer():
+    timing = replace(even(2), rank_slowdown=[1.0, 1.0], norm_seconds=0.5, optim_seconds=[1.0, 2.0])
+    timeline = simulate(build("gpipe", 2, 2), timing)
+    assert spans_of(timeline, "norm_barrier", 0) == spans_of(timeline, "norm_barrier", 1) == [(9.0, 9.5)]
+    assert spans_of(timeline, "optim", 1) == [(9.5, 11.5)]
+    assert timeline.step_seconds == 11.5
+
+
+def test_a_pass_without_backward():
+    timeline = simulate(forward_only(looped(4), 8), even(4))
+    assert timeline.step_seconds == 11
+    assert timeline.bubble == pytest.approx(3 / 11)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
+    schedule = expand(build(name, 3, 7), 2)
+    ones = [[0.5, 0.5]] * schedule.stages
+    timing = replace(
+        even(schedule.stages, 2), unshard=ones, reduce=ones, replicate=ones, boundary_bytes=[0.3] * (schedule.stages - 1),
+        link=Link(0.0, 1.0), collective_slowdown=1.2, rank_slowdown=[1.0, 1.3, 1.0], optim_seconds=[1.0] * 3,
+    )  # fmt: skip
+    timeline = simulate(schedule, timing)
+    assert sum(timeline.breakdown.values()) == pytest.approx(timeline.step_seconds)
+    assert all(seconds >= -1e-9 for seconds in timeline.breakdown.values())
+    assert timeline.peak_in_flight == simulate(build(name, 3, 7), even(schedule.stages)).peak_in_flight
+    for rank in range(3):
+        mine = [(start, end) for r, lane, _, start, end in timeline.records if (r, lane) == (rank, "compute")]
+        assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(mine))
+
+
+def test_a_deadlock_is_told_and_a_mismatch_too():
+    with pytest.raises(BadInput, match="deadlocks: rank 0 at B0.0, rank 1 at F1.0"):
+        simulate(written("RG0.0<1 B0.0 F0.0 SA0.0>1", GOOD[1]), even(2))
+    with pytest.raises(BadInput, match="rank 0 sends SA0.0>1 where rank 1 expects RA1.1<0"):
+        simulate(written(GOOD[0], "RA1.1<0 F1.0 B1.0 SG1.0>0"), even(2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"forward": ()}, r"timing.forward: expected a row for each of 2 stages, got 0"),
+        ({"unshard": [[1.0]]}, r"timing.unshard: expected a row for each of 2 stages, got 1"),
+        ({"reduce": [[1.0], [1.0, 1.0]]}, r"timing.reduce\[1\]: expected 1 units, got 2"),
+        ({"boundary_bytes": [1.0, 1.0]}, "timing.boundary_bytes: expected 1 numbers, got 2"),
+        ({"rank_slowdown": [1.0]}, "timing.rank_slowdown: expected 2 numbers, got 1"),
+    ],
+)
+def test_a_timing_that_does_not_fit_is_refused(wrong, reason):
+    with pytest.raises(BadInput, match=reason):
+        simulate(expand(build("gpipe", 2, 2), 1), replace(even(2), **wrong))
+
+
+def test_work_slows_down_only_inside_busy_intervals():
+    assert stretched(0.0, 2.0, [], 2.0) == 2.0
+    assert stretched(0.0, 2.0, [(1.0, 5.0)], 2.0) == 3.0
+    assert stretched(0.0, 2.0, [(1.0, 2.0), (1.5, 2.0)], 2.0) == 2.5, "two at once count once"
+    assert stretched(3.0, 2.0, [(0.0, 1.0), (3.5, 4.5)], 4.0) == 5.75
+
+
+seconds = st.integers(0, 40).map(lambda quarters: quarters / 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 9), st.booleans(), st.data())
+def test_any_durations_give_the_times_that_the_rules_give(name, ranks, batches, cut, data):
+    if refusal(name, ranks, batches, SCHEDULES[name].stages_per_rank.start):
+        return
+    schedule = build(name, ranks, batches)
+    schedule = expand(schedule, 2) if cut else schedule
+    table = st.lists(st.lists(seconds, min_size=2, max_size=2), min_size=schedule.stages, max_size=schedule.stages)
+    bounds = st.lists(seconds, min_size=schedule.stages - 1, max_size=schedule.stages - 1)
+    timing = Timing(
+        forward=data.draw(table), backward_input=data.draw(table), backward_weight=data.draw(table),
+        unshard=data.draw(table), reduce=data.draw(table), boundary_bytes=data.draw(bounds), link=Link(0.25, 1.0),
+        one_communicator=False,
+    )  # fmt: skip
+    timeline = simulate(schedule, timing)
+    expected = _by_the_rules(schedule, timing)
+    for rank in range(ranks):
+        mine = [(start, end) for r, lane, a, start, end in timeline.records if r == rank and a.kind in COMPUTE]
+        assert mine == [pytest.approx(one) for one in expected[rank]]
+
+
+def _by_the_rules(schedule: Schedule, timing: Timing) -> list[list[tuple[float, float]]]:
+    """(start, end) of each rank's compute: every constraint applied over and over until nothing moves."""
+    rows, held, last_unit = schedule.actions, schedule.rank_of, [n - 1 for n in schedule.units or [1] * schedule.stages]
+    ends = [[0.0] * len(row) for row in rows]
+    starts = [[0.0] * len(row) for row in rows]
+    messages = {}
+    moved = True
+    while moved:
+        moved = False
+        channels = {}
+        for rank, row in enumerate(rows):
+            compute_end, lane_end, gathered = 0.0, {"unshard": 0.0, "reduce_grad": 0.0}, {}
+            for place, action in enumerate(row):
+                start = end = compute_end
+                if action.kind in COMPUTE:
+                    for part in action.parts:
+                        needs = (
+                            0.0 if part.kind == "backward_weight" else gathered.get((part.stage, part.unit or 0), 0.0)
+                        )
+                        start = max(start, needs, _arrival(part, messages, last_unit))
+                    end = compute_end = start + _seconds(action, timing)
+                elif action.kind in lane_end:
+                    table = timing.unshard if action.kind == "unshard" else timing.reduce
+                    end = max(compute_end, lane_end[action.kind]) + table[action.stage][action.unit]
+                    lane_end[action.kind] = end
+                    if action.kind == "unshard":
+                        gathered[action.stage, action.unit] = end
+                elif action.kind == "send":
+                    channels.setdefault((rank, held[action.peer]), ([], []))[0].append((action, compute_end))
+                elif action.kind == "recv":
+                    channels.setdefault((held[action.peer], rank), ([], []))[1].append((action, compute_end))
+                moved |= (starts[rank][place], ends[rank][place]) != (start, end)
+                starts[rank][place], ends[rank][place] = start, end
+        for sends, receives in channels.values():
+            free = 0.0
+            for (send, sent), (receive, posted) in zip(sends, receives, strict=True):
+                free = max(sent, posted, free) + timing.link.seconds(timing.boundary_bytes[min(send.stage, send.peer)])
+                key = receive.payload, receive.stage, receive.micro_batch
+                moved |= messages.get(key) != free
+                messages[key] = free
+    return [
+        [(starts[rank][place], ends[rank][place]) for place, action in enumerate(row) if action.kind in COMPUTE]
+        for rank, row in enumerate(rows)
+    ]
+
+
+def _arrival(part, messages, last_unit):
+    if part.kind == "forward":
+        return messages.get(("activation", part.stage, part.micro_batch), 0.0) if not part.unit else 0.0
+    if part.kind != "backward_weight" and part.unit in (None, last_unit[part.stage]):
+        return messages.get(("gradient", part.stage, part.micro_batch), 0.0)
+    return 0.0
+
+
+def _seconds(action, timing):
+    if action.pair:
+        return sum(_seconds(part, timing) for part in action.pair)
+    names = ("backward_input", "backward_weight") if action.kind == "backward" else (action.kind,)
+    rows = [getattr(timing, name)[action.stage] for name in names]
+    return sum(sum(row) if action.unit is None else row[action.unit] for row in rows)

@@ -1,0 +1,52 @@
+import json
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from meshwright.events.span import Span
+from meshwright.schedules.expand import expand
+from meshwright.schedules.registry import SCHEDULES, build
+from meshwright.simulator.simulate import simulate
+from meshwright.simulator.timing import Link, even
+from meshwright.simulator.trace import trace_events, write_trace
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_trace_has_a_process_for_each_rank_and_lanes_without_overlap(name, tmp_path):
+    schedule = expand(build(name, 3, 6), 2)
+    halves = [[0.5, 0.5]] * schedule.stages
+    timing = replace(
+        even(schedule.stages, 2), unshard=halves, reduce=halves, replicate=halves, optim_seconds=[1.0] * 3,
+        boundary_bytes=[1.0] * (schedule.stages - 1), link=Link(0.125, 4.0),
+    )  # fmt: skip
+    write_trace(simulate(schedule, timing), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    lanes = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert set(lanes) == set(names)
+    assert {rank for rank, _ in lanes} == {0, 1, 2}
+    for spans in lanes.values():
+        spans.sort()
+        assert all(first[1] <= second[0] + 1e-6 for first, second in pairwise(spans))
+
+
+def test_a_span_is_called_by_its_kind_stage_and_micro_batch():
+    schedule = build("dualpipe_v", 2, 4)
+    spans = list(simulate(schedule, even(4)).spans(step=7))
+    assert {span.step for span in spans} == {7}
+    names = [span.name for span in spans if (span.rank, span.lane) == (1, "compute")]
+    assert names[:3] == ["forward 1.0", "forward 2.0", "forward 1.1"]
+    assert "forward 2.2 & backward 1.0" in names
+    assert names[-2:] == ["norm_barrier", "optim"]
+    assert any(span.lane == "send 0" and span.name == "send 1.0" for span in spans)
+
+
+def test_measured_spans_make_the_same_kind_of_trace():
+    process, thread, event = trace_events([Span("forward 0.1", 0.5, 0.25, 3, rank=2, lane="compute")])
+    assert (process["args"], thread["args"]) == ({"name": "rank 2"}, {"name": "compute"})
+    assert (event["cat"], event["ts"], event["dur"], event["pid"]) == ("forward", 500_000.0, 250_000.0, 2)
