@@ -52,10 +52,7 @@ def test_an_assignment_is_read_as_it_was_written(tmp_path: Any) -> None:
     assert Assignment.read(tmp_path / "assignment.json") == assignment
 
 
-def test_the_plan_without_its_prediction() -> None:
-    bare = PLAN.without_prediction()
-    assert (bare.predicted, bare.why) == (None, ())
-    assert bare == from_plain(Plan, {**to_plain(PLAN), "predicted": None, "why": []})
+def test_what_a_plan_answers() -> None:
     assert (PLAN.ranks, PLAN.axis_size("shard"), PLAN.axis_size("replicate")) == (8, 4, 2)
     assert [PLAN.strategy(layer, 8).recompute for layer in (0, 3, 4, 7)] == ["none", "none", "full", "full"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +24,11 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
 
         meshwright check run.yaml --json
     """
+    from meshwright.spec.load import mistakes_as_json
+
     mistakes, code = find_mistakes(words, runs)
     if as_json:
-        print(json.dumps({"ok": not mistakes, "errors": [asdict(mistake) for mistake in mistakes]}))
+        print(json.dumps(mistakes_as_json(mistakes)))
     else:
         for mistake in mistakes:
             print(mistake, file=sys.stderr)
@@ -63,14 +64,15 @@ def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightErr
     data = "prepared data with a tokenizer the model fits"
     if not prepare.needs_stdlib(run) and attempt("data", data, lambda: prepare.resolve_data(run, _quiet)):
         resolved = prepare.resolve_data(run, _quiet)
-    resolved = prepare.with_vocabulary(resolved)
-    attempt("plan", "a plan that fits the cluster", lambda: prepare.plan_for(resolved))
-    attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(resolved, runs / run.name))
-    attempt(
-        "name",
-        "a new name, or a run with the same configuration",
-        lambda: prepare.find_folder(resolved, runs, fresh=False),
-    )
+    if resolved.model.vocab_size:  # else every earlier run would seem to differ in it
+        attempt(
+            "name",
+            "a new name, or a run with the same configuration",
+            lambda: prepare.find_folder(resolved, runs, fresh=False),
+        )
+    complete = prepare.with_vocabulary(resolved)
+    attempt("plan", "a plan that fits the cluster", lambda: prepare.plan_for(complete))
+    attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(complete, runs / run.name))
     return wrong
 
 

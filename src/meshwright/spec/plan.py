@@ -5,7 +5,7 @@ The planner writes it, a person may edit it, the run obeys it, a checkpoint carr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound
@@ -104,10 +104,6 @@ class Plan:
     def strategy(self, layer: int, layers: int) -> LayerStrategy:
         """The strategy of block `layer` in a model of `layers` blocks."""
         return next(s for s in self.layers if layer in layer_range(s.range, layers))
-
-    def without_prediction(self) -> Plan:
-        """The part of the plan that a run obeys: equal for two plans that run alike."""
-        return replace(self, predicted=None, why=())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,22 +30,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which samples of a source one evaluation reads: whole global batches from its beginning."""
+    """What one evaluation reads: the first `samples` samples of a source."""
 
     source: DataSource
-    global_batch: int
-    batches: int
+    samples: int
 
     @classmethod
-    def of(cls, source: DataSource, global_batch: int, batches: int, divisor: int = 1) -> HeldOut:
-        """At most `batches` batches; a source smaller than one batch is read in the largest multiple of `divisor` it holds."""
-        if source.windows >= global_batch:
-            return cls(source, global_batch, min(batches, source.windows // global_batch))
-        return cls(source, source.windows // divisor * divisor, 1)
-
-    @property
-    def samples(self) -> range:
-        return range(self.global_batch * self.batches)
+    def of(cls, source: DataSource, wanted: int) -> HeldOut:
+        """`wanted` samples, or all when the source has fewer."""
+        return cls(source, min(wanted, source.windows))
 
 
 @torch.no_grad()
@@ -55,19 +48,21 @@ def evaluate(
     """Mean loss of `model` on the held-out samples; collective when there is a mesh. Sharded parameters are sharded again after."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     rank, ranks = (mesh.data_rank, mesh.data_ranks) if mesh else (0, 1)
-    micro_batch = math.gcd(micro_batch, held_out.global_batch // ranks)
+    together = ranks * micro_batch
     loader = Loader(
         held_out.source,
-        global_batch=held_out.global_batch,
+        global_batch=together,
         data_rank=rank,
         data_ranks=ranks,
         micro_batch=micro_batch,
         device=device,
     )
     with loader:
-        for _ in range(held_out.batches):
-            for batch in next(loader):
-                sums += torch.stack([forward(model, batch).double(), (batch.targets >= 0).sum().double()])
+        for first in range(0, held_out.samples, together):
+            (batch,) = next(loader)
+            # All ranks run every forward, as it is collective; what lies past the last sample does not count.
+            batch.targets[max(held_out.samples - first - rank * micro_batch, 0) :] = -1
+            sums += torch.stack([forward(model, batch).double(), (batch.targets >= 0).sum().double()])
     if mesh:
         mesh.sum_over_data(sums)
     reshard(model)

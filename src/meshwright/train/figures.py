@@ -104,6 +104,7 @@ def check_finite(record: dict[str, Any]) -> None:
     if bad:
         raise NumericalFailure(
             f"step {record['step']}: {' and '.join(bad)} not finite (loss {record['loss']}, gradient norm {record['grad_norm']}); the "
-            "update was not applied. Start again from the last checkpoint with a lower train.learning_rate or a longer train.warmup_steps; "
-            f"`meshwright data show --step {record['step']}` names what the step read"
+            f"update was not applied. `meshwright data show RUN --step {record['step']}` names what the step read. The same command would "
+            "come to the same step: start another run from the last checkpoint (name=… model.init=checkpoint:RUN) with a lower "
+            "train.learning_rate or a longer train.warmup_steps"
         )

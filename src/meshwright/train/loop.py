@@ -34,23 +34,27 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation
         for step in range(session.step + 1, run.train.steps + 1):
             _one_step(session, loader, figures, reporter, step, stop)
             trace.end_step(step)
-            validates = run.train.validate_every and step % run.train.validate_every == 0
-            saves = run.checkpoint.every and step % run.checkpoint.every == 0
-            if validates or saves or step == run.train.steps or figures.stop_flag:
+            ends = step == run.train.steps
+            validates = ends or _due(run.train.validate_every, step)
+            saves = (ends and run.checkpoint.at_end) or _due(run.checkpoint.every, step)
+            if validates or saves or figures.stop_flag:
                 _read(session, figures, reporter)
             if figures.stop_flag:
                 _stop(session, figures, reporter)
-            if validates or step == run.train.steps:
+            if validates:
                 last = _validate(session, reporter)
             if saves:
                 _save(session, reporter)
-            if run.train.gc_every and step % run.train.gc_every == 0:
+            if _due(run.train.gc_every, step):
                 gc.collect()
             if validates or saves:
                 figures.pause()
-    if run.checkpoint.at_end:
-        _save(session, reporter)
     return last
+
+
+def _due(every: int, step: int) -> bool:
+    """Whether what is done every so many steps (0: never) is due after `step`."""
+    return bool(every) and step % every == 0
 
 
 @contextmanager
@@ -74,10 +78,12 @@ def _planned_collections(every: int) -> Iterator[None]:
     """Python's collector runs on all ranks after the same steps, so that no rank waits for another's pause."""
     if every:
         gc.collect()
+        gc.freeze()  # what is there now stays for the whole run; later collections need not look at it
         gc.disable()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

@@ -65,7 +65,7 @@ def open_session(assignment: Assignment, world: World) -> Session:
         optimizer=AdamW(model, run.model, run.train),
         store=CheckpointStore(folder / "checkpoints", group=world.control, recorder=recorder),
         data=data,
-        held_out=_held_out(run, mesh),
+        held_out=_held_out(run),
         recorder=recorder,
         profile=assignment.profile,
     )
@@ -76,15 +76,12 @@ def open_session(assignment: Assignment, world: World) -> Session:
     return session
 
 
-def _held_out(run: RunSpec, mesh: Mesh) -> HeldOut | None:
+def _held_out(run: RunSpec) -> HeldOut | None:
     if not has_validation(run.data):
         return None
     options = {"seq_len": run.train.seq_len, "seed": run.seed, "vocab_size": run.model.vocab_size}
     source = open_data(run.data, split="validation", **options)
-    if source.windows < mesh.data_ranks:
-        log.warning("held-out text has %d sequences for %d ranks: no validation", source.windows, mesh.data_ranks)
-        return None
-    return HeldOut.of(source, run.train.global_batch, run.train.validate_batches, mesh.data_ranks)
+    return HeldOut.of(source, run.train.global_batch * run.train.validate_batches)
 
 
 def _resume(session: Session) -> bool:

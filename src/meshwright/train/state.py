@@ -6,7 +6,7 @@ Learning rate and data order are functions of the step, and nothing is drawn at 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def load_initial(model: nn.Module, spec: ModelSpec, init: str) -> None:
         _fill(model, spec, _hf_rows(Path(folder), spec))
     elif kind == "checkpoint":
         with CheckpointReader(newest_checkpoint(Path(folder), contents=False)) as reader:
+            names = reader.names("model.")
+            _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
             _fill(model, spec, lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
 
 
@@ -68,11 +70,14 @@ def _hf_rows(folder: Path, spec: ModelSpec) -> ReadRows:
     found, reader = import_hf(folder)
     for note in reader.notes:
         log.warning("%s: %s", folder, note)
-    ours = {row.name: row.shape for row in parameters(spec)}
-    theirs = {row.name: row.shape for row in parameters(found)}
-    wrong = next((name for name in ours if ours[name] != theirs.get(name)), None)
-    if wrong is not None:
-        raise BadInput(
-            f"model.init hf:{folder}: {wrong} is {theirs.get(wrong)} there and {ours[wrong]} in this run's model"
-        )
+    _check_shapes(f"hf:{folder}", spec, {row.name: row.shape for row in parameters(found)})
     return reader.read_rows
+
+
+def _check_shapes(init: str, spec: ModelSpec, theirs: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise BadInput for the first weight that only one side has, or that has another shape."""
+    ours = {row.name: row.shape for row in parameters(spec)}
+    wrong = next((name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)), None)
+    if wrong is not None:
+        there, here = theirs.get(wrong, "missing"), ours.get(wrong, "missing")
+        raise BadInput(f"model.init {init}: {wrong} is {there} there and {here} in this run's model")

@@ -58,9 +58,9 @@ def train_step(
 def count_valid(micro_batches: Sequence[MicroBatch], stop_flag: int, mesh: Mesh) -> torch.Tensor:
     """[valid tokens, stop flag, sum of token ids] summed over all ranks, float64."""
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+    sums[0] = sum(batch.valid_tokens for batch in micro_batches)
     sums[1] = stop_flag
     for batch in micro_batches:
-        sums[0] += (batch.targets >= 0).sum()
         sums[2] += batch.tokens.sum()
     return mesh.sum_over_data(sums)
 

@@ -11,6 +11,7 @@ from types import FrameType
 
 from meshwright.spec.errors import EXIT_INTERRUPTED
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 NOT_ASKED, PREEMPT, INTERRUPT = 0, 1, 1 << 20
 """Values of the flag. They are summed over ranks; up to a million ranks may be preempted without looking interrupted."""
 
@@ -22,9 +23,10 @@ class StopRequest:
         self.flag = NOT_ASKED
 
     def listen(self) -> None:
-        """Take over the process's stop signals."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        """Take over the process's stop signals, also those that a launcher blocked until now and that came meanwhile."""
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.flag == INTERRUPT:

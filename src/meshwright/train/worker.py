@@ -74,6 +74,8 @@ def run_rank(assignment: Assignment, world: World, stop: StopRequest) -> None:
         if session.step >= session.run.train.steps:
             reporter.event(session.step, f"{folder} is finished: {session.step} of {session.run.train.steps} steps")
             return
+        if session.step:
+            reporter.event(session.step, f"resumed after step {session.step}")
         try:
             last = train(session, reporter, stop)
             if world.leads:
@@ -92,7 +94,7 @@ def _write_summary(session: Session, last: Evaluation | None, wall_seconds: floa
             "held_out_tokens": last.tokens,
             "perplexity": last.perplexity,
             "bits_per_byte": last.bits_per_byte,
-            "unigram_entropy_nats": session.held_out.source.unigram_entropy(len(session.held_out.samples)),
+            "unigram_entropy_nats": session.held_out.source.unigram_entropy(session.held_out.samples),
         }
     (session.folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
@@ -137,13 +139,21 @@ def _is_communication(error: Exception) -> bool:
 
 
 def log_to(folder: Path, rank: int) -> None:
-    """Everything meshwright logs on this rank goes to the run's log folder."""
+    """Everything meshwright logs on this rank goes to the run's log folder; rank 0's warnings also to the terminal."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "logs" / f"rank-{rank:05d}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.handlers[:] = [handler]
+    log.handlers[:] = [handler] if rank else [handler, _Warnings()]
     log.setLevel(logging.DEBUG)
     log.propagate = False
+
+
+class _Warnings(logging.Handler):
+    """Warnings as lines on stderr, wherever that leads at the moment; how a rank ended is said there by `_fail`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            sys.stderr.write(f"meshwright: {record.getMessage()}\n")
 
 
 def _die_with_parent() -> None:
