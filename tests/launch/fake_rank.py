@@ -31,6 +31,7 @@ def main() -> None:
         time.sleep(60)
     elif what == "wait":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         (folder / f"ready-{rank}").touch()
         time.sleep(60)
 

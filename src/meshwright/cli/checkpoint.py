@@ -59,15 +59,15 @@ def verify(place: Place, as_json: Json = False) -> None:
 
         meshwright checkpoint verify runs/quickstart/checkpoints/step-00000100 --json
     """
-    from meshwright.spec.errors import Damaged
+    from meshwright.spec.errors import EXIT_DAMAGED
 
     rows = _rows(place, contents=True)
     _print(rows, as_json)
     bad = [row for row in rows if row["committed"] and not row["ok"]]
     if bad:
-        raise Damaged(
-            f"{len(bad)} of {len(rows)} checkpoints damaged: {', '.join(Path(row['path']).name for row in bad)}"
-        )
+        names = ", ".join(Path(row["path"]).name for row in bad)
+        print(f"meshwright: {len(bad)} of {len(rows)} checkpoints damaged: {names}", file=sys.stderr)
+        sys.exit(EXIT_DAMAGED)
 
 
 @app.command("to-hf")

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import Json
+from meshwright.cli.options import Json, model_folder
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from meshwright.train.evaluate import Evaluation
 
 Model = Annotated[
-    Path, typer.Argument(help="A run folder (its newest good checkpoint), one checkpoint, or a Hugging Face folder.")
+    Path,
+    typer.Argument(
+        help="A run's folder or its name under `runs/` (the newest good checkpoint), one checkpoint, or a Hugging Face folder."
+    ),
 ]
 
 
@@ -42,7 +45,7 @@ def evaluate(
 
         meshwright eval exported-model --data corpus/held_out --seq-len 1024 --json
     """
-    result = _evaluate(model, data, seq_len, batch, batches)
+    result = _evaluate(model_folder(model), data, seq_len, batch, batches)
     answer = {
         "loss": result.loss,
         "perplexity": result.perplexity,
@@ -77,4 +80,4 @@ def _evaluate(model: Path, data: str | None, seq_len: int | None, batch: int, ba
     decoder = load_model(model, device, dtype)
     source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
     print(f"evaluating on {device}", file=sys.stderr)
-    return evaluate(decoder, HeldOut.of(source, batch, batches), mesh=None, micro_batch=batch, device=device)
+    return evaluate(decoder, HeldOut.of(source, batch * batches), mesh=None, micro_batch=batch, device=device)

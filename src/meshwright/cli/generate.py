@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.evaluate import Model
-from meshwright.cli.options import Json
+from meshwright.cli.options import Json, model_folder
 from meshwright.spec.errors import BadInput
 
 
@@ -28,7 +28,7 @@ def generate(
 
         meshwright generate runs/quickstart -p "def read_lines(path):" --tokens 80
     """
-    samples = sample(model, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    samples = sample(model_folder(model), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     if as_json:
         print(json.dumps({"samples": samples}))
         return

@@ -17,6 +17,7 @@ from meshwright.cli import (
     evaluate,
     generate,
     plan,
+    predict,
     quickstart,
     report,
     schema,
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command()(quickstart.quickstart)
 app.command()(train.train)
 app.command()(plan.plan)
+app.command()(predict.predict)
 app.command()(check.check)
 app.add_typer(data.app, name="data")
 app.add_typer(tokenizer.app, name="tokenizer")

@@ -43,11 +43,11 @@ def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
     return load_run(path, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
 
 
-def run_folder(text: Path, runs: Path) -> Path:
-    """The folder of a run named by its folder or by its name under `runs`. Raises BadInput naming the nearest run."""
+def model_folder(text: Path, runs: Path = Path("runs")) -> Path:
+    """The folder `text`, or the run of that name under `runs`. Raises BadInput naming the nearest run."""
     for folder in (text, runs / text):
-        if (folder / "config.yaml").exists():
+        if folder.is_dir():
             return folder
-    names = [path.parent.name for path in runs.glob("*/config.yaml")]
-    near = nearest(text.name, names)
-    raise BadInput(f"{text} is no run folder (it has no config.yaml)" + (f"; nearest: {runs / near}" if near else ""))
+    known = {path.parent.name: path.parent for place in (runs, text.parent) for path in place.glob("*/config.yaml")}
+    near = nearest(text.name, known)
+    raise BadInput(f"{text}: there is no such folder" + (f"; nearest: {known[near]}" if near else ""))

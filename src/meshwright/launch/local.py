@@ -17,27 +17,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, EXIT_INTERRUPTED
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 CULPRIT_SECONDS = 2.0
 """After a rank reports that others are gone, how long to wait for the one whose failure caused it."""
+STOP_SECONDS = 30.0
+"""How long the other ranks may take when one has already ended as asked."""
 POLL_SECONDS = 0.05
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_ranks(module: str, arguments: list[str], *, ranks: int, logs: Path, threads: int) -> int:
     """Run `python -m module arguments…` as `ranks` local ranks and return the exit code of the job.
 
-    Rank 0 keeps this terminal; the others write to `logs/rank-NNNNN.log`. The code is 0 when all succeed, else that of the first rank
-    that failed by itself.
+    Rank 0 keeps this terminal; the others write to `logs/rank-NNNNN.log`. Ranks start with SIGINT, SIGTERM and SIGUSR1 blocked, so that
+    none is lost before they listen and unblock them. The code is 0 when all succeed, else that of the first rank that failed by itself.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    with _listening_socket() as listener:
-        processes = [_start(module, arguments, rank, ranks, listener, logs, threads) for rank in range(ranks)]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         with _forwarding(processes):
-            return _wait(processes)
+            with _listening_socket() as listener, _blocked():
+                processes.extend(
+                    _start(module, arguments, rank, ranks, listener, logs, threads) for rank in range(ranks)
+                )
+            codes = _wait(processes)
     finally:
         _kill(processes)
+    _say_killed(codes, logs)
+    return _job_code(codes)
 
 
 def _start(
@@ -72,6 +80,16 @@ def _listening_socket() -> Iterator[socket.socket]:
 
 
 @contextmanager
+def _blocked() -> Iterator[None]:
+    """Hold stop signals back while ranks are started. The ranks inherit it, and hold them back until they listen."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _forwarding(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Pass stop signals on to the ranks; the second Ctrl-C kills them."""
     interrupts = 0
@@ -86,7 +104,7 @@ def _forwarding(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
             if process.poll() is None:
                 process.send_signal(number)
 
-    kept = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    kept = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -94,30 +112,39 @@ def _forwarding(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks succeed or one fails; give a failure's true culprit a moment to show."""
+def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Wait until all ranks ended or one failed; give a failure's true culprit a moment to show.
+
+    Returns how each rank ended (None: not yet), a death by signal as its negative number.
+    """
     failed_at: float | None = None
     while True:
         codes = [process.poll() for process in processes]
         failures = [code for code in codes if code not in (None, EXIT_DONE)]
-        if not failures and None not in codes:
-            return EXIT_DONE
-        own = [code for code in failures if code != EXIT_COMMUNICATION]
-        if failures and None not in codes:
-            return _as_exit_code((own or failures)[0])
+        if None not in codes:
+            return codes
         if failures:
             failed_at = failed_at or time.monotonic()
-            stopping = all(code in (75, EXIT_INTERRUPTED) for code in failures)
-            if time.monotonic() - failed_at > (30 if stopping else CULPRIT_SECONDS):
-                return _as_exit_code((own or failures)[0])
+            stopping = all(code in (EXIT_PREEMPTED, EXIT_INTERRUPTED) for code in failures)
+            if time.monotonic() - failed_at > (STOP_SECONDS if stopping else CULPRIT_SECONDS):
+                return codes
         time.sleep(POLL_SECONDS)
 
 
-def _as_exit_code(code: int | None) -> int:
-    """A rank killed by a signal (negative code) is a communication failure to the job: its peers lost it."""
-    if code is None:
-        return EXIT_INTERNAL
+def _job_code(codes: list[int | None]) -> int:
+    """The first rank's own failure; one killed by a signal is a communication failure to the job: its peers lost it."""
+    failures = [code for code in codes if code not in (None, EXIT_DONE)]
+    own = [code for code in failures if code != EXIT_COMMUNICATION]
+    code = (own or failures or [EXIT_DONE])[0]
     return EXIT_COMMUNICATION if code < 0 else code
+
+
+def _say_killed(codes: list[int | None], logs: Path) -> None:
+    """A rank that was killed could not say it itself."""
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            how = f"signal {-code} ({signal.strsignal(-code)})"
+            sys.stderr.write(f"meshwright: rank {rank} was killed by {how}; what the ranks said is in {logs}\n")
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:

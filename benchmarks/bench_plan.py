@@ -1,0 +1,324 @@
+"""How right `meshwright predict` is on published runs: `make bench-plan` (CPU only, a minute or two).
+
+Prints errors by source with the rows inside the fit and with each source left out of it, how good the layout is that the model would
+choose, memory errors and refusals, and every acceptance line of the project with its number. Keeps all of it in
+benchmarks/results/plan-accuracy.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fit_costs import (
+    Rows,
+    by_source,
+    every_fifth,
+    gather_rows,
+    left_out,
+    read_runs,
+    usable,
+)
+
+from meshwright.costs.constants import constants, table
+from meshwright.costs.families import by_name, shape
+from meshwright.costs.inputs import Layouts, Machine
+from meshwright.costs.predict import Prediction, band_class, predict_rows
+from meshwright.costs.published import Case, failed, fully_specified, measured_seconds
+from meshwright.costs.step import step_cost
+from meshwright.spec.chips import CHIPS
+
+RESULTS = Path(__file__).parent / "results" / "plan-accuracy.json"
+Record = tuple[int, dict[str, str], Case, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One acceptance line: what was asked, what was reached."""
+
+    what: str
+    reached: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.reached >= self.limit if self.at_least else self.reached <= self.limit
+
+
+def main() -> None:
+    runs = read_runs()
+    predictions = predict_rows(runs)
+    records = usable(runs)
+    rows = gather_rows(records)
+    fitted = np.array([predictions[at].seconds for at, *_ in records], dtype=np.float64)
+    folds = left_out(rows, every_fifth(len(records)))
+    sources = left_out(rows, by_source(rows))
+    lines = [
+        *error_lines(runs, predictions, records, fitted, folds, sources),
+        *scale_lines(records, rows, predictions),
+        *regret_lines(records, fitted, folds),
+        *memory_lines(runs, predictions),
+        *band_lines(records, rows, folds, predictions),
+        *speed_lines(),
+    ]
+    print("\nacceptance")
+    for line in lines:
+        sign = "≥" if line.at_least else "≤"
+        print(f"  {'pass' if line.passed else 'FAIL'}  {line.reached:12.4g} {sign} {line.limit:<8g} {line.what}")
+    keep = {"lines": [{**vars(line), "passed": line.passed} for line in lines], "fitted_on": table()["fitted_on"]}
+    keep["errors"] = error_table(records, fitted, folds, sources)
+    RESULTS.write_text(json.dumps(keep, indent=1) + "\n", encoding="utf-8")
+    print(f"kept in {RESULTS}", file=sys.stderr)
+
+
+def noisy(row: dict[str, str]) -> bool:
+    """The rows whose repeats differ up to five-fold."""
+    return "playbook" in row["source"] and float(row["gpus"]) >= 128
+
+
+def label(row: dict[str, str]) -> str:
+    return row["source"] + (" [≥128 GPUs]" if noisy(row) else "")
+
+
+def error_table(records: list[Record], *columns: np.ndarray) -> list[dict[str, Any]]:
+    """Errors by source: in sample, rows left out in fifths, sources left out whole."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for place, (_, row, _, _) in enumerate(records):
+        if fully_specified(row):
+            groups[label(row)].append(place)
+    measured = np.array([seconds for *_, seconds in records])
+    found = []
+    for source, places in sorted(groups.items(), key=lambda item: -len(item[1])):
+        entry: dict[str, Any] = {"source": source, "rows": len(places)}
+        for name, column in zip(("fit", "fifth", "source"), columns, strict=True):
+            ratio = column[places] / measured[places]
+            if np.isfinite(ratio).all():
+                error = np.abs(ratio - 1)
+                entry |= {f"{name}_median": float(np.median(error)), f"{name}_p90": float(np.quantile(error, 0.9))}
+                entry |= {f"{name}_bias": float(np.median(ratio) - 1)}
+        found.append(entry)
+    return found
+
+
+def error_lines(
+    runs: list[dict[str, str]], predictions: list[Prediction], records: list[Record], *columns: np.ndarray
+) -> list[Line]:
+    entries = error_table(records, *columns)
+    print(
+        f"{'rows':>5} | {'median':>6} {'p90':>6} {'bias':>6} | rows left out: median, p90 | source left out: median | source"
+    )
+    for entry in entries:
+        said = [
+            entry.get(key)
+            for key in ("fit_median", "fit_p90", "fit_bias", "fifth_median", "fifth_p90", "source_median")
+        ]
+        text = [f"{value:6.1%}" if value is not None else "     –" for value in said]
+        print(
+            f"{entry['rows']:5} | {text[0]} {text[1]} {text[2]} | {text[3]} {text[4]} | {text[5]} | {entry['source'][:90]}"
+        )
+    complete = [at for at, row in enumerate(runs) if fully_specified(row)]
+    expressed = np.mean([predictions[at].seconds is not None for at in complete])
+    lines = [Line("fully specified rows expressed", float(expressed), 0.9, at_least=True)]
+    large = [entry for entry in entries if entry["rows"] >= 20 and "[≥128" not in entry["source"]]
+    quiet = np.array([fully_specified(row) and not noisy(row) for _, row, _, _ in records])
+    measured = np.array([seconds for *_, seconds in records])
+    for name, words, column in zip(("fit", "fifth"), ("in sample", "rows left out"), columns, strict=False):
+        medians = [entry[f"{name}_median"] for entry in large]
+        error = np.abs(column / measured - 1)[quiet]
+        lines += [
+            Line(f"median of the sources' medians, {words}", float(np.median(medians)), 0.08),
+            Line(f"largest median of a source, {words}", max(medians), 0.15),
+            Line(f"90th percentile of all rows, {words}", float(np.quantile(error, 0.9)), 0.25),
+        ]
+    return lines
+
+
+PAPERS = ("SC21", "Korthikanti", "MT-NLG", "MegaScale (arXiv")
+
+
+def scale_lines(records: list[Record], rows: Rows, predictions: list[Prediction]) -> list[Line]:
+    """The papers' tables, and the largest runs under constants fitted on at most 2,048 GPUs."""
+    measured = rows.measured
+    papers = np.array([row["source"].startswith(PAPERS) or "sc21" in row["source"].lower() for _, row, _, _ in records])
+    big_model = np.array([float(row["params"] or 0) >= 170e9 for _, row, _, _ in records])
+    fitted = np.array([predictions[at].seconds for at, *_ in records], dtype=np.float64)
+    error = np.abs(fitted / measured - 1)
+    ranks = np.array([float(row["gpus"]) for _, row, _, _ in records])
+    beyond = left_out(rows, [ranks > 2048])
+    internet = np.array(
+        [
+            float(row["gpus"]) >= 8192
+            and ("mlcommons" in row["source"] or ("MegaScale" in row["source"] and case.stack == "megatron_tuned"))
+            for _, row, case, _ in records
+        ]
+    )
+    far = np.abs(beyond / measured - 1)[internet]
+    baseline = [
+        (at, seconds)
+        for at, row, case, seconds in records
+        if row["source"].startswith("MegaScale (") and case.stack == "megatron_lm" and float(row["gpus"]) >= 8192
+    ]
+    inside = [predictions[at].low <= seconds <= predictions[at].high for at, seconds in baseline]  # type: ignore[operator]  # priced rows have bands
+    print("\n≥ 8,192 GPUs, fitted on ≤ 2,048 (predicted / measured)")
+    for (_, row, _, seconds), value, chosen in zip(records, beyond, internet, strict=True):
+        if chosen:
+            print(f"  {value / seconds:6.3f}  {row['gpus']:>6} {row['model']:>16}  {row['source'][:80]}")
+    return [
+        Line(
+            "Megatron's and MegaScale's 175B/530B/1T tables, median", float(np.median(error[papers & big_model])), 0.05
+        ),
+        Line("≥ 8,192 GPUs fitted on ≤ 2,048, median", float(np.median(far)), 0.05),
+        Line("≥ 8,192 GPUs fitted on ≤ 2,048, worst", float(np.max(far)), 0.10),
+        Line("MegaScale's Megatron-LM rows ≥ 8,192 GPUs inside the band", float(np.mean(inside)), 1.0, at_least=True),
+    ]
+
+
+PLAN_KEY = ("tp", "pp", "dp", "cp", "ep", "vpp", "zero/fsdp", "micro_batch", "recompute")
+
+
+def regret_lines(records: list[Record], fitted: np.ndarray, folds: np.ndarray) -> list[Line]:
+    """Measured time of the layout predicted fastest over the best measured, averaged over groups; and of the best of three."""
+    kinds = {
+        "vTrain": (lambda row: "vTrain data" in row["source"], 1.10, 1.03),
+        "playbook to 64 GPUs": (lambda row: "playbook" in row["source"] and not noisy(row), 1.15, 1.05),
+        "playbook from 128 GPUs": (noisy, 1.40, 1.20),
+    }
+    lines = []
+    print("\nregret: groups, first, best of three (in sample); with rows left out of the fit; Spearman mean, least")
+    for name, (wanted, one, three) in kinds.items():
+        chosen = [at for at, (_, row, _, _) in enumerate(records) if wanted(row)]
+        now = _regrets([records[at] for at in chosen], fitted[chosen])
+        blind = _regrets([records[at] for at in chosen], folds[chosen])
+        print(f"  {name:24} {len(now):4} {_mean(now, 0):.3f} {_mean(now, 1):.3f}   {_mean(blind, 0):.3f} {_mean(blind, 1):.3f}"
+              f"   {_mean(now, 2):.3f} {min(found[2] for found in now):.3f}")  # fmt: skip
+        lines += [
+            Line(f"regret {name}", _mean(now, 0), one),
+            Line(f"regret {name}, best of three", _mean(now, 1), three),
+        ]
+        if name == "playbook from 128 GPUs":
+            lines.append(
+                Line("least Spearman of a group, playbook from 128 GPUs", min(f[2] for f in now), 0.9, at_least=True)
+            )
+    return lines
+
+
+def _mean(found: list[tuple[float, float, float]], column: int) -> float:
+    return float(np.mean([entry[column] for entry in found]))
+
+
+def _regrets(records: list[Record], predicted: np.ndarray) -> list[tuple[float, float, float]]:
+    """(regret of the first, of the best of three, Spearman) of each group with at least five layouts."""
+    groups: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for (_, row, _, seconds), guess in zip(records, predicted, strict=True):
+        key = tuple(
+            row[column] for column in ("source", "model", "layers", "hidden", "seq", "gpu", "gpus", "global_batch")
+        )
+        groups[key][tuple(row[column] for column in PLAN_KEY)].append((seconds, guess))
+    found = []
+    for layouts in groups.values():
+        if len(layouts) < 5:
+            continue
+        pairs = np.array([np.median(np.array(repeats), axis=0) for repeats in layouts.values()])
+        order = np.argsort(pairs[:, 1])
+        best = pairs[:, 0].min()
+        found.append((pairs[order[0], 0] / best, pairs[order[:3], 0].min() / best, _spearman(pairs[:, 0], pairs[:, 1])))
+    return found
+
+
+def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def memory_lines(runs: list[dict[str, str]], predictions: list[Prediction]) -> list[Line]:
+    known = [
+        (float(row["mem_gb"]), p) for row, p in zip(runs, predictions, strict=True) if row["mem_gb"] and p.memory_gib
+    ]
+    error = [abs(p.memory_gib / measured - 1) for measured, p in known if p.memory_gib]
+    key = ("model", "gpus", *PLAN_KEY)
+    ran = {tuple(row[c] for c in key) for row in runs if measured_seconds(row) and not failed(row)}
+    lost = [
+        p for row, p in zip(runs, predictions, strict=True) if failed(row) and tuple(row[c] for c in key) not in ran
+    ]
+    good = [p for row, p in zip(runs, predictions, strict=True) if measured_seconds(row) and not failed(row)]
+    refused = np.mean([p.fits is False for p in lost])
+    false = np.mean([p.fits is False for p in good if p.fits is not None])
+    by_source_: dict[str, list[float]] = defaultdict(list)
+    for row, p in zip(runs, predictions, strict=True):
+        if row["mem_gb"] and p.memory_gib:
+            by_source_[row["source"]].append(abs(p.memory_gib / float(row["mem_gb"]) - 1))
+    print("\nmemory: rows, median error, source")
+    for source, errors in by_source_.items():
+        print(f"  {len(errors):5} {np.median(errors):6.1%}  {source}")
+    return [
+        Line("memory, median error", float(np.median(error)), 0.05),
+        Line("failed rows refused", float(refused), 0.85, at_least=True),
+        Line("rows that ran refused", float(false), 0.02),
+    ]
+
+
+def band_lines(records: list[Record], rows: Rows, folds: np.ndarray, predictions: list[Prediction]) -> list[Line]:
+    """Share of left-out rows inside the band that their class prints."""
+    widths = np.array([[predictions[at].low / predictions[at].seconds, predictions[at].high / predictions[at].seconds]  # type: ignore[operator]  # priced rows have bands
+                       for at, *_ in records])  # fmt: skip
+    ratio = rows.measured / folds
+    inside = (ratio >= widths[:, 0]) & (ratio <= widths[:, 1])
+    classes = np.array([band_class(case) for _, _, case, _ in records])
+    print("\nband: rows, held, width, class (rows left out in fifths)")
+    for name in sorted(set(classes)):
+        chosen = classes == name
+        low, high = widths[chosen][0]
+        print(f"  {chosen.sum():5} {inside[chosen].mean():6.1%}  {low - 1:+.0%} … {high - 1:+.0%}  {name}")
+    held = float(inside.mean())
+    return [
+        Line("rows left out inside the band", held, 0.7, at_least=True),
+        Line("rows left out inside the band", held, 0.9),
+    ]
+
+
+def speed_lines() -> list[Line]:
+    """One prediction, and a sweep of a 175B model on 16,384 GPUs."""
+    model = shape(by_name("GPT-175B"))
+    chip = CHIPS["H100"]
+    machine = Machine(peak=chip.peak_flops["bf16"], half_peak=chip.peak_flops["bf16"], low=0.0, hbm=chip.hbm, memory=chip.memory_bytes,
+                      link=chip.link, nic=chip.nic, domain=8.0, per_node=8.0)  # fmt: skip
+    k = constants("hopper", "bridge")
+    wide = sweep(16384.0)
+    started = time.perf_counter()
+    step_cost(model, machine, wide, k)
+    each = len(wide.tensor) / (time.perf_counter() - started)
+    one = Layouts(tensor=2.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=4.0, zero=3.0, shards=4.0, micro_batch=1.0,
+                  global_batch=16.0, seq=8192.0, recompute=0.0)  # fmt: skip
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        step_cost(model, machine, one, k)
+        times.append(time.perf_counter() - started)
+    return [
+        Line("milliseconds of one prediction on 8 GPUs", float(np.median(times)) * 1e3, 5.0),
+        Line("layouts a second, 175B on 16,384 GPUs", each, 100_000, at_least=True),
+    ]
+
+
+def sweep(ranks: float) -> Layouts:
+    """A grid of at least 100,000 layouts of `ranks` GPUs."""
+    axes = np.meshgrid([1, 2, 4, 8], [1, 2, 3, 4, 6, 8, 12, 16, 24, 32], [1, 2, 3, 4, 6], [1, 2, 4, 8], [0, 1, 3],
+                       [1, 2, 4, 8], [0, 1, 2], np.arange(8), indexing="ij")  # fmt: skip
+    tensor, pipeline, virtual, context, zero, micro, recompute, _ = (axis.ravel().astype(np.float64) for axis in axes)
+    data = ranks / tensor / pipeline / context
+    ones = np.ones_like(tensor)
+    return Layouts(tensor=tensor, pipeline=pipeline, virtual=virtual, context=context, expert=ones, data=data, zero=zero,
+                   shards=data * context, micro_batch=micro, global_batch=2048 * ones, seq=4096 * ones, recompute=recompute)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Fits costs/constants.yaml to published runs: `python benchmarks/fit_costs.py` (a few minutes on one core).
+
+Least absolute log error with a prior: each constant starts at a physical guess and pays for leaving it, so a stack with few rows stays
+near the guess. Solved by re-weighted, damped Gauss-Newton steps with numerical derivatives; NumPy only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
+from meshwright.costs.footprint import Keeping, footprint, keeping
+from meshwright.costs.inputs import Layouts, Machine, Shape, side_by_side
+from meshwright.costs.predict import band_class
+from meshwright.costs.published import Case, failed, measured_seconds, read_row
+from meshwright.costs.step import step_cost
+
+RUNS = Path(__file__).parent / "data" / "published-runs.csv"
+PRIORS: dict[str, tuple[float, float]] = {
+    "gemm": (0.75, 0.1), "gemm_low": (0.8, 0.15), "gemm_block": (0.75, 0.15), "gemm_fp4": (0.6, 0.2),
+    "attention": (0.5, 0.25), "hbm": (0.8, 0.1), "link": (0.7, 0.2), "narrow": (150.0, 0.5), "tail_us": (2.0, 0.5),
+    "slow": (1.0, 0.25), "yearly": (1.05, 0.1), "passes": (60.0, 0.35), "scores": (0.0, 0.5), "quantise": (4.0, 0.5),
+    "host_us": (600.0, 0.7), "host_tensor_us": (200.0, 0.8), "host_micro_us": (500.0, 0.8), "host_pipe_us": (0.0, 0.8), "stall_s": (0.0, 0.02), "stall_nodes": (36.0, 0.02), "crowd": (0.0, 0.3),
+    "tensor_exposed": (0.8, 0.4), "hide": (0.7, 0.4), "overlap_tax": (0.15, 0.5),
+    "net": (0.6, 0.5), "net_us": (10.0, 0.7), "link_us": (2.0, 0.7), "start_us": (15.0, 0.4), "messages": (0.3, 0.8), "reduce_bytes": (4.0, 0.01),
+    "pipe_us": (30.0, 0.8), "pipe_exposed": (0.5, 0.6), "bubble": (1.0, 0.2),
+    "step_ms": (10.0, 0.8), "step_layer_us": (100.0, 0.8), "update": (30.0, 0.3),
+    "jitter": (0.002, 0.6), "sync_ms": (1.0, 0.8), "moe_us": (500.0, 0.7), "moe_passes": (100.0, 0.7), "moe_yearly": (1.1, 0.2),
+}  # fmt: skip
+"""Constant → (guess, standard deviation of its logarithm)."""
+STACK_GUESSES: dict[str, dict[str, float]] = {
+    "nanotron": {"host_pipe_us": 2500.0, "stall_s": 0.5, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
+    "bridge": {"reduce_bytes": 2.0},
+    "nemo": {"reduce_bytes": 2.0},
+    "megatron_tuned": {"reduce_bytes": 2.0},
+    "megatron_deepspeed": {"scores": 12.0, "passes": 100.0},
+    "megatron_lm": {"scores": 10.0, "passes": 90.0},
+}
+"""Stacks of 2021 keep attention scores in memory."""
+
+
+MEMORY_PRIORS: dict[str, tuple[float, float]] = {
+    "held": (6.0, 0.3), "owned": (12.0, 0.2), "sharding": (0.0, 0.7), "wide": (0.5, 0.5), "narrow": (1.0, 0.3), "logits": (8.0, 0.5),
+    "gathered": (2.0, 0.5), "slack": (0.05, 0.7), "base": (1.0, 0.7), "base_rank": (0.2, 0.7),
+}  # fmt: skip
+MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 8.0, "sharding": 4.0}}
+"""nanotron keeps gradients in both widths and exchanges whole parameters."""
+STRENGTH = 30.0
+"""How much one log unit of error of one lone row weighs against one squared standard deviation of a prior."""
+Evaluate = Callable[[dict[str, np.ndarray]], np.ndarray]
+
+
+@dataclass
+class Rows:
+    """Rows to fit on, side by side."""
+
+    names: list[str]
+    pairs: list[tuple[str, str]]
+    shape: Shape
+    machine: Machine
+    layout: Layouts
+    release: np.ndarray
+    filled: np.ndarray
+    measured: np.ndarray
+    weight: np.ndarray
+
+
+def read_runs(path: Path = RUNS) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def usable(table: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, float]]:
+    """(row, its columns, its case, seconds) of every row that ran and can be expressed."""
+    kept = []
+    for index, row in enumerate(table):
+        case, seconds = read_row(row).case, measured_seconds(row)
+        if case is not None and seconds and not failed(row):
+            kept.append((index, row, case, seconds))
+    return kept
+
+
+def with_memory(table: list[dict[str, str]]) -> list[tuple[dict[str, str], Case]]:
+    """Rows with a measured memory that can be expressed."""
+    readings = [(row, read_row(row).case) for row in table if row["mem_gb"]]
+    return [(row, case) for row, case in readings if case is not None]
+
+
+def gather_rows(kept: list[tuple[int, dict[str, str], Case, float]]) -> Rows:
+    sources = Counter(row["source"] for _, row, _, _ in kept)
+    cases = [case for _, _, case, _ in kept]
+    weight = np.array([_weight(row, sources) for _, row, _, _ in kept])
+    return Rows(
+        [row["source"] for _, row, _, _ in kept],
+        [(case.generation, case.stack) for case in cases],
+        side_by_side([case.shape for case in cases]),
+        side_by_side([case.machine for case in cases]),
+        side_by_side([case.layout for case in cases]),
+        np.array([case.release for case in cases]),
+        share_filled(cases),
+        np.array([seconds for *_, seconds in kept]),
+        weight,
+    )
+
+
+def share_filled(cases: list[Case]) -> np.ndarray:
+    """Share of a device's memory that each case is predicted to need, under the memory constants of all rows."""
+    kinds = footprint(
+        side_by_side([case.shape for case in cases]),
+        side_by_side([case.layout for case in cases]),
+        keeping([case.stack for case in cases], memory_constants()),
+    )
+    return sum(kinds.values()) / np.array([case.machine.memory for case in cases])
+
+
+@cache
+def memory_constants() -> dict[str, Any]:
+    return fit_memory(with_memory(read_runs()))
+
+
+def _weight(row: dict[str, str], sources: Counter[str]) -> float:
+    """Large sources count by less than their size, so that small ones are heard; very noisy rows count little."""
+    noisy = 0.25 if "playbook" in row["source"] and float(row["gpus"]) >= 128 else 1.0
+    return noisy * sources[row["source"]] ** -0.35
+
+
+@dataclass
+class Knob:
+    """One constant: its guess in every column of the table, and the column that each row reads."""
+
+    section: str
+    name: str
+    columns: list[str]
+    guess: np.ndarray
+    index: np.ndarray
+    spread: float
+
+
+def predict(rows: Rows, table: dict[str, Any]) -> np.ndarray:
+    """Seconds of every row under a table."""
+    return step_cost(
+        rows.shape, rows.machine, rows.layout, aged(per_row(rows.pairs, table), rows.release), rows.filled
+    ).seconds
+
+
+def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Generations and stacks that predict `rows` best; those with fewer than `least` rows read the pooled default."""
+    columns = [_columns([pair[side] for pair in rows.pairs], least) for side in (0, 1)]
+    knobs = []
+    for name in NAMES:
+        section = "generations" if name in GENERATION else "stacks"
+        names, index = columns[section == "stacks"]
+        guesses = [STACK_GUESSES.get(column, {}).get(name, PRIORS[name][0]) for column in names]
+        knobs.append(Knob(section, name, names, np.array(guesses), index, PRIORS[name][1]))
+
+    def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
+        return np.log(
+            step_cost(
+                rows.shape, rows.machine, rows.layout, aged(Constants(**values), rows.release), rows.filled
+            ).seconds
+        )
+
+    return solve(knobs, evaluate, np.log(rows.measured), rows.weight, rounds, start)
+
+
+def fit_memory(kept: list[tuple[dict[str, str], Case]], *, rounds: int = 40, least: int = 15) -> dict[str, Any]:
+    """Memory constants per stack that predict the measured memory of `kept` best."""
+    names, index = _columns([case.stack for _, case in kept], least)
+    shape, layout = (side_by_side([getattr(case, part) for _, case in kept]) for part in ("shape", "layout"))
+    counts = Counter(row["source"] for row, _ in kept)
+    weight = np.array([counts[row["source"]] ** -0.35 for row, _ in kept])
+    measured = np.log([float(row["mem_gb"]) for row, _ in kept])
+    knobs = [
+        Knob(
+            "memory", name, names, np.array([MEMORY_GUESSES.get(n, {}).get(name, guess) for n in names]), index, spread
+        )
+        for name, (guess, spread) in MEMORY_PRIORS.items()
+    ]
+
+    def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
+        return np.log(sum(footprint(shape, layout, Keeping(**values)).values()) / 2**30)
+
+    return solve(knobs, evaluate, measured, weight, rounds)["memory"]
+
+
+def _columns(labels: list[str], least: int) -> tuple[list[str], np.ndarray]:
+    """The columns of a table (default first) and the one that each row reads."""
+    counts = Counter(labels)
+    names = ["default", *sorted(label for label, count in counts.items() if count >= least and label != "default")]
+    place = {name: at for at, name in enumerate(names)}
+    return names, np.array([place.get(label, 0) for label in labels])
+
+
+def solve(
+    knobs: list[Knob],
+    evaluate: Evaluate,
+    target: np.ndarray,
+    weight: np.ndarray,
+    rounds: int,
+    start: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The table of least weighted absolute error plus the cost of leaving the guesses.
+
+    A row reads one column of each constant, so one perturbed evaluation per constant gives the derivatives of all its columns.
+    """
+    sizes = [len(knob.columns) for knob in knobs]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    guess = np.concatenate([np.log(np.maximum(knob.guess, 1e-9)) for knob in knobs])
+    free = np.concatenate([knob.guess > 0 for knob in knobs])
+    stiffness = np.concatenate([np.full(size, knob.spread**-2.0) for knob, size in zip(knobs, sizes, strict=True)])
+    x = guess if start is None else _as_vector(knobs, start, guess)
+
+    def values(x: np.ndarray) -> dict[str, np.ndarray]:
+        each = np.where(free, np.exp(x), 0.0)
+        return {
+            knob.name: each[at : at + size][knob.index] for knob, at, size in zip(knobs, offsets, sizes, strict=False)
+        }
+
+    def loss(r: np.ndarray, x: np.ndarray) -> float:
+        return float(STRENGTH * np.sum(weight * np.abs(r)) + 0.5 * np.sum(stiffness * (x - guess) ** 2))
+
+    damping, r = 1.0, evaluate(values(x)) - target
+    best = loss(r, x)
+    for _ in range(rounds):
+        slopes = np.zeros((len(r), len(x)))
+        now = values(x)
+        for knob, at in zip(knobs, offsets, strict=False):
+            moved = {**now, knob.name: now[knob.name] * np.exp(1e-3)}
+            slopes[np.arange(len(r)), at + knob.index] = (evaluate(moved) - target - r) / 1e-3
+        slopes[:, ~free] = 0.0
+        w = STRENGTH * weight / np.maximum(np.abs(r), 0.01)
+        gradient = slopes.T @ (w * r) + stiffness * (x - guess)
+        curvature = slopes.T @ (w[:, None] * slopes) + np.diag(stiffness)
+        before = best
+        for _ in range(8):
+            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            trial = x - np.clip(step, -0.7, 0.7)
+            moved_r = evaluate(values(trial)) - target
+            value = loss(moved_r, trial)
+            if np.isfinite(value) and value < best:
+                x, r, best, damping = trial, moved_r, value, max(damping / 3, 1e-4)
+                break
+            damping *= 4
+        if before - best < 2e-5 * best:
+            break
+    return _as_table(knobs, np.where(free, np.exp(x), 0.0), offsets)
+
+
+def _as_table(knobs: list[Knob], x: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for knob, at in zip(knobs, offsets, strict=False):
+        for place, column in enumerate(knob.columns):
+            table.setdefault(knob.section, {}).setdefault(column, {})[knob.name] = float(f"{x[at + place]:.4g}")
+    return table
+
+
+def _as_vector(knobs: list[Knob], table: dict[str, Any], guess: np.ndarray) -> np.ndarray:
+    given = []
+    for knob in knobs:
+        section = table[knob.section]
+        given += [section.get(column, section["default"])[knob.name] for column in knob.columns]
+    return np.where(np.array(given) > 0, np.log(np.maximum(given, 1e-9)), guess)
+
+
+def left_out(rows: Rows, folds: list[np.ndarray], start: dict[str, Any] | None = None) -> np.ndarray:
+    """Seconds of every row under constants fitted without the rows of its fold (True marks a fold's rows); NaN in no fold."""
+    found = np.full(len(rows.measured), np.nan)
+    for fold in folds:
+        table = fit_time(take(rows, ~fold), start=start)
+        found[fold] = predict(take(rows, fold), table)
+    return found
+
+
+def take(rows: Rows, which: np.ndarray) -> Rows:
+    """The rows that `which` marks."""
+
+    def part(columns: Any) -> Any:
+        return type(columns)(**{f.name: getattr(columns, f.name)[which] for f in fields(columns)})
+
+    names = [name for name, kept in zip(rows.names, which, strict=True) if kept]
+    pairs = [pair for pair, kept in zip(rows.pairs, which, strict=True) if kept]
+    return Rows(
+        names,
+        pairs,
+        part(rows.shape),
+        part(rows.machine),
+        part(rows.layout),
+        rows.release[which],
+        rows.filled[which],
+        rows.measured[which],
+        rows.weight[which],
+    )
+
+
+def every_fifth(count: int) -> list[np.ndarray]:
+    """Five folds of rows, drawn once by a fixed seed."""
+    place = np.random.default_rng(0).permutation(count) % 5
+    return [place == fold for fold in range(5)]
+
+
+def bands(kept: list[tuple[int, dict[str, str], Case, float]]) -> dict[str, list[float]]:
+    """The 10% and 90% quantiles of ln(measured / predicted) over rows left out of the fit, by class of at least 15 rows.
+
+    `default` comes from sources left out whole: what to expect of a stack that was never seen.
+    """
+    rows = gather_rows(kept)
+    residual = np.log(rows.measured / left_out(rows, every_fifth(len(kept))))
+    classes = np.array([band_class(case) for _, _, case, _ in kept])
+    stacks = np.array([case.stack for _, _, case, _ in kept])
+    found = {"default": quantiles(np.log(rows.measured / left_out(rows, by_source(rows))))}
+    for label in sorted({str(name) for name in (*classes, *stacks)}):
+        chosen = (classes == label) if (classes == label).sum() >= 15 else (stacks == label)
+        if chosen.sum() >= 15:
+            found[label] = quantiles(residual[chosen])
+    return found
+
+
+def by_source(rows: Rows, least: int = 20) -> list[np.ndarray]:
+    """One fold per source of at least `least` rows."""
+    names = np.array(rows.names)
+    return [names == name for name, count in Counter(rows.names).items() if count >= least]
+
+
+def quantiles(residual: np.ndarray) -> list[float]:
+    known = residual[np.isfinite(residual)]
+    return [float(f"{q:.4f}") for q in np.quantile(known, [0.1, 0.9])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    arguments = parser.parse_args()
+    runs = read_runs()
+    kept = usable(runs)
+    rows = gather_rows(kept)
+    table = fit_time(rows, rounds=arguments.rounds)
+    table["memory"] = memory_constants()
+    table["bands"] = bands(kept)
+    table["fitted_on"] = {source: count for source, count in sorted(Counter(rows.names).items())}
+    FILE.write_text(
+        HEADER + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"
+    )
+    error = np.abs(predict(rows, table) / rows.measured - 1)
+    print(f"{len(error)} rows, median error {np.median(error):.1%}", file=sys.stderr)
+
+
+HEADER = """# Made by benchmarks/fit_costs.py from the runs named under fitted_on (rows of each). What each means: costs/constants.py.
+"""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Seconds of a collective: latency of its steps plus bytes over the slowest link it crosses (α–β, ring or tree).
+
+A group of n ranks whose neighbours are `stride` ranks apart has domain / stride members in each fast domain. Across domains it may use
+the network ports of its own members only, for the groups beside it use theirs: that is the contention of concurrent groups.
+Source of the forms: Thakur et al. 2005 (ring, tree), NCCL's documentation; see docs/cost-model.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.costs.constants import Constants
+from meshwright.costs.inputs import Array, Layouts, Machine
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where a group of ranks lies: its size, members in one fast domain, domains it crosses, and its bandwidth."""
+
+    size: Array
+    inside: Array
+    domains: Array
+    bandwidth: Array
+    """Bytes/s that the ring moves past one rank."""
+
+
+def group(machine: Machine, k: Constants, size: Array, stride: Array, crowding: Array = 0.0) -> Group:
+    """A group of `size` ranks, `stride` apart, on `machine`; `crowding` is the chance that the network is overrun."""
+    inside = np.minimum(size, np.maximum(1.0, machine.domain / stride))
+    domains = np.ceil(size / inside)
+    link = machine.link * k.link
+    above = np.where(size * stride > machine.pod, machine.oversubscribed, 1.0)
+    across = machine.nic * k.net * inside / above / (1 + k.crowd * crowding)
+    return Group(size, inside, domains, np.where(domains > 1, np.minimum(link, across), link))
+
+
+def crowding(machine: Machine, layout: Layouts, k: Constants) -> Array:
+    """The chance that a run's network is overrun, by its number of nodes: small below `stall_nodes`, certain far above."""
+    nodes = np.maximum(1.0, layout.ranks / machine.per_node)
+    ratio = k.stall_nodes / nodes
+    square = ratio * ratio
+    return 1 / (1 + square * square * square)
+
+
+def gather(where: Group, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:
+    """All-gather or reduce-scatter of `size_bytes` in all, in `messages` separate operations."""
+    wire = (where.size - 1) / where.size * size_bytes / where.bandwidth
+    return np.where(where.size > 1, wire + messages * ring_latency(where, k), 0.0)
+
+
+def all_reduce(where: Group, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:
+    """All-reduce: bytes as a ring (reduce-scatter and all-gather), latency of the better of ring and tree."""
+    wire = 2 * (where.size - 1) / where.size * size_bytes / where.bandwidth
+    tree = 2 * (np.log2(where.inside) * k.link_us + np.log2(where.domains) * k.net_us) * 1e-6 + k.start_us * 1e-6
+    latency = np.minimum(2 * ring_latency(where, k), tree)
+    return np.where(where.size > 1, wire + messages * latency, 0.0)
+
+
+def all_to_all(where: Group, k: Constants, machine: Machine, size_bytes: Array) -> Array:
+    """Each rank sends `size_bytes`, spread evenly over the group; what stays in the domain goes by the links."""
+    outside = np.where(where.domains > 1, 1 - where.inside / where.size, 0.0)
+    local = (where.inside - 1) / where.size
+    wire = size_bytes * np.maximum(local / (machine.link * k.link), outside / (machine.nic * k.net))
+    return np.where(where.size > 1, wire + (k.start_us + where.domains * k.net_us) * 1e-6, 0.0)
+
+
+def ring_latency(where: Group, k: Constants) -> Array:
+    """Seconds that a ring's steps take without bytes."""
+    return (k.start_us + (where.size - where.domains) * k.link_us + (where.domains - 1) * k.net_us) * 1e-6

@@ -1,0 +1,118 @@
+"""Seconds of one layer's arithmetic on one device, for one micro-batch.
+
+A matrix product (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)): the roofline with the weight of its
+bytes folded into one width, since bytes ÷ FLOPs of a product is just the sum of its dimensions' inverses.
+Attention takes its FLOPs at a share of its own; everything else takes its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.costs.constants import Constants
+from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+
+KERNELS = 16.0
+"""Kernels of one layer's forward that leave a tail (matrix products, norms, activation, attention)."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Device seconds of all layers' forward and backward for one micro-batch on one rank's share of width, and the head's."""
+
+    forward: Array
+    backward: Array
+    host: Array
+    head: Array
+    embed: Array
+
+
+def rate(machine: Machine, k: Constants) -> Array:
+    """FLOP/s of a large matrix product in the plan's format."""
+    low = np.choose(
+        np.asarray(machine.low, dtype=np.int64), np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4)
+    )
+    return machine.peak * k.gemm * low / k.slow
+
+
+def product(speed: Array, k: Constants, m: Array, inner: Array, n: Array) -> Array:
+    """Seconds of one forward matrix product; zero when a dimension is zero."""
+    small = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
+    return 2 * m * inner * n / speed * (1 + k.narrow * small)
+
+
+def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerTime:
+    """Times summed over all layers of the model (not yet divided into stages)."""
+    tokens = layout.micro_batch * layout.seq / layout.context
+    speed = rate(machine, k)
+    memory = machine.hbm * k.hbm / k.slow
+    width = layout.tensor
+    products = _attention_products(shape, speed, k, tokens, width) + _dense_products(shape, speed, k, tokens, width)
+    products = products + _expert_products(shape, layout, speed, k, tokens)
+    core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory)
+    passes = tokens * shape.hidden * shape.layers * k.passes / memory / width
+    routed = shape.moe_layers * tokens * shape.top_k * shape.hidden * k.moe_passes / memory / width
+    lowered = np.where(machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory / width, 0.0)
+    tails = KERNELS * shape.layers * k.tail_us * 1e-6
+    forward = products + core_forward + passes + routed + lowered + tails
+    backward = 2 * products + core_backward + 1.5 * passes + 2 * routed + 1.5 * lowered + 1.5 * tails
+    again = np.choose(np.asarray(layout.recompute, dtype=np.int64), np.broadcast_arrays(0.0, core_forward, forward))
+    launches = np.where(layout.recompute == 2, 4 / 3, 1.0)
+    nodes = np.ceil(layout.ranks / machine.per_node)
+    piped = np.where(
+        (layout.pipeline > 1) & (nodes > 1),
+        k.host_pipe_us * (width - 1) * np.maximum(1.0, width / machine.domain) ** 0.5,
+        0.0,
+    )
+    tensor_host = np.where(width > 1, k.host_tensor_us + piped, 0.0)
+    host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6 + shape.moe_layers * k.moe_us * 1e-6
+    half = machine.half_peak * k.gemm / k.slow
+    logits = 3 * product(half, k, tokens, shape.hidden, shape.vocab / width)
+    loss = tokens * shape.vocab / width * 16 / memory
+    embed = tokens * shape.hidden * 12 / memory
+    return LayerTime(forward, backward + again, host, logits + loss, embed)
+
+
+def _attention_products(shape: Shape, speed: Array, k: Constants, tokens: Array, width: Array) -> Array:
+    inner = shape.attention_params / shape.hidden - shape.value_width
+    into = product(speed, k, tokens, shape.hidden, inner / width)
+    out = product(speed, k, tokens, shape.value_width / width, shape.hidden)
+    mixers = product(speed, k, tokens, shape.hidden, shape.mixer_params / shape.hidden / width)
+    return shape.attention_layers * (into + out) + shape.mixer_layers * mixers
+
+
+def _dense_products(shape: Shape, speed: Array, k: Constants, tokens: Array, width: Array) -> Array:
+    def feed_forward(ffn: Array) -> Array:
+        up = product(speed, k, tokens, shape.hidden, (1 + shape.gated) * ffn / width)
+        return up + product(speed, k, tokens, ffn / width, shape.hidden)
+
+    dense = shape.dense_layers * feed_forward(shape.ffn)
+    return dense + shape.moe_layers * feed_forward(shape.shared_ffn)
+
+
+def _expert_products(shape: Shape, layout: Layouts, speed: Array, k: Constants, tokens: Array) -> Array:
+    """Balanced routing: this rank's experts get as many rows as its tokens send out; their weights are not split by width."""
+    rows = tokens / layout.tensor * shape.top_k
+    each = rows * layout.expert / np.maximum(shape.experts, 1.0)
+    local = rows / np.maximum(each, 1e-9)
+    up = product(speed, k, each, shape.expert_in, (1 + shape.gated) * shape.expert_ffn)
+    down = product(speed, k, each, shape.expert_ffn, shape.expert_in)
+    return np.where(shape.experts > 0, shape.moe_layers * local * (up + down), 0.0)
+
+
+def _attention_core(
+    shape: Shape, machine: Machine, layout: Layouts, k: Constants, tokens: Array, memory: Array
+) -> tuple[Array, Array]:
+    """Scores and their use: causal FLOPs when fused; all of them, with the scores in memory, when not."""
+    scores = np.maximum(k.scores, shape.scores)
+    fused = np.where(scores > 0, 1.0, 0.5)
+    layers = shape.attention_layers * np.where(scores > 0, 1.0, shape.full_attention)
+    pairs = layers * tokens * layout.seq / layout.tensor
+    flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
+    head = shape.query_width / shape.heads
+    short = 1 + 32.0 / head
+    forward = flops / (machine.half_peak * k.attention) * k.slow * short
+    moved = pairs * shape.heads * scores / memory
+    return forward + moved, np.where(scores > 0, 2.0, 2.5) * forward + 2 * moved

@@ -1,0 +1,140 @@
+"""The few numbers that no datasheet gives: one set per GPU generation, one per software stack.
+
+constants.yaml holds them beside the names of the runs they were fitted on; `python benchmarks/fit_costs.py` makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from meshwright.costs.inputs import Array
+
+FILE = Path(__file__).with_name("constants.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """One column of the table, or many side by side. Shares are of the datasheet's figure."""
+
+    # Of the GPU generation.
+    gemm: Array
+    """Share of the bf16 peak that a large matrix product reaches."""
+    gemm_low: Array
+    """The same for fp8, relative to `gemm`."""
+    gemm_block: Array
+    """The same for block-scaled fp8."""
+    gemm_fp4: Array
+    attention: Array
+    """Share of the bf16 peak that attention's two products reach."""
+    hbm: Array
+    """Share of memory bandwidth that element-wise passes reach."""
+    link: Array
+    """Share of link bandwidth that a collective inside a domain reaches."""
+    narrow: Array
+    """Width of a product's smallest dimension at which its time per FLOP doubles."""
+    tail_us: Array
+    """Device time lost at the end of each kernel, microseconds."""
+    # Of the software stack.
+    slow: Array
+    """Device time over that of the generation's best kernels."""
+    yearly: Array
+    """How much faster each year of releases makes it: device time is divided by this to the power of the release's age."""
+    passes: Array
+    """Element-wise bytes of one layer's forward, per token and hidden element."""
+    scores: Array
+    """Bytes moved per attention score, forward (0: fused attention)."""
+    quantise: Array
+    """Bytes moved per element of a product's inputs to bring it to a low format."""
+    host_us: Array
+    """Host time of one layer, forward and backward, of one micro-batch, microseconds."""
+    host_tensor_us: Array
+    """What tensor parallelism adds to it."""
+    host_pipe_us: Array
+    """What each further tensor rank adds to it in a pipeline across nodes."""
+    host_micro_us: Array
+    """Host time of one micro-batch beside its layers."""
+    tensor_exposed: Array
+    """Share of tensor-parallel communication that compute does not hide."""
+    hide: Array
+    """Share of the backward pass under which data-parallel communication hides."""
+    overlap_tax: Array
+    """Slow-down of compute by communication that runs beside it, per second of communication."""
+    net: Array
+    """Share of network bandwidth that a collective across nodes reaches."""
+    net_us: Array
+    """Latency of one step across nodes."""
+    link_us: Array
+    """Latency of one step inside a domain."""
+    start_us: Array
+    """Time to start a collective."""
+    messages: Array
+    """Data-parallel operations per layer."""
+    reduce_bytes: Array
+    """Bytes per gradient element on the wire between replicas."""
+    pipe_us: Array
+    """Time that a stage boundary adds to a micro-batch, beside its bytes."""
+    pipe_exposed: Array
+    """Share of the steady state's boundary transfers that compute does not hide."""
+    stall_s: Array
+    """Seconds that a micro-batch waits at a stage boundary once the network stalls (0: no stalls were seen)."""
+    stall_nodes: Array
+    """Nodes at which half of the runs overrun the network."""
+    crowd: Array
+    """Times that collectives between replicas take longer on an overrun network, less one."""
+    bubble: Array
+    """Idle time of the pipeline over the ideal (p − 1) / v micro-batches."""
+    step_ms: Array
+    """Time of one step that depends on nothing."""
+    step_layer_us: Array
+    """Time of one step per layer that a rank holds (optimizer launches, gradient norm)."""
+    update: Array
+    """Bytes that the optimizer moves per parameter."""
+    jitter: Array
+    """Slow-down per doubling of the number of nodes."""
+    sync_ms: Array
+    """What one doubling of the number of nodes adds to a step, milliseconds."""
+    moe_yearly: Array
+    """As `yearly`, for what routing costs beside its products."""
+    moe_us: Array
+    """Host time that a mixture-of-experts layer adds."""
+    moe_passes: Array
+    """Bytes of permuting and combining per routed token and hidden element."""
+
+
+GENERATION = ("gemm", "gemm_low", "gemm_block", "gemm_fp4", "attention", "hbm", "link", "narrow", "tail_us")
+NAMES = tuple(field.name for field in fields(Constants))
+
+
+@cache
+def table() -> dict[str, Any]:
+    """constants.yaml as it stands: `generations`, `stacks`, `bands`, `memory` and `fitted_on`."""
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
+
+
+def constants(generation: str, stack: str, given: dict[str, Any] | None = None) -> Constants:
+    """The constants of one GPU generation and one stack; unknown names take `default`."""
+    rows = given or table()
+    chip, software = rows["generations"], rows["stacks"]
+    defaults = {**chip["default"], **software["default"]}
+    return Constants(**{**defaults, **chip.get(generation, {}), **software.get(stack, {})})
+
+
+def aged(k: Constants, release: Array) -> Constants:
+    """The constants for software released `release` years after the start of 2025."""
+    moe = k.moe_yearly ** -np.asarray(release)
+    return replace(
+        k, slow=k.slow * k.yearly ** -np.asarray(release), moe_passes=k.moe_passes * moe, moe_us=k.moe_us * moe
+    )
+
+
+def per_row(pairs: Sequence[tuple[str, str]], given: dict[str, Any] | None = None) -> Constants:
+    """The constants of each (generation, stack), as arrays side by side."""
+    known = {pair: constants(*pair, given) for pair in set(pairs)}
+    return Constants(**{name: np.array([getattr(known[pair], name) for pair in pairs]) for name in NAMES})

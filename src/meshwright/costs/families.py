@@ -1,0 +1,167 @@
+"""Dimensions of public model families by name.
+
+Sources: each family's published config.json or paper. A name is matched without case, spaces or punctuation; dimensions that a
+caller gives replace the table's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.costs.inputs import Shape
+
+Dims = dict[str, Any]
+
+
+def _dense(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any) -> Dims:
+    return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "ffn": ffn, "vocab": vocab, **more}
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, **more: Any) -> Dims:
+    return _dense(layers, hidden, heads, heads, 4 * hidden, vocab, gated=0, tied=1, **more)
+
+
+def _moe(
+    dims: Dims, experts: int, top_k: int, expert_ffn: int, shared_ffn: int = 0, dense: int = 0, **more: Any
+) -> Dims:
+    sizes = {"experts": experts, "top_k": top_k, "expert_ffn": expert_ffn, "shared_ffn": shared_ffn}
+    return {**dims, **sizes, "first_dense": dense, **more}
+
+
+_LATENT = {"q_rank": 1536, "kv_rank": 512, "head_dim": 192, "v_head_dim": 128, "rope_dim": 64}
+
+FAMILIES: tuple[tuple[str, Dims], ...] = (
+    (r"llama(3|31|33)?405b", _dense(126, 16384, 128, 8, 53248, 128256)),
+    (r"llama(3|31|33)70b", _dense(80, 8192, 64, 8, 28672, 128256)),
+    (r"llama(3|31)8b", _dense(32, 4096, 32, 8, 14336, 128256)),
+    (r"llama323b", _dense(28, 3072, 24, 8, 8192, 128256, tied=1)),
+    (r"llama321b", _dense(16, 2048, 32, 8, 8192, 128256, head_dim=64, tied=1)),
+    (r"llama270b", _dense(80, 8192, 64, 8, 28672, 32000)),
+    (r"llama(1|2)?65b", _dense(80, 8192, 64, 64, 22016, 32000)),
+    (r"llama(1|2)?(33|34|30)b", _dense(60, 6656, 52, 52, 17920, 32000)),
+    (r"llama(1|2)?13b", _dense(40, 5120, 40, 40, 13824, 32000)),
+    (r"llama(1|2)?7b", _dense(32, 4096, 32, 32, 11008, 32000)),
+    (r"llamalike134b", _dense(16, 2048, 32, 32, 8192, 131072, tied=0)),
+    (r"llamalike357b", _dense(28, 3072, 32, 32, 8192, 131072)),
+    (r"llamalike886b", _dense(32, 4096, 32, 32, 14336, 131072)),
+    (r"llamalike80b", _dense(80, 8192, 64, 64, 28672, 131072)),
+    (r"gpt35b", _gpt(24, 4096, 32)),
+    (r"gpt320b", _gpt(44, 6144, 48)),
+    (r"gpt3?175b|gpt31746b|gpt1746b", _gpt(96, 12288, 96)),
+    (r"mtnlg530b|gpt530b|gpt5296b", _gpt(105, 20480, 128)),
+    (r"gpt1t|gpt1008b", _gpt(128, 25600, 160)),
+    (r"gpt22b", _gpt(48, 6144, 64)),
+    (r"bloom(176b|175b)?", _gpt(70, 14336, 112, 250880)),
+    (r"opt175b", _gpt(96, 12288, 96, 50272)),
+    (r"gptneox20b", _gpt(44, 6144, 64, 50432)),
+    (r"nemotron(3)?8b", _dense(32, 4096, 32, 32, 16384, 256000, gated=0)),
+    (r"nemotron(3)?22b", _dense(40, 6144, 48, 48, 24576, 256000, gated=0)),
+    (r"nemotron415b", _dense(32, 6144, 48, 8, 24576, 256000, gated=0)),
+    (r"nemotron4?340b", _dense(96, 18432, 96, 8, 73728, 256000, gated=0)),
+    (r"mistral7b", _dense(32, 4096, 32, 8, 14336, 32000)),
+    (r"mixtral8x7b", _moe(_dense(32, 4096, 32, 8, 14336, 32000), 8, 2, 14336)),
+    (r"mixtral8x22b", _moe(_dense(56, 6144, 48, 8, 16384, 32768), 8, 2, 16384)),
+    (r"grok1(314b)?", _moe(_dense(64, 6144, 48, 8, 32768, 131072, head_dim=128), 8, 2, 32768)),
+    (r"deepseekv3|deepseekr1|deepseekv31", _moe(
+        _dense(61, 7168, 128, 128, 18432, 129280), 256, 8, 2048, 2048, 3, **_LATENT)),
+    (r"deepseekv2lite|deepseekv316b|deepseekmoe16b", _moe(
+        _dense(27, 2048, 16, 16, 10944, 102400), 64, 6, 1408, 2816, 1, **{**_LATENT, "q_rank": 0})),
+    (r"deepseekv2", _moe(_dense(60, 5120, 128, 128, 12288, 102400), 160, 6, 1536, 3072, 1, **_LATENT)),
+    (r"kimik2", _moe(_dense(61, 7168, 64, 64, 18432, 163840), 384, 8, 2048, 2048, 1, **_LATENT)),
+    (r"qwen3next80b(a3b)?", _moe(
+        _dense(48, 2048, 16, 2, 5120, 151936, head_dim=256), 512, 10, 512, 512, attention_every=4)),
+    (r"qwen330b(a3b)?", _moe(_dense(48, 2048, 32, 4, 6144, 151936, head_dim=128), 128, 8, 768)),
+    (r"qwen3235b(a22b)?", _moe(_dense(94, 4096, 64, 4, 12288, 151936, head_dim=128), 128, 8, 1536)),
+    (r"qwen38b", _dense(36, 4096, 32, 8, 12288, 151936)),
+    (r"qwen314b", _dense(40, 5120, 40, 8, 17408, 151936)),
+    (r"qwen332b", _dense(64, 5120, 64, 8, 25600, 151936, head_dim=128)),
+    (r"qwen2?57b", _dense(28, 3584, 28, 4, 18944, 152064)),
+    (r"qwen2?572b", _dense(80, 8192, 64, 8, 29568, 152064)),
+    (r"gptoss120b", _moe(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880, full_attention=0.5, scores=6.0)),
+    (r"gptoss20b", _moe(_dense(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4, 2880, full_attention=0.5, scores=6.0)),
+    (r"nemotron3nano(30ba3b)?", _moe(
+        _dense(52, 2688, 32, 2, 1856, 131072, head_dim=128, gated=0), 128, 6, 1856, 3712, hybrid=(6, 23, 23))),
+    (r"nemotron3super(120ba12b)?", _moe(
+        _dense(88, 4096, 32, 2, 2688, 131072, head_dim=128, gated=0), 512, 22, 2688, 5376, hybrid=(8, 40, 40),
+        expert_in=1024)),
+    (r"smollm2135m", _dense(30, 576, 9, 3, 1536, 49152, tied=1)),
+    (r"mpt70b", _gpt(80, 8192, 64, 50368)),
+    (r"mpt30b", _gpt(48, 7168, 56, 50368)),
+    (r"mpt13b", _gpt(40, 5120, 40, 50368)),
+    (r"mpt7b", _gpt(32, 4096, 32, 50368)),
+    (r"mpt3b", _gpt(32, 2560, 20, 50368)),
+    (r"mpt1b", _gpt(24, 2048, 16, 50368)),
+    (r"mpt760m", _gpt(24, 1536, 12, 50368)),
+    (r"mpt350m", _gpt(24, 1024, 16, 50368)),
+    (r"mpt125m", _gpt(12, 768, 12, 50368)),
+)  # fmt: skip
+"""(pattern of the whole simplified name, dimensions), most specific first."""
+
+
+def by_name(name: str) -> Dims:
+    """Dimensions of a family by its name; empty when the name is not known."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    plain = plain.removeprefix("meta").removesuffix("instruct").removesuffix("base")
+    return next((dict(dims) for pattern, dims in FAMILIES if re.fullmatch(pattern, plain)), {})
+
+
+def looks_like_gpt(name: str) -> bool:
+    """Whether a name suggests the GPT block (four-fold ungated feed-forward, tied head) rather than the Llama block."""
+    return bool(re.match(r"(gpt|mpt|opt|bloom|megatron|mt-?nlg|bert)", name.lower()))
+
+
+def shape(dims: Mapping[str, Any]) -> Shape:
+    """The Shape of dimensions as `by_name` gives them: layers, hidden, heads, kv_heads, ffn, vocab and optional extras."""
+    heads, hidden, layers = dims["heads"], dims["hidden"], dims["layers"]
+    head = dims.get("head_dim") or hidden / heads
+    value_head = dims.get("v_head_dim") or head
+    moe = layers - min(layers, dims.get("first_dense", 0)) if dims.get("experts") else 0
+    attention, mixers, dense = layers, 0, layers - moe
+    if "hybrid" in dims:
+        total = sum(dims["hybrid"])
+        attention, mixers, moe = (layers * part / total for part in dims["hybrid"])
+        dense = 0
+    if "attention_every" in dims:
+        attention = layers / dims["attention_every"]
+        mixers = layers - attention
+    if dims.get("kv_rank"):
+        kv_width = dims["kv_rank"] + dims["rope_dim"]
+        params = _latent_params(dims, head, value_head)
+    else:
+        kv_width = 2 * dims["kv_heads"] * head
+        params = hidden * (heads * head + kv_width + heads * value_head)
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        vocab=dims["vocab"],
+        heads=heads,
+        query_width=heads * head,
+        value_width=heads * value_head,
+        kv_width=kv_width,
+        attention_params=params,
+        attention_layers=attention,
+        full_attention=dims.get("full_attention", 1.0),
+        scores=dims.get("scores", 0.0),
+        mixer_layers=mixers,
+        mixer_params=6 * hidden * hidden,
+        ffn=dims["ffn"],
+        dense_layers=dense,
+        moe_layers=moe,
+        experts=dims.get("experts", 0),
+        top_k=dims.get("top_k", 0),
+        expert_ffn=dims.get("expert_ffn", 0),
+        shared_ffn=dims.get("shared_ffn", 0),
+        expert_in=dims.get("expert_in", hidden),
+        gated=dims.get("gated", 1),
+        tied=dims.get("tied", 0),
+    )
+
+
+def _latent_params(dims: Mapping[str, Any], head: float, value_head: float) -> float:
+    """Weights of one multi-head latent attention layer (DeepSeek-V2, section 2.1)."""
+    hidden, heads, rank, rope = dims["hidden"], dims["heads"], dims["kv_rank"], dims["rope_dim"]
+    query = dims["q_rank"] * (hidden + heads * head) if dims.get("q_rank") else hidden * heads * head
+    keys = hidden * (rank + rope) + rank * heads * (head - rope + value_head)
+    return query + keys + heads * value_head * hidden

@@ -1,0 +1,107 @@
+"""Bytes of the fullest rank by kind, in closed form, for arrays of layouts at once.
+
+The same accounts as `memory.py` keeps for a Plan that this program runs, but with every axis and for other software: what a stack keeps
+is one set of constants a stack. Formulas and sources: docs/cost-model.md, "Memory".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.costs.constants import table
+from meshwright.costs.inputs import Array, Layouts, Shape
+from meshwright.costs.stages import stage_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What a software stack keeps in memory."""
+
+    held: Array
+    """Bytes per parameter that every replica holds: weights and gradients, with their copies."""
+    owned: Array
+    """Bytes per parameter of master weights and moments."""
+    sharding: Array
+    """Further bytes per parameter of a shard where the optimizer is sharded: its gradients and exchange buffers."""
+    wide: Array
+    """Elements kept per token, layer and hidden element that tensor parallelism does not split."""
+    narrow: Array
+    """The same relative to the widths it splits (attention inputs, feed-forward)."""
+    logits: Array
+    """Bytes per logit of one micro-batch."""
+    gathered: Array
+    """Fully sharded layers whose whole weights exist at once."""
+    slack: Array
+    """Reserved over needed: the allocator's fragments, as a share of activations."""
+    base: Array
+    """GiB of the framework, kernels and communicators."""
+    base_rank: Array
+    """GiB of communicators per axis in use."""
+
+
+def keeping(stacks: list[str], given: dict[str, Any] | None = None) -> Keeping:
+    """The memory constants of each row's stack, side by side; unknown stacks take `default`."""
+    rows = given or table()["memory"]
+    columns = [{**rows["default"], **rows.get(stack, {})} for stack in stacks]
+    return Keeping(**{name: np.array([column[name] for column in columns]) for name in rows["default"]})
+
+
+def footprint(shape: Shape, layout: Layouts, k: Keeping) -> dict[str, Array]:
+    """Bytes by kind of the fuller of the first and the last stage: weights and gradients, optimizer, activations, and so on."""
+    first = _stage(shape, layout, k, last=False)
+    last = _stage(shape, layout, k, last=True)
+    fuller = sum(first.values()) > sum(last.values())
+    return {kind: np.where(fuller, first[kind], last[kind]) for kind in first}
+
+
+def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str, Array]:
+    width, depth = layout.tensor, layout.pipeline
+    lone = depth == 1
+    full, final_layers = stage_layers(shape, layout)
+    layers = np.where(lone, shape.layers, final_layers if last else full)
+    part = layers / shape.layers
+    tables = np.where(lone, 2.0 - shape.tied, 1.0) * shape.table_params
+    params = (shape.dense_params * part + tables) / width
+    params = params + shape.expert_params * part / np.maximum(layout.expert, 1.0)
+    held = params / np.where(layout.zero >= 3, layout.shards, 1.0)
+    owned = params / np.where(layout.zero >= 1, layout.shards, 1.0)
+    block = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / shape.layers / width
+    kept = np.where(layout.keep_gathered > 0, layers, k.gathered)
+    tokens = layout.micro_batch * layout.seq / layout.context
+    m = layout.micro_batches
+    in_flight = np.minimum(
+        m, np.where(lone | last, 1.0, depth * (1 + (depth - 1) / (depth * layout.virtual) * (layout.virtual > 1)))
+    )
+    whole = _kept_per_token(shape, k, width)
+    per_layer = np.choose(
+        np.asarray(layout.recompute, dtype=np.int64),
+        np.broadcast_arrays(whole, 0.8 * whole, shape.hidden * 2.0 / width),
+    )
+    working = np.where(layout.recompute == 2, whole, 0.0)
+    activations = tokens * (per_layer * layers * in_flight + working)
+    final = lone | last
+    return {
+        "weights_and_gradients": held * k.held,
+        "optimizer": owned * (k.owned + np.where(layout.zero >= 1, k.sharding, 0.0)) * (1 - layout.offload),
+        "gathered": np.where(layout.zero >= 3, (kept * block + shape.table_params / width) * 4.0, 0.0),
+        "activations": activations * (1 + k.slack),
+        "logits": np.where(final, tokens * shape.vocab / width * k.logits * np.where(m > 1, 1.0, 0.6), 0.0),
+        "framework": (k.base + k.base_rank * _axes(layout)) * 2.0**30,
+    }
+
+
+def _kept_per_token(shape: Shape, k: Keeping, width: Array) -> Array:
+    """Bytes that autograd keeps of one layer for one token, on average over layers."""
+    attention = shape.attention_layers * (shape.query_width + shape.kv_width + shape.value_width)
+    feed = shape.dense_layers * (2 + shape.gated) * shape.ffn
+    experts = shape.moe_layers * (2 + shape.gated) * (shape.shared_ffn + shape.top_k * shape.expert_ffn)
+    split = (attention + feed + experts) / shape.layers
+    return 2.0 * (k.wide * shape.hidden + k.narrow * split / width)
+
+
+def _axes(layout: Layouts) -> Array:
+    sizes = (layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
+    return sum((np.asarray(size) > 1).astype(np.float64) for size in sizes)

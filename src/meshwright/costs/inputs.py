@@ -1,0 +1,144 @@
+"""What a cost is asked about, as arrays: model shapes, machines, layouts, and the constants that hold for each.
+
+Every field is a number or a NumPy array; arrays of one length stand side by side (structure of arrays) and numbers hold
+for all. So one call prices one layout, a hundred thousand layouts of one model, or every row of a table of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+
+Array = Any
+"""A float or a float64 array; arrays of one call share one length."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder's dimensions. Widths are per token and layer, over all heads."""
+
+    layers: Array
+    hidden: Array
+    vocab: Array
+    heads: Array
+    query_width: Array
+    """heads × query-key head size."""
+    value_width: Array
+    """heads × value head size."""
+    kv_width: Array
+    """Keys and values together as they are kept and exchanged."""
+    attention_params: Array
+    """Matrix weights of one attention layer."""
+    attention_layers: Array
+    full_attention: Array
+    """Share of attention layers whose queries see the whole sequence; a short window's scores are not counted."""
+    scores: Array
+    """Bytes moved per attention score when no fused kernel takes this family's attention; 0 when one does."""
+    mixer_layers: Array
+    """State-space or linear-attention layers."""
+    mixer_params: Array
+    ffn: Array
+    """Width of dense feed-forward layers."""
+    dense_layers: Array
+    moe_layers: Array
+    experts: Array
+    top_k: Array
+    expert_ffn: Array
+    shared_ffn: Array
+    expert_in: Array
+    """Width an expert reads and writes (hidden, unless experts work in a smaller space)."""
+    gated: Array
+    """1 when a feed-forward layer has a gate matrix beside up and down."""
+    tied: Array
+    """1 when the head shares the embedding's weights."""
+
+    @property
+    def dense_params(self) -> Array:
+        """Weights of all layers outside the routed experts."""
+        mats = 2 + self.gated
+        attention = self.attention_layers * self.attention_params + self.mixer_layers * self.mixer_params
+        feed = self.dense_layers * mats * self.hidden * self.ffn
+        router = self.hidden * self.experts + 2 * self.hidden * self.expert_in * (self.expert_in < self.hidden)
+        return attention + feed + self.moe_layers * (mats * self.hidden * self.shared_ffn + router)
+
+    @property
+    def expert_params(self) -> Array:
+        """Weights of all routed experts of all layers."""
+        return self.moe_layers * self.experts * (2 + self.gated) * self.expert_in * self.expert_ffn
+
+    @property
+    def table_params(self) -> Array:
+        """Weights of the embedding (the head has as many unless tied)."""
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> Array:
+        return self.dense_params + self.expert_params + (2 - self.tied) * self.table_params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Identical devices: peaks in FLOP/s, bandwidths in bytes/s of one device and direction."""
+
+    peak: Array
+    """Peak of matrix products in the format the plan computes in."""
+    half_peak: Array
+    """Peak in bf16 or fp16 (attention, head)."""
+    low: Array
+    """0 bf16/fp16, 1 fp8 with one scale a tensor, 2 block-scaled fp8, 3 fp4."""
+    hbm: Array
+    memory: Array
+    link: Array
+    nic: Array
+    domain: Array
+    """Devices that see each other at link speed."""
+    per_node: Array
+    oversubscribed: Array = 1.0
+    """Division of bandwidth above a pod."""
+    pod: Array = np.inf
+    """Devices below the oversubscribed level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """How one step is spread. `zero` 0 copies all states, 1 shards the optimizer, 2 gradients too, 3 weights too."""
+
+    tensor: Array
+    pipeline: Array
+    virtual: Array
+    context: Array
+    expert: Array
+    data: Array
+    zero: Array
+    shards: Array
+    """Ranks over which a `zero` stage shards (at most data × context)."""
+    micro_batch: Array
+    global_batch: Array
+    seq: Array
+    recompute: Array
+    """0 none, 1 selective (attention), 2 full."""
+    keep_gathered: Array = 0.0
+    """1 when gathered weights stay after forward."""
+    offload: Array = 0.0
+    """1 when the optimizer runs in host memory."""
+    balanced: Array = 0.0
+    """1 when stages are cut by the cost of layers and head rather than by number of layers."""
+
+    @property
+    def ranks(self) -> Array:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def micro_batches(self) -> Array:
+        """Micro-batches of one replica in one step."""
+        return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
+
+
+def side_by_side(rows: Sequence[T]) -> T:
+    """Rows of one class with scalar fields → one object whose fields are float64 arrays."""
+    cls: Any = type(rows[0])
+    return cls(**{f.name: np.array([getattr(row, f.name) for row in rows], dtype=np.float64) for f in fields(cls)})

@@ -1,0 +1,95 @@
+"""Rows of a table of runs → predicted seconds with an 80% band, predicted memory, whether it fits, and what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.costs.constants import aged, per_row, table
+from meshwright.costs.footprint import footprint, keeping
+from meshwright.costs.inputs import Layouts, Machine, Shape, side_by_side
+from meshwright.costs.published import Case, Reading, read_row
+from meshwright.costs.step import FULL, StepCost, step_cost
+
+LARGE_NODES = 16
+"""Nodes from which a stack has a band of its own: networks misbehave more often there."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is said of one row; figures are None when the row cannot be expressed, and `reason` says why."""
+
+    seconds: float | None
+    low: float | None
+    high: float | None
+    memory_gib: float | None
+    memory_by_kind: dict[str, float] | None
+    exposed: dict[str, float] | None
+    fits: bool | None
+    assumed: tuple[str, ...]
+    reason: str | None
+
+
+def predict_rows(rows: Sequence[Mapping[str, str]], given: dict[str, Any] | None = None) -> list[Prediction]:
+    """A prediction for every row, in order. `given` replaces constants.yaml."""
+    readings = [read_row(row) for row in rows]
+    cases = [reading.case for reading in readings if reading.case is not None]
+    priced = iter(_price(cases, given) if cases else [])
+    return [_prediction(reading, next(priced) if reading.case is not None else None) for reading in readings]
+
+
+def price(cases: Sequence[Case], given: dict[str, Any] | None = None) -> tuple[StepCost, dict[str, np.ndarray]]:
+    """Step costs and bytes by kind of many cases, side by side."""
+    shape: Shape = side_by_side([case.shape for case in cases])
+    machine: Machine = side_by_side([case.machine for case in cases])
+    layout: Layouts = side_by_side([case.layout for case in cases])
+    release = np.array([case.release for case in cases])
+    constants = aged(per_row([(case.generation, case.stack) for case in cases], given), release)
+    kinds = footprint(shape, layout, keeping([case.stack for case in cases], given and given["memory"]))
+    return step_cost(shape, machine, layout, constants, sum(kinds.values()) / machine.memory), kinds
+
+
+def band_class(case: Case) -> str:
+    """The class of residuals that a case's band comes from."""
+    nodes = case.layout.ranks / case.machine.per_node
+    return f"{case.stack} large" if nodes >= LARGE_NODES else case.stack
+
+
+def _price(cases: Sequence[Case], given: dict[str, Any] | None) -> list[dict[str, Any]]:
+    cost, kinds = price(cases, given)
+    least = _least_memory(cases, kinds, given)
+    bands = (given or table())["bands"]
+    found = []
+    for at, case in enumerate(cases):
+        low, high = bands.get(band_class(case)) or bands.get(case.stack) or bands["default"]
+        seconds = float(cost.seconds[at])
+        bytes_of = {kind: float(size[at]) for kind, size in kinds.items()}
+        found.append(
+            {
+                "seconds": seconds,
+                "low": seconds * float(np.exp(low)),
+                "high": seconds * float(np.exp(high)),
+                "memory_gib": sum(bytes_of.values()) / 2**30,
+                "memory_by_kind": {kind: size / 2**30 for kind, size in bytes_of.items()},
+                "exposed": {axis: float(share[at]) for axis, share in cost.exposed.items()},
+                "fits": bool(least[at] <= FULL * case.machine.memory),
+            }
+        )
+    return found
+
+
+def _least_memory(cases: Sequence[Case], kinds: dict[str, np.ndarray], given: dict[str, Any] | None) -> np.ndarray:
+    """Bytes of each case; with all activations recomputed where its row leaves that open, for then it may have been."""
+    saving = [
+        replace(case, layout=replace(case.layout, recompute=2.0)) if case.may_recompute else case for case in cases
+    ]
+    return np.minimum(sum(kinds.values()), sum(price(saving, given)[1].values()))
+
+
+def _prediction(reading: Reading, priced: dict[str, Any] | None) -> Prediction:
+    if priced is None:
+        return Prediction(None, None, None, None, None, None, None, reading.assumed, reading.reason)
+    return Prediction(**priced, assumed=reading.assumed, reason=reading.reason)

@@ -1,0 +1,27 @@
+"""How layers fall on pipeline stages: the one answer that time and memory share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.costs.inputs import Array, Layouts, Shape
+
+
+def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
+    """Layers of the fullest stage and of the last one, which also has the head.
+
+    Even: layers divided by stages, the head on top; when they do not divide, embedding and head count as a layer each.
+    Balanced: the head counts as the layers whose multiplications it equals, and stages are filled up to the mean.
+    """
+    chunks = layout.pipeline * layout.virtual
+    each = shape.layers / chunks
+    divides = np.abs(each - np.round(each)) < 1e-6
+    counted = np.ceil((shape.layers + 2) / chunks - 1e-9) * layout.virtual
+    even = np.where(divides, shape.layers / layout.pipeline, counted)
+    head = shape.table_params * shape.layers / (shape.dense_params + shape.expert_params)
+    balanced = np.ceil((shape.layers + head) / layout.pipeline - 1e-9)
+    full = np.minimum(shape.layers, np.where(layout.balanced > 0, balanced, even))
+    last = np.where(
+        (layout.balanced > 0) | ~divides, np.maximum(0.0, shape.layers - full * (layout.pipeline - 1)), full
+    )
+    return full, last

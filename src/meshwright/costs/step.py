@@ -1,0 +1,189 @@
+"""Seconds of one training step in closed form, for arrays of layouts at once.
+
+    step = pipeline(m micro-batches of the slowest stage, plus the fill) + exposed data-parallel traffic + optimizer + constants
+
+Each part is a formula of docs/cost-model.md. Ranks are laid out tensor, context, data, pipeline from the innermost outward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.costs.collectives import all_reduce, all_to_all, crowding, gather, group
+from meshwright.costs.compute import LayerTime, layer_times
+from meshwright.costs.constants import Constants
+from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.stages import stage_layers
+
+WEIGHT_BYTES = 2.0
+FULL = 0.92
+"""Share of memory at which an allocator starts to give back and ask again."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of one step and where they go; `exposed` by axis is time that no compute hides."""
+
+    seconds: Array
+    compute: Array
+    bubble: Array
+    host: Array
+    optimizer: Array
+    constant: Array
+    exposed: dict[str, Array]
+
+
+def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, filled: Array = 0.0) -> StepCost:
+    """What one step costs under each layout; `filled` is the share of a device's memory that it is predicted to need."""
+    times = layer_times(shape, machine, layout, k)
+    tensor = _tensor_traffic(shape, machine, layout, k)
+    context = _context_traffic(shape, machine, layout, k, times)
+    expert = _expert_traffic(shape, machine, layout, k)
+    device = times.forward + times.backward
+    work = device + tensor + context + expert
+    host_short = _soft_maximum(work, times.host) - work
+    sharded = _weights_traffic(shape, machine, layout, k)
+    layers_time = work + host_short
+    hidden_room = layers_time * k.hide
+    shard_exposed = np.maximum(0.0, sharded - hidden_room) + np.minimum(sharded, hidden_room) * k.overlap_tax
+    chain = layers_time + shard_exposed
+    micro = k.host_micro_us * 1e-6
+    stage, whole = _stages(shape, layout, chain, times)
+    edge = _boundary(shape, machine, layout, k)
+    m = layout.micro_batches
+    fill = np.where(layout.pipeline > 1, k.bubble * (whole - stage) / layout.virtual, 0.0)
+    pipe = np.where(
+        layout.pipeline > 1, edge * (2 * m * layout.virtual * k.pipe_exposed + 2 * (layout.pipeline - 1)), 0.0
+    )
+    stalls = _stalls(machine, layout, k, filled)
+    body = m * (stage + micro)
+    data = _gradient_traffic(shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12))
+    update = _optimizer(shape, machine, layout, k)
+    nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
+    constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
+    seconds = (body + fill + pipe) * (1 + k.jitter * nodes) + data + update + constant + stalls
+    share = m * stage / np.maximum(chain + times.head + times.embed, 1e-12)
+    exposed = {
+        "tensor": tensor * share,
+        "context": context * share,
+        "expert": expert * share,
+        "shard": shard_exposed * share,
+        "pipeline": pipe + stalls,
+        "data": data,
+    }
+    compute = (device + times.head + times.embed) * share
+    return StepCost(seconds, compute, fill, host_short * share + m * micro, update, constant, exposed)
+
+
+def _soft_maximum(a: Array, b: Array) -> Array:
+    """A maximum that rounds the corner: near equality both sides wait for each other now and then."""
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    ratio = low / np.maximum(high, 1e-12)
+    square = ratio * ratio
+    return high * np.sqrt(np.sqrt(1 + square * square))
+
+
+def _stages(shape: Shape, layout: Layouts, chain: Array, times: LayerTime) -> tuple[Array, Array]:
+    """Seconds of the slowest stage and of all stages together, for one micro-batch."""
+    whole = chain + times.head + times.embed
+    full, last = stage_layers(shape, layout)
+    per_layer = chain / shape.layers
+    stage = np.maximum(full * per_layer, last * per_layer + times.head)
+    return np.where(layout.pipeline > 1, stage, whole), whole
+
+
+def _stalls(machine: Machine, layout: Layouts, k: Constants, filled: Array) -> Array:
+    """Seconds that the step loses at stage boundaries, at most two a micro-batch, to an overrun network or a full memory.
+
+    Near its limit an allocator gives everything back and asks again, once for each activation that does not fit.
+    """
+    boundaries = np.minimum(2.0, layout.pipeline - 1)
+    full = 1 / (1 + (FULL / np.maximum(filled, 1e-3)) ** 40)
+    chance = 1 - (1 - crowding(machine, layout, k)) * (1 - full)
+    return chance * k.stall_s * boundaries * layout.micro_batches
+
+
+def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+    """Two all-reduces (or gather-scatter pairs) per layer and direction, two more when the forward is repeated."""
+    tokens = layout.micro_batch * layout.seq / layout.context
+    where = group(machine, k, layout.tensor, 1.0, crowding(machine, layout, k))
+    each = all_reduce(where, k, tokens * shape.hidden * 2)
+    count = np.where(layout.recompute == 2, 6.0, 4.0) - 2.0 * (shape.moe_layers > 0)
+    return shape.layers * count * each * k.tensor_exposed
+
+
+def _context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, times: LayerTime) -> Array:
+    """Ring attention: keys and values pass every rank; forward once, backward twice. Half hides under attention."""
+    tokens = layout.micro_batch * layout.seq
+    where = group(machine, k, layout.context, layout.tensor)
+    each = gather(where, k, tokens * shape.kv_width / layout.tensor * 2)
+    return shape.attention_layers * 3 * each * 0.5
+
+
+def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+    """Dispatch and combine, forward and backward."""
+    tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
+    where = group(machine, k, layout.expert, 1.0)
+    each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2)
+    return np.where(shape.moe_layers > 0, shape.moe_layers * 4 * each, 0.0)
+
+
+def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
+    """Weights of one rank's stage (before sharding over data): outside and inside the routed experts."""
+    ends = np.where(layout.pipeline > 1, 1.0, 2.0 - shape.tied) * shape.table_params
+    dense = (shape.dense_params / layout.pipeline + ends) / layout.tensor
+    return dense, shape.expert_params / layout.pipeline / np.maximum(layout.expert, 1.0)
+
+
+def _weights_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+    """Gathers and reduce-scatters of fully sharded weights for one micro-batch, over all layers of the model."""
+    width = layout.tensor
+    where = group(machine, k, layout.shards, width)
+    bytes_of_all = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / width * WEIGHT_BYTES
+    gathers = 2.0 - layout.keep_gathered
+    one = gather(where, k, bytes_of_all, shape.layers)
+    # Gradients are reduced in the width of weights here: mixed precision's default.
+    return np.where(layout.zero >= 3, (gathers + 1.0) * one, 0.0)
+
+
+def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, backward: Array) -> Array:
+    """Gradients summed over replicas once a step and, where the optimizer is sharded, weights gathered again: what is not hidden."""
+    width = layout.tensor
+    ranks = layout.data * layout.context
+    where = group(machine, k, ranks, width, crowding(machine, layout, k))
+    dense, experts = _rank_params(shape, layout)
+    weight = np.where(machine.low > 0, 1.0, WEIGHT_BYTES)
+    messages = k.messages * shape.layers / layout.pipeline
+    replicas_of = np.maximum(layout.expert, 1.0)
+    copies = group(machine, k, np.maximum(1.0, ranks * width / replicas_of), replicas_of)
+    expert_bytes = np.where(shape.experts > 0, experts, 0.0)
+    hybrid = group(machine, k, np.maximum(1.0, ranks / layout.shards), width * layout.shards)
+    whole = all_reduce(where, k, dense * k.reduce_bytes, messages)
+    part = gather(where, k, dense * k.reduce_bytes, messages)
+    between = all_reduce(hybrid, k, (dense + experts) / layout.shards * k.reduce_bytes)
+    reduced = np.where(layout.zero == 0, whole, part) + gather(copies, k, expert_bytes * k.reduce_bytes, messages)
+    reduced = np.where(layout.zero >= 3, between, reduced)
+    gathered = gather(where, k, dense * weight, messages) + gather(copies, k, expert_bytes * weight, messages)
+    gathered = np.where((layout.zero >= 1) & (layout.zero < 3), gathered, 0.0)
+    # With several chunks a rank, a chunk's gradients travel while the others' last round of micro-batches is computed;
+    # weights are wanted at once by the first forward.
+    rounds = 1 + (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
+    shown = 1 - np.minimum(k.hide, 1.0)
+    late = np.maximum(reduced - k.hide * backward * rounds, shown * reduced / layout.virtual)
+    return late + np.maximum(gathered - k.hide * backward / 2, shown * gathered)
+
+
+def _boundary(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+    """One micro-batch's activations from a stage to the next, one direction."""
+    across = layout.tensor * layout.context * layout.data >= machine.domain
+    size = layout.micro_batch * layout.seq / layout.context * shape.hidden * 2
+    return k.pipe_us * 1e-6 + size / np.where(across, machine.nic * k.net, machine.link * k.link)
+
+
+def _optimizer(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+    dense, experts = _rank_params(shape, layout)
+    owned = (dense + experts) / np.where(layout.zero >= 1, layout.shards, 1.0)
+    sweep = owned * k.update / (machine.hbm * k.hbm)
+    return sweep + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

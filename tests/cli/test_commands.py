@@ -1,0 +1,218 @@
+"""Every command: its help teaches, its --json is one object, and a name that is not there brings the nearest."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+
+from meshwright import __version__
+from meshwright.cli.main import app
+from tests.cli.command import meshwright
+from tests.cli.conftest import ONE
+from tests.train.tiny import WORDS
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """Every command that does something, by the words that call it."""
+
+    def below(words: tuple[str, ...], command: Any) -> Iterator[tuple[str, click.Command]]:
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield " ".join(words), command
+        for name, each in (inner or {}).items():
+            yield from below((*words, name), each)
+
+    yield from below((), typer.main.get_command(app))
+
+
+COMMANDS = dict(commands())
+WITH_JSON = {
+    name for name, command in COMMANDS.items() if any("--json" in getattr(p, "opts", ()) for p in command.params)
+}
+Words = Callable[[Path, Path, Path], list[object]]
+ASKED: dict[str, tuple[Words, set[str]]] = {
+    "plan": (lambda tiny, run, tmp: [tiny], {"plan", "predicted", "alternatives"}),
+    "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
+    "data prepare": (
+        lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
+        {"out", "splits", "vocab_size", "bad", "reused"},
+    ),
+    "data show": (lambda tiny, run, tmp: [run, "--step", 2], {"step", "samples"}),
+    "tokenizer train": (
+        lambda tiny, run, tmp: [tiny.parent / "source", "--size", 280, "--out", tmp / "tokenizer.json"],
+        {"file", "vocab_size", "eos", "digest"},
+    ),
+    "checkpoint list": (lambda tiny, run, tmp: [run], {"checkpoints"}),
+    "checkpoint verify": (lambda tiny, run, tmp: [run], {"checkpoints"}),
+    "eval": (lambda tiny, run, tmp: [run, "--batches", 1], {"loss", "perplexity", "bits_per_byte", "tokens"}),
+    "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples"}),
+    "report": (lambda tiny, run, tmp: [run], {"report", "steps", "missing"}),
+}
+"""Words that make each command with --json succeed, and the keys of its answer."""
+ASKED_ELSEWHERE = {"predict"}
+
+
+def test_every_command_with_json_is_asked() -> None:
+    assert set(ASKED) <= WITH_JSON <= set(ASKED) | ASKED_ELSEWHERE
+
+
+@pytest.mark.parametrize("name", sorted(ASKED))
+def test_json_is_one_object_on_stdout(name: str, tiny: Path, finished: Path, tmp_path: Path) -> None:
+    words, keys = ASKED[name]
+    answer = meshwright(*name.split(), *words(tiny, finished, tmp_path), "--json")
+    assert answer.code == 0, answer.err
+    assert set(answer.json) == keys
+
+
+@pytest.mark.parametrize("name", sorted(set(ASKED) - {"data prepare", "tokenizer train"}))
+def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, tmp_path: Path, monkeypatch) -> None:
+    shutil.copytree(finished, tmp_path / "runs" / "tiny")
+    shutil.copy(finished.parent / "tiny" / "config.yaml", tmp_path / "runs" / "tiny.yaml")
+    monkeypatch.chdir(tmp_path)
+    wrong = "runs/tinny" if name not in ("plan", "check") else "runs/tinny.yaml"
+    more = {"data show": ["--step", 1], "generate": ["-p", "a"]}.get(name, [])
+    answer = meshwright(*name.split(), wrong, *more, "--json")
+    assert answer.code == 2 and answer.json["ok"] is False
+    assert "tinny" in answer.out and re.search(r"runs/tiny|tiny\.yaml", answer.out)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_an_example(name: str) -> None:
+    text = COMMANDS[name].help or ""
+    assert "Example" in text and f"meshwright {name}" in text.partition("Example")[2]
+    answer = meshwright(*name.split(), "--help")
+    assert answer.code == 0 and "Example" in answer.out
+
+
+def test_version() -> None:
+    assert meshwright("--version").out == f"meshwright {__version__}\n"
+
+
+def test_check_lists_every_mistake(tiny: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    text = tiny.read_text().replace("hidden: 16", "hiden: 16").replace("steps: 6", "steps: six")
+    broken.write_text(text + "checkpoints: {every: 5}\n")
+    answer = meshwright("check", broken, "--json")
+    assert answer.code == 2 and answer.json["ok"] is False
+    errors = {error["key"]: error for error in answer.json["errors"]}
+    assert {"model.hiden", "train.steps", "checkpoints"} <= set(errors)
+    assert all(
+        set(error) == {"file", "line", "column", "key", "expected", "got", "nearest"} for error in errors.values()
+    )
+    hiden = errors["model.hiden"]
+    assert (hiden["file"], hiden["line"], hiden["column"]) == (str(broken), 2, text.splitlines()[1].index("hiden") + 1)
+    assert "hidden" in hiden["nearest"] and "checkpoint" in errors["checkpoints"]["nearest"]
+    assert broken.name in answer.err or answer.err == ""
+
+
+def test_check_accepts_what_train_would_run(tiny: Path, finished: Path) -> None:
+    for words in ([tiny], [tiny, ONE, "--runs", finished.parent]):
+        answer = meshwright("check", *words, "--json")
+        assert (answer.code, answer.json) == (0, {"ok": True, "errors": []})
+
+
+def test_check_finds_what_only_the_disk_knows(tiny: Path, finished: Path, tmp_path: Path) -> None:
+    answer = meshwright("check", tiny, ONE, "train.seq_len=8", "--runs", finished.parent, "--json")
+    assert answer.code == 2 and [error["key"] for error in answer.json["errors"]] == ["name"]
+    assert "train.seq_len" in answer.json["errors"][0]["got"]
+    answer = meshwright("check", tiny, ONE, f"data.mix={tmp_path}", "--runs", finished.parent, "--json")
+    assert answer.code == 2 and [error["key"] for error in answer.json["errors"]] == ["data"]
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny.parent / "data", damaged)
+    (shard,) = (damaged / "train").glob("*.bin")
+    shard.write_bytes(shard.read_bytes()[:-2])
+    answer = meshwright("check", tiny, ONE, f"data.mix={damaged}", "--runs", tmp_path, "--json")
+    assert answer.code == 4 and [error["key"] for error in answer.json["errors"]] == ["data"]
+    assert shard.name in answer.json["errors"][0]["got"]
+
+
+def test_plan_says_mesh_batch_memory_and_why(tiny: Path, tmp_path: Path) -> None:
+    answer = meshwright("plan", tiny, "--out", tmp_path / "plan.yaml", "--json")
+    plan = answer.json["plan"]
+    assert {"mesh", "batch", "layers", "precision", "compile", "predicted", "why"} <= set(plan)
+    assert plan["mesh"] == [{"axis": "shard", "size": 2, "crosses": "device"}]
+    assert answer.json["predicted"] == plan["predicted"]
+    assert sum(plan["predicted"]["memory_bytes"].values()) <= plan["predicted"]["memory_peak_bytes"] * 1.01
+    assert answer.json["alternatives"] and all(set(each) == {"fits", "plan"} for each in answer.json["alternatives"])
+    assert meshwright("plan", tiny, f"plan={tmp_path / 'plan.yaml'}", "--json").json["plan"]["mesh"] == plan["mesh"]
+
+
+def test_eval_is_the_runs_own_validation(finished: Path) -> None:
+    """The run read 2 batches of 8 sequences."""
+    summary = json.loads((finished / "summary.json").read_text())
+    for model in (finished, finished / "checkpoints" / "step-00000006"):
+        answer = meshwright("eval", model, "--batch", 4, "--batches", 4, "--json").json
+        assert answer["loss"] == pytest.approx(summary["held_out_loss"], rel=1e-5)
+        assert answer["bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-5)
+        assert answer["tokens"] == summary["held_out_tokens"]
+    assert meshwright("eval", finished, "--json").json["tokens"] > summary["held_out_tokens"]
+
+
+def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_path: Path) -> None:
+    run, exported, back = tmp_path / "run", tmp_path / "hf", tmp_path / "back"
+    shutil.copytree(finished, run)  # read without document masks, as a folder that knows of no run is
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("document_mask: true", "document_mask: false"))
+    assert meshwright("checkpoint", "to-hf", run, exported, "--dtype", "fp32").code == 0
+    assert meshwright("checkpoint", "from-hf", exported, back).code == 0
+    options = ["--data", tiny.parent / "data", "--seq-len", 16, "--json"]
+    losses = [meshwright("eval", model, *options).json["loss"] for model in (run, exported, back)]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
+    answer = meshwright("eval", exported)
+    assert answer.code == 2 and "--data DIR and --seq-len N" in answer.err
+
+
+def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["-p", "the quick", "-p", "seven", "--tokens", 12, "--temperature", 2, "--json"]
+    first, again, other = (
+        meshwright("generate", finished, *words, "--seed", seed).json["samples"] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert [sample["prompt"] for sample in first] == ["the quick", "seven"]
+    monkeypatch.chdir(tmp_path)
+    Path("runs").symlink_to(finished.parent)
+    assert meshwright("generate", "tiny", *words, "--seed", 1).json["samples"] == first
+
+
+def test_data_show_names_the_samples_of_a_step(finished: Path, tiny: Path) -> None:
+    shown = meshwright("data", "show", finished, "--step", 2, "--json").json
+    assert shown["step"] == 2 and [sample["global_index"] for sample in shown["samples"]] == list(range(8, 16))
+    for sample in shown["samples"]:
+        assert set(sample) == {"global_index", "source", "documents", "tokens"}
+        assert sum(document["end"] - document["start"] for document in sample["documents"]) == sample["tokens"] == 16
+        assert all(document["file"].endswith(".txt") for document in sample["documents"])
+    assert meshwright("data", "show", tiny, "--step", 2, "--json").json == shown
+    folder = ["--seq-len", 16, "--global-batch", 8]
+    direct = meshwright("data", "show", tiny.parent / "data", "--step", 2, *folder, "--json").json
+    assert [s["documents"] for s in direct["samples"]] == [s["documents"] for s in shown["samples"]]
+    text = meshwright("data", "show", finished, "--step", 2, "--text").out
+    assert any(f" {word} " in text for word in WORDS)
+
+
+def test_damage_is_named_with_file_and_byte(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    file = run / "checkpoints" / "step-00000006" / "tensors-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    listed, verified = (meshwright("checkpoint", verb, run, "--json") for verb in ("list", "verify"))
+    assert (listed.code, verified.code) == (0, 4)
+    assert [row["ok"] for row in listed.json["checkpoints"]] == [True, True]  # sizes agree
+    good, bad = verified.json["checkpoints"]
+    assert set(good) == {"path", "step", "committed", "ok", "damaged"} and good["ok"] and good["damaged"] == []
+    assert (bad["step"], bad["committed"], bad["ok"]) == (6, True, False)
+    assert bad["damaged"] == [{"file": file.name, "offset": 0, "kind": "digest"}]
+    assert "1 of 2 checkpoints damaged: step-00000006" in verified.err
+    for command in (["eval"], ["generate", "-p", "a"]):  # a run's newest good checkpoint: the older one
+        assert meshwright(command[0], run, *command[1:], "--json").code == 0
+    answer = meshwright("eval", file.parent, "--json")
+    assert answer.code == 4 and answer.json["ok"] is False and "is damaged" in answer.json["error"]

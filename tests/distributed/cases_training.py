@@ -1,0 +1,186 @@
+"""What ranks do in the training tests: whole runs of the trainer in a process group of the pool, and what they saw and left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.models.decoder import Decoder
+from meshwright.observe.metrics import MetricsWriter
+from meshwright.parallel.world import World
+from meshwright.spec.errors import BadInput, MeshwrightError
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import Assignment
+from meshwright.train.evaluate import Evaluation, evaluate
+from meshwright.train.join import agreed_assignment
+from meshwright.train.loop import train
+from meshwright.train.reporting import Reporter
+from meshwright.train.session import Session, open_session
+from meshwright.train.state import load_initial, run_tensors
+from meshwright.train.stop import StopRequest
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a run. `tensors` are whole weights and moments, on rank 0 only."""
+
+    began: int
+    error: tuple[str, str] | None
+    steps: list[dict[str, Any]]
+    validations: list[tuple[int, Evaluation]]
+    indices: list[list[int]]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.steps]
+
+    @property
+    def last(self) -> int:
+        return self.steps[-1]["step"] if self.steps else self.began
+
+
+class Watching(Reporter):
+    """Keeps what a run reports, and calls `on_step` with the number of each finished step."""
+
+    def __init__(self, session: Session, on_step: Callable[[int], None]) -> None:
+        path = session.folder / "metrics.jsonl"
+        super().__init__(MetricsWriter(path, resume_from=session.step) if session.world.leads else None, None, None)
+        self._on_step = on_step
+        self.steps: list[dict[str, Any]] = []
+        self.validations: list[tuple[int, Evaluation]] = []
+
+    def step(self, record: dict[str, Any]) -> None:
+        super().step(record)
+        self.steps.append(record)
+        self._on_step(record["step"])
+
+    def validation(self, step: int, result: Evaluation) -> None:
+        super().validation(step, result)
+        self.validations.append((step, result))
+
+
+def run(
+    world: World, assignment: Assignment, stop_at: int = 0, stop_rank: int = 0, flag: int = 1, poison: str = ""
+) -> Seen:
+    """The run from where its folder is, to its end or (asked on `stop_rank` alone) to the end of step `stop_at`.
+
+    `poison` names a weight of which rank 1 makes one element not a number before the first step.
+    """
+    session = open_session(assignment, world)
+    stop, began = StopRequest(), session.step
+    indices = _recorded(session)
+
+    def on_step(step: int) -> None:
+        if step == stop_at - 1 and world.rank == stop_rank:
+            stop.flag = flag
+
+    if poison and world.rank == 1:
+        with torch.no_grad():
+            _part(session.model.get_parameter(poison)).view(-1)[0] = torch.nan
+    error = None
+    with Watching(session, on_step) as reporter:
+        try:
+            train(session, reporter, stop)
+        except MeshwrightError as raised:
+            error = (type(raised).__name__, str(raised))
+    tensors = _whole(session)
+    steps = assignment.plan.batch.accumulate * len(reporter.steps)
+    return Seen(began, error, reporter.steps, reporter.validations, indices[:steps], tensors if world.leads else {})
+
+
+def initial(world: World, assignment: Assignment) -> tuple[Seen, list[tuple[str, int, int]]]:
+    """The run, and the rows of each tensor that this rank read to begin with."""
+    from meshwright.checkpoint.hf import HFReader
+    from meshwright.checkpoint.reader import CheckpointReader
+
+    read: list[tuple[str, int, int]] = []
+    kept = {kind: kind.read_rows for kind in (HFReader, CheckpointReader)}
+
+    def noting(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def read_rows(reader: Any, what: Any, first: int, last: int) -> torch.Tensor:
+            read.append((str(getattr(what, "name", what)).removeprefix("model."), first, last))
+            return original(reader, what, first, last)
+
+        return read_rows
+
+    for kind, original in kept.items():
+        kind.read_rows = noting(original)
+    try:
+        return run(world, assignment), read
+    finally:
+        for kind, original in kept.items():
+            kind.read_rows = original
+
+
+def refusal(world: World, spec: ModelSpec, init: str) -> str:
+    """What `load_initial` says to weights that are not the model's."""
+    try:
+        load_initial(Decoder(spec), spec, init)
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def validated(world: World, assignment: Assignment) -> tuple[list[bool], list[bool]]:
+    """Whether each parameter is a shard before and after one evaluation."""
+    session = open_session(assignment, world)
+    assert session.held_out is not None
+
+    def sharded() -> list[bool]:
+        return [isinstance(parameter, DTensor) for parameter in session.model.parameters()]
+
+    before = sharded()
+    evaluate(session.model, session.held_out, mesh=session.mesh, micro_batch=2, device=world.device)
+    return before, sharded()
+
+
+def agreed(world: World, assignment: Assignment | None) -> Any:
+    """What rank `world.rank` is told when rank 0 prepares `assignment`, or fails to."""
+
+    def prepare() -> Assignment:
+        if assignment is None:
+            raise BadInput("planned")
+        return assignment
+
+    try:
+        return agreed_assignment(world, prepare)
+    except MeshwrightError as error:
+        return type(error).__name__, str(error)
+
+
+def traced(world: World, assignment: Assignment) -> list[str]:
+    """A profiled run: the traces in its folder once all ranks are done."""
+    run(world, assignment)
+    torch.distributed.barrier()
+    return sorted(path.name for path in (Path(assignment.folder) / "traces").iterdir())
+
+
+def _recorded(session: Session) -> list[list[int]]:
+    """The global sample indices of every micro-batch the session's loader reads from now on, in order."""
+    seen: list[list[int]] = []
+    original = session.data.samples
+
+    def samples(indices: Any) -> Any:
+        seen.append([int(index) for index in indices])
+        return original(indices)
+
+    session.data.samples = samples  # type: ignore[method-assign]
+    return seen
+
+
+def _whole(session: Session) -> dict[str, torch.Tensor]:
+    tensors = run_tensors(session.model, session.optimizer)
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

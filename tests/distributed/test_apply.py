@@ -1,0 +1,64 @@
+"""Which rows of a parameter a rank holds, on every kind of mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.apply import build_model, local_rows
+from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.world import World
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import Plan
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import LLAMA, plan
+
+
+def rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
+    """Name, first row, number of rows of each parameter here, and whether they are those of the whole one."""
+    model = build_model(LLAMA, chosen, build_mesh(chosen, world), loss_chunk=8, seed=1)
+    found = []
+    for name, parameter in model.named_parameters():
+        part, first = local_rows(parameter)
+        assert isinstance(parameter, DTensor)
+        whole = parameter.full_tensor()
+        found.append((name, first, len(part), torch.equal(part, whole[first : first + len(part)])))
+    return found
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2), (4, 1)])
+def test_ranks_hold_the_rows_they_say(pool: Pool, replicate: int, shard: int) -> None:
+    chosen = plan(replicate, shard, 1)
+    answers = pool.run(rows, 4, chosen)
+    for rank, found in enumerate(answers):
+        assert all(same for *_, same in found)
+        assert found == answers[rank % shard]  # ranks along the shard axis are the innermost; replicas hold the same
+    for parts in zip(*answers[:shard], strict=True):
+        name, total = parts[0][0], sum(count for _, _, count, _ in parts)
+        assert total == dict(WHOLE)[name]
+        assert [first for _, first, _, _ in parts] == [sum(count for _, _, count, _ in parts[:n]) for n in range(shard)]
+
+
+WHOLE = [("embed.weight", 37), ("norm.weight", 16), ("head.weight", 37)] + [
+    (f"layers.{layer}.{name}.weight", size)
+    for layer in (0, 1)
+    for name, size in {
+        "attention_norm": 16, "attention.qkv": 32, "attention.out": 16, "mlp_norm": 16, "mlp.gate_up": 48, "mlp.down": 16
+    }.items()
+]  # fmt: skip
+
+
+def refused(world: World, chosen: Plan) -> str:
+    try:
+        build_mesh(chosen, world)
+    except BadInput as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_plan_for_other_ranks_is_refused(pool: Pool) -> None:
+    assert (
+        pool.run(refused, 2, plan(2, 2, 1))
+        == ["the plan is for 4 ranks and the job has 2; plan again or change plan.mesh"] * 2
+    )

@@ -1,0 +1,299 @@
+"""The trainer on several ranks: it resumes bit for bit, reads the same samples on any number of them, stops as one, and
+applies no bad step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.convert import export_checkpoint
+from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.data.loader import open_data
+from meshwright.data.source import Split
+from meshwright.observe.metrics import STEP_KEYS, read_metrics
+from meshwright.spec.layout import shard_rows
+from meshwright.spec.load import load_resolved
+from meshwright.spec.model import parameters
+from meshwright.spec.run import Assignment, RunSpec
+from meshwright.train.evaluate import HeldOut, evaluate
+from meshwright.train.load import load_model
+from meshwright.train.stop import INTERRUPT, PREEMPT
+from tests.distributed import cases_training as cases
+from tests.distributed.cases_training import Seen
+from tests.distributed.pool import Pool
+from tests.train.tiny import make_tiny, prepared, ranks, tiny_run
+
+BATCH, STEPS = 8, 6
+LAYOUT_BOUND = 1e-5
+"""Relative difference of an fp32 loss between layouts: the same sums in another order."""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+
+
+def trained(
+    pool: Pool,
+    tiny: Path,
+    runs: Path,
+    *overrides: str,
+    stop_at: int = 0,
+    stop_rank: int = 0,
+    flag: int = PREEMPT,
+    poison: str = "",
+) -> list[Seen]:
+    """What every rank saw of the run in `runs/tiny`, from where its folder is; see `cases_training.run`."""
+    assignment = prepared(tiny, runs, *overrides).assignment
+    return pool.run(cases.run, assignment.plan.ranks, assignment, stop_at, stop_rank, flag, poison)
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys() and one
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def steps_on_disk(runs: Path) -> list[int]:
+    """The committed, intact checkpoints of the run."""
+    rows = list_checkpoints(runs / "tiny")
+    return [row["step"] for row in rows if row["committed"] and row["ok"]]
+
+
+PLANS = {
+    "fsdp": ranks(2),
+    "bf16, recompute, accumulate": [*ranks(2), "plan.compute=bf16", "plan.recompute=selective", "plan.micro_batch=1"],
+    "replicas": ranks(2, replicate=2),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path, name: str) -> None:
+    whole = trained(pool, tiny, tmp_path / "whole", *PLANS[name])
+    first = trained(pool, tiny, tmp_path / "parts", *PLANS[name], stop_at=3)
+    assert steps_on_disk(tmp_path / "parts") == [3]
+    second = trained(pool, tiny, tmp_path / "parts", *PLANS[name])
+    assert [seen.began for seen in second] == [3, 3]
+    for rank in range(2):
+        assert first[rank].losses + second[rank].losses == whole[rank].losses
+        norms = [[record["grad_norm"] for record in seen[rank].steps] for seen in (whole, first, second)]
+        assert norms[1] + norms[2] == norms[0]
+    assert same_bits(second[0].tensors, whole[0].tensors)
+    assert not same_bits(first[0].tensors, whole[0].tensors)
+    lines = [line for line in read_metrics(tmp_path / "parts" / "tiny" / "metrics.jsonl") if line["kind"] == "step"]
+    assert [(line["step"], line["loss"]) for line in lines] == list(enumerate(whole[0].losses, start=1))
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """The run on one rank: what every other layout is compared with."""
+    return trained(pool, tiny, tmp_path_factory.mktemp("one"), *ranks(1))[0]
+
+
+def compare(parts: list[list[Seen]], truth: Seen) -> None:
+    """That the parts, one after another, are the run that `truth` is: samples, token sums, losses, final weights."""
+    read = [samples_by_step(ranks_seen) for ranks_seen in parts]
+    assert [step for steps in read for step in steps] == [
+        list(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS)
+    ]
+    steps = [record for ranks_seen in parts for record in ranks_seen[0].steps]
+    for key in ("step", "token_sum", "tokens", "lr"):
+        assert [record[key] for record in steps] == [record[key] for record in truth.steps]
+    assert [record["loss"] for record in steps] == pytest.approx(truth.losses, rel=LAYOUT_BOUND)
+    weights = {name: tensor for name, tensor in parts[-1][0].tensors.items() if name.startswith("model.")}
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, truth.tensors[name], rtol=1e-3, atol=1e-4), name
+
+
+def samples_by_step(ranks_seen: list[Seen]) -> list[list[int]]:
+    """The global indices all ranks together read in each step, sorted."""
+    accumulate = len(ranks_seen[0].indices) // len(ranks_seen[0].steps)
+    steps: list[list[int]] = [[] for _ in ranks_seen[0].steps]
+    for seen in ranks_seen:
+        for number, micro_batch in enumerate(seen.indices):
+            steps[number // accumulate] += micro_batch
+    return [sorted(step) for step in steps]
+
+
+@pytest.mark.parametrize("overrides", [ranks(2), ranks(4), ranks(4, replicate=2)], ids=["2", "4", "2x2"])
+def test_any_number_of_ranks_reads_the_same_samples(
+    pool: Pool, tiny: Path, tmp_path: Path, one_rank: Seen, overrides: list[str]
+) -> None:
+    compare([trained(pool, tiny, tmp_path, *overrides, "plan.micro_batch=1")], one_rank)
+
+
+def test_a_resize_in_mid_run_changes_nothing(pool: Pool, tiny: Path, tmp_path: Path, one_rank: Seen) -> None:
+    parts = [
+        trained(pool, tiny, tmp_path, *ranks(4), stop_at=2),
+        trained(pool, tiny, tmp_path, *ranks(1), stop_at=4),
+        trained(pool, tiny, tmp_path, *ranks(2)),
+    ]
+    assert [ranks_seen[0].began for ranks_seen in parts] == [0, 2, 4]
+    compare(parts, one_rank)
+
+
+@pytest.mark.parametrize(("count", "flag", "error"), [(2, PREEMPT, "Preempted"), (4, INTERRUPT, "Interrupted")])
+def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(
+    pool: Pool, tiny: Path, tmp_path: Path, count: int, flag: int, error: str
+) -> None:
+    seen = trained(pool, tiny, tmp_path, *ranks(count), stop_at=4, stop_rank=1, flag=flag)
+    assert [each.last for each in seen] == [4] * count
+    assert {each.error and each.error[0] for each in seen} == {error}
+    assert all(each.error and "after step 4" in each.error[1] for each in seen)
+    assert steps_on_disk(tmp_path) == [4]
+
+
+def test_a_step_that_is_not_a_number_is_not_applied(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    """From step 2's checkpoint: rank 1's shard gets one NaN, and nothing else may change."""
+    trained(pool, tiny, tmp_path, *ranks(2), stop_at=2)
+    healthy = trained(pool, tiny, tmp_path / "copy", *ranks(2), stop_at=2)[0].tensors
+    name = "layers.1.mlp.down.weight"
+    seen = trained(pool, tiny, tmp_path, *ranks(2), "checkpoint.every=1", poison=name)
+    for each in seen:
+        assert each.error and each.error[0] == "NumericalFailure" and "step 3" in each.error[1]
+        assert [record["step"] for record in each.steps] == [3]
+    after = seen[0].tensors
+    poisoned = after[f"model.{name}"]
+    changed = (poisoned != healthy[f"model.{name}"]).flatten().nonzero().flatten().tolist()
+    assert changed == [poisoned.numel() // 2] and poisoned.isnan().sum() == 1
+    rest = [key for key in healthy if key != f"model.{name}"]
+    assert same_bits({key: after[key] for key in rest}, {key: healthy[key] for key in rest})
+    assert steps_on_disk(tmp_path) == [2]
+    last = read_metrics(tmp_path / "tiny" / "metrics.jsonl")[-1]
+    assert last["step"] == 3 and last["loss"] is None and last["nonfinite"]["loss"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("size", "samples"),
+    [([], 16), (["train.global_batch=128", "train.seq_len=15"], 103)],
+    ids=["two batches", "less text than one batch"],
+)
+def test_validation_is_the_same_for_any_number_of_ranks(
+    pool: Pool, tiny: Path, tmp_path: Path, size: list[str], samples: int
+) -> None:
+    precise = ["plan.compute=fp64", "train.steps=2", "train.warmup_steps=0", "train.validate_every=1", *size]
+    found = {}
+    for count in (1, 2, 4):
+        seen = trained(pool, tiny, tmp_path / str(count), *ranks(count), *precise)
+        assert all(each.validations == seen[0].validations for each in seen)
+        found[count] = seen[0].validations
+    assert [step for step, _ in found[1]] == [1, 2]
+    assert found[1][0][1].tokens == valid_tokens(tiny_run(tiny, *size), samples, "validation")
+    for count in (2, 4):
+        for (_, got), (_, truth) in zip(found[count], found[1], strict=True):
+            assert got.loss == pytest.approx(truth.loss, rel=1e-12) and got.tokens == truth.tokens
+
+
+def valid_tokens(run: RunSpec, samples: int, split: Split = "train") -> int:
+    """Targets to be learned in the first samples, counted from the data itself."""
+    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, split=split)
+    return int((source.samples(range(samples)).targets >= 0).sum())
+
+
+def test_validation_leaves_the_model_sharded(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2), "plan.reshard=false").assignment
+    for before, after in pool.run(cases.validated, 2, assignment):
+        assert before and all(before) and all(after)
+
+
+def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    without = trained(pool, tiny, tmp_path / "without", *ranks(2), "train.validate_every=0")[0]
+    with_it = trained(pool, tiny, tmp_path / "with", *ranks(2), "train.validate_every=1")[0]
+    assert (len(without.validations), len(with_it.validations)) == (1, STEPS)
+    assert with_it.losses == without.losses and same_bits(with_it.tensors, without.tensors)
+
+
+@pytest.fixture(scope="module")
+def source(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run to start others from, exported to `hf` in it."""
+    runs = tmp_path_factory.mktemp("source")
+    trained(pool, tiny, runs, *ranks(2))
+    export_checkpoint(runs / "tiny", runs / "tiny" / "hf", dtype="fp32")
+    return runs / "tiny"
+
+
+@pytest.mark.parametrize("init", ["checkpoint:{}", "hf:{}/hf"])
+def test_a_run_starts_from_other_weights(
+    pool: Pool, tiny: Path, tmp_path: Path, source: Path, one_rank: Seen, init: str
+) -> None:
+    steps = ["train.steps=1", "train.warmup_steps=0"]
+    assignment = prepared(tiny, tmp_path, *ranks(2), f"model.init={init.format(source)}", *steps).assignment
+    answers = pool.run(cases.initial, 2, assignment)
+    first = answers[0][0].losses[0]
+    assert first == pytest.approx(loss_of_first_batch(source, assignment), rel=1e-5)
+    assert first < one_rank.losses[0] - 0.1 and answers[1][0].losses == [first]
+    for rank, (_, read) in enumerate(answers):
+        expected = {row.name: shard_rows(row.shape[0], 2, rank) for row in parameters(assignment.run.model)}
+        assert {name: range(first_row, last) for name, first_row, last in read} == expected
+
+
+def loss_of_first_batch(source: Path, assignment: Assignment) -> float:
+    """By the plain model of the source run on one device, which knows nothing of shards."""
+    run = assignment.run
+    data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
+    model = load_model(source, torch.device("cpu"), torch.float32)
+    return evaluate(model, HeldOut(data, BATCH), mesh=None, micro_batch=BATCH, device=torch.device("cpu")).loss
+
+
+@pytest.mark.parametrize(
+    ("other", "weight"), [({"vocab_size": 256}, "embed"), ({"layers": 1}, "layers.1"), ({"layers": 3}, "layers.2")]
+)
+def test_weights_of_another_model_are_refused(pool: Pool, source: Path, other: dict[str, int], weight: str) -> None:
+    """Its rows could be read, so only a comparison of shapes tells."""
+    for init in (f"checkpoint:{source}", f"hf:{source}/hf"):
+        model = replace(load_resolved(source / "config.yaml").model, **other)
+        (answer,) = pool.run(cases.refusal, 1, model, init)
+        assert answer.startswith(f"BadInput: model.init {init}: {weight}")
+
+
+def test_ranks_agree_on_the_first_ones_assignment(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2)).assignment
+    assert pool.run(cases.agreed, 2, assignment) == [assignment, assignment]
+    answers = pool.run(cases.agreed, 2, None)
+    assert answers[0] == ("BadInput", "planned")
+    assert answers[1] == ("BadInput", "rank 0 could not prepare the run: planned")
+
+
+def test_metrics_hold_what_the_issue_promises(tiny: Path, pool: Pool, tmp_path: Path) -> None:
+    run = tiny_run(tiny)
+    trained(pool, tiny, tmp_path, *ranks(2), "train.validate_every=3")
+    lines = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
+    steps = [line for line in lines if line["kind"] == "step"]
+    promised = [
+        "step",
+        "loss",
+        "tokens",
+        "tokens_per_second",
+        "mfu",
+        "grad_norm",
+        "lr",
+        "memory_peak_bytes",
+        "step_seconds",
+    ]
+    assert set(promised) <= set(STEP_KEYS) and all(set(promised) <= set(line) for line in steps)
+    assert [line["mfu"] for line in steps] == [None] * STEPS  # no peak is known for this processor
+    warmup, cosine = [0.5, 1.0], [0.1 + 0.9 * part for part in (0.8535533906, 0.5, 0.1464466094, 0.0)]
+    assert [line["lr"] for line in steps] == pytest.approx([1e-2 * part for part in warmup + cosine])
+    assert [line["tokens"] for line in steps] == [valid_tokens(run, BATCH * step) for step in range(1, STEPS + 1)]
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [3, 6]
+    for line in steps:
+        assert set(line["phases"]) >= {"data", "forward", "backward", "reduce", "optim"}
+        assert line["tokens_per_second"] == pytest.approx(BATCH * 16 / line["step_seconds"])
+
+
+def test_each_rank_writes_a_trace_of_the_steps_asked_for(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2), profile=(2, 4)).assignment
+    names = ["rank-00000.json.gz", "rank-00001.json.gz"]
+    assert pool.run(cases.traced, 2, assignment) == [names, names]
+    for name in names:
+        with gzip.open(tmp_path / "tiny" / "traces" / name) as file:
+            events = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        groups = 2  # decayed and not decayed
+        assert events.count("aten::_fused_adamw_") == 3 * groups
+        assert "aten::mm" in events and "aten::scaled_dot_product_attention" in events
+        assert any("reduce_scatter" in event for event in events)

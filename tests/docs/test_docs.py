@@ -1,0 +1,291 @@
+"""The documentation is true: its commands run, its links lead somewhere, its tables say what the code says.
+
+Commands run as they are written, page by page, each page in a folder of its own. Only the work is made small: a stand-in for
+the standard library's text, and a `meshwright` in PATH that lets `quickstart`, `train` and `check` take a few tiny steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, codes, inline_code, links, table, text_of
+from tests.house.test_laws import FLOORS, TORCH_FREE
+
+from meshwright.cli.main import app
+from meshwright.data.stdlib import VOCABULARY, stdlib_folder
+from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
+from meshwright.spec import errors
+from meshwright.spec.fields import from_plain
+from meshwright.spec.load import load_plan, load_run
+from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
+from meshwright.spec.presets import MODEL_PRESETS, run_preset
+from meshwright.spec.reference import reference_markdown
+from meshwright.spec.run import RunSpec
+from meshwright.spec.schema import all_keys
+
+TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1 train.validate_batches=1 checkpoint.every=3"
+ONCE = "meshwright quickstart"
+"""The one command that is run once for all pages."""
+NOT_RUN = {
+    ("docs/benchmarks.md", "python benchmarks/dense_8b.py --out results.json"),
+    ("docs/getting-started.md", "python3 -m venv --system-site-packages .venv"),
+    ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
+    ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
+    (
+        "docs/getting-started.md",
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
+    ),
+    ("docs/getting-started.md", "#!/bin/bash"),
+}
+"""Blocks marked `norun`, by their first line: they need GPUs, several hosts, or the network."""
+LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
+SOURCES = 40
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where pages are worked through: the environment of their commands, and what each finds in its folder."""
+
+    environment: dict[str, str]
+    template: Path
+
+    def folder(self, place: Path, page: str) -> Path:
+        """A fresh folder for `page`: text and a finished quick start, or a copy of the source when the page changes it."""
+        if any(block.option("file") for block in blocks(page)):
+            for name in ("src", "tests"):
+                shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copyfile(ROOT / "pyproject.toml", place / "pyproject.toml")
+            self.environment["PYTHONPATH"] = str(place / "src")
+        else:
+            shutil.copytree(self.template, place, dirs_exist_ok=True)
+            (place / "benchmarks").symlink_to(ROOT / "benchmarks")
+            self.environment.pop("PYTHONPATH", None)
+        return place
+
+    def run(self, command: list[str], folder: Path, where: str) -> str:
+        answer = subprocess.run(
+            command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert answer.returncode == 0, f"{where}: code {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
+        return answer.stdout + answer.stderr
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Text, a stand-in for the prepared standard library, and the finished quick start, made once."""
+    base = tmp_path_factory.mktemp("docs")
+    python, tools, template = shlex.quote(sys.executable), base / "bin", base / "template"
+    for folder in (tools, template / "text"):
+        folder.mkdir(parents=True)
+    command = tools / "meshwright"
+    command.write_text(
+        f'#!/bin/sh\nname=$1; shift\ncase "$name" in quickstart|train|check) set -- "$@" {TINY};; esac\n'
+        f'exec {python} -m meshwright "$name" "$@"\n'
+    )
+    command.chmod(0o755)
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))[:SOURCES]:
+        shutil.copy(file, template / "text")
+    path = os.pathsep.join((str(tools), str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "XDG_CACHE_HOME": str(base / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",
+    }
+    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    made = Workshop(environment, template)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
+        corpus = str(stdlib_folder())
+    prepare = ["data", "prepare", "text", "--tokenizer", f"train:{VOCABULARY}", "--held-out", "0.1", "--out", corpus]
+    made.run(["meshwright", *prepare], template, "the stand-in for the standard library")
+    made.run(ONCE.split(), template, "the quick start")
+    return made
+
+
+def runnable(page: str) -> list[Block]:
+    """What a reader would run or apply, in the order of the page."""
+    found = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.words]
+    return [block for block in found if block.text.strip() != ONCE]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
+def test_the_commands_of_a_page_run(page: str, workshop: Workshop, tmp_path: Path) -> None:
+    folder = workshop.folder(tmp_path, page)
+    for block in runnable(page):
+        if file := block.option("file"):
+            assert not (folder / file).exists(), f"{block.where}: {file} is there already"
+            (folder / file).write_text(block.text, encoding="utf-8")
+        elif block.language == "diff":
+            (folder / "change.diff").write_text(block.text, encoding="utf-8")
+            workshop.run(["git", "apply", "-C1", "change.diff"], folder, block.where)
+        elif block.language == "python":
+            workshop.run([sys.executable, "-c", block.text], folder, block.where)
+        else:
+            workshop.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.where)
+
+
+def test_what_does_not_run_is_listed_and_has_no_slip_of_the_pen() -> None:
+    marked = [block for page in PAGES for block in blocks(page) if "norun" in block.words]
+    assert {(block.page, block.first_line) for block in marked} == NOT_RUN
+    for block in marked:
+        answer = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
+        assert not answer.stderr, f"{block.where}: {answer.stderr}"
+
+
+def test_no_block_avoids_being_run_by_its_language() -> None:
+    wrong = [block.where for page in PAGES for block in blocks(page) if block.language not in LANGUAGES]
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_pictures_are_there(page: str) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert target.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(str(target.relative_to(ROOT))), f"{page}: {link}"
+
+
+def commands(page: str) -> Iterator[tuple[str, list[str]]]:
+    """(where, words behind `meshwright`) of every command on a page, in blocks and in the text."""
+    lines = [
+        (block.where, block.text.replace("\\\n", " "))
+        for block in blocks(page)
+        if block.language in ("bash", "console")
+    ]
+    for where, text in [*lines, *((page, code) for code in inline_code(page))]:
+        for line in text.splitlines():
+            if match := re.match(r"(?:\$ |srun |torchrun .*-m )?meshwright (.*)", line.strip()):
+                yield where, shlex.split(match[1].replace("…", "..."), comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_options_and_overrides_exist(page: str) -> None:
+    keys = {".".join(map(str, key)) for key in all_keys(RunSpec)}
+    for where, words in commands(page):
+        command = typer.main.get_command(app)
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+        at_end = not words or (hasattr(command, "params") and not hasattr(command, "commands"))
+        assert at_end or words[0].startswith("-"), f"{where}: meshwright has no command {words[0]}"
+        options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+        for word in words:
+            if word in ("||", "|", "&&", ">"):
+                break
+            if word.startswith("--"):
+                assert word.partition("=")[0] in options, f"{where}: {command.name} has no option {word}"
+            elif re.match(r"[a-z]+(\.[a-z_]+)?=", word) and "stepz" not in word:
+                assert word.partition("=")[0] in keys, f"{where}: no key {word}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_and_files_named_in_the_text_exist(page: str) -> None:
+    keys = {".".join(map(str, key)) for key in all_keys(RunSpec)}
+    sections = "|".join(key for key in keys if "." not in key)
+    places = (ROOT, ROOT / "src" / "meshwright", ROOT / "tests")
+    new = {block.option("file") for block in blocks(page)}
+    for code in inline_code(page):
+        if match := re.match(rf"((?:{sections})\.[a-z_.]+)(?=[=: ]|$)", code):
+            assert match[1] in keys or match[1].endswith((".yaml", ".json")), f"{page}: no key {match[1]}"
+        if re.fullmatch(r"[\w/.]+/[\w.]+\.(py|js|yaml|json|toml)", code) and code not in new:
+            known = [place for place in places if (place / code).exists()]
+            assert known or code.startswith(("runs/", "base/")), f"{page}: no file {code}"
+
+
+@pytest.mark.parametrize(
+    "block", [b for page in PAGES for b in blocks(page) if b.language == "yaml"], ids=lambda b: b.where
+)
+def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "page.yaml"
+    file.write_text(block.text, encoding="utf-8")
+    if re.search(r"^mesh:", block.text, re.MULTILINE):
+        load_plan(file)
+    else:
+        load_run(file)
+
+
+def test_the_reference_is_the_generated_one() -> None:
+    assert text_of("docs/run-file.md") == reference_markdown(), "run `make docs`"
+
+
+def test_exit_codes_are_those_of_the_code() -> None:
+    shown = {int(row["code"]) for row in table("docs/getting-started.md", "code")}
+    assert shown == {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+
+
+def test_presets_are_those_of_the_code() -> None:
+    rows = {codes(row["preset"])[0]: row for row in table("docs/models.md", "preset")}
+    assert set(rows) == set(MODEL_PRESETS)
+    for name, row in rows.items():
+        spec = from_plain(
+            ModelSpec, {**MODEL_PRESETS[name], "vocab_size": MODEL_PRESETS[name]["vocab_size"] or VOCABULARY}
+        )
+        seq_len = run_preset(name)["train"]["seq_len"]
+        flops = [f"{flops_per_token(spec, seq_len, causal=causal) / 1e9:,.4g}" for causal in (True, False)]
+        assert row["parameters"] == f"{parameter_count(spec):,}", name
+        assert row["layers × width"] == f"{spec.layers} × {spec.hidden}", name
+        assert [row["family"], row["sequence"]] == [spec.family, f"{seq_len:,}"], name
+        assert [row["GFLOP a token, causal"], row["full"]] == flops, name
+
+
+def test_rooms_are_those_of_the_house() -> None:
+    rows = {codes(row["room"])[0]: row for row in table("docs/architecture.md", "floor")}
+    assert {name: int(row["floor"]) for name, row in rows.items()} == FLOORS
+    for name, row in rows.items():
+        answer = subprocess.run(
+            ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
+        )
+        there = bool(answer.stdout)  # what is not committed is not in the house yet
+        assert row["holds"].startswith("planned") != there, f"docs/architecture.md says of {name}: {row['holds']}"
+        assert ("*" in row["room"]) == (name in TORCH_FREE), name
+
+
+def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Workshop) -> None:
+    run = workshop.template / "runs" / "quickstart"
+    paths = {code.rstrip("/") for row in table("docs/getting-started.md", "path") for code in codes(row["path"])}
+    found = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+    assert found <= paths
+    assert paths - found == {"traces", "tensorboard"}
+    shown = {code for row in table("docs/getting-started.md", "key") for code in codes(row["key"])}
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert set(steps[0]) - {"kind"} <= shown
+    assert {*STEP_KEYS, *OPTIONAL_STEP_KEYS} <= shown
+
+
+def test_every_kept_result_has_its_row() -> None:
+    page = text_of("docs/benchmarks.md")
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        result = json.loads(file.read_text())
+        if result.get("benchmark") != "dense_8b":
+            continue
+        rates = [
+            f"{result[side]['tokens_per_second_per_gpu']:,.0f}"
+            for side in ("meshwright", "torchtitan")
+            if side in result
+        ]
+        missing = [text for text in (file.name, *rates) if text not in page]
+        assert not missing, f"docs/benchmarks.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+
+
+def test_the_front_page_is_short_and_its_picture_light() -> None:
+    assert len(text_of("README.md").splitlines()) <= 150
+    picture = ROOT / "docs" / "images" / "report.png"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size <= 300_000

@@ -1,0 +1,256 @@
+"""One run of real processes, from interruption to interruption to its end: stop signals, a killed rank, a damaged checkpoint.
+
+`story` starts the same command again and again; the tests say what each time shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.observe.metrics import read_metrics, scan_metrics
+from tests.train.tiny import make_tiny
+
+STEPS = 120
+LISTENING = "0A"
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@dataclass(frozen=True)
+class End:
+    """How one start of the command ended: what it printed, seconds from the act to the end, checkpoints then intact."""
+
+    code: int
+    said: str
+    seconds: float
+    checkpoints: list[int]
+    pids: dict[int, int]
+
+
+class Job:
+    """A running `meshwright train`."""
+
+    def __init__(self, words: list[object], run: Path, env: dict[str, str] | None = None) -> None:
+        self.run = run
+        self._said = run.parent / f"said-{time.monotonic_ns()}"
+        command = [sys.executable, "-m", "meshwright", *map(str, words)]
+        with self._said.open("wb") as said:
+            self.process = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **(env or {})})
+
+    def ranks(self) -> dict[int, int]:
+        """Process id by rank."""
+        found = {}
+        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found.update({int(entry[5:]): int(pid) for entry in env if entry.startswith(b"RANK=")})
+        return found
+
+    def end(self, act: Callable[[dict[int, int]], None]) -> End:
+        """Do something to the job (given its ranks' process ids) and wait for its end."""
+        pids = self.ranks()
+        started = time.monotonic()
+        act(pids)
+        code = self.process.wait(60)
+        return End(code, self.said(), time.monotonic() - started, intact(self.run), pids)
+
+    def said(self) -> str:
+        return self._said.read_text()
+
+
+def until(done: Callable[[], bool], job: Job) -> None:
+    """Wait for something that a running job does."""
+    deadline = time.monotonic() + 60
+    while not done():
+        assert job.process.poll() is None and time.monotonic() < deadline, job.said()
+        threading.Event().wait(0.005)
+
+
+def last_step(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return max((line["step"] for line in scan_metrics(file)[0]), default=0) if file.exists() else 0
+
+
+def intact(run: Path) -> list[int]:
+    return [row["step"] for row in list_checkpoints(run) if row["committed"] and row["ok"]]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Local addresses, as the kernel writes them, that the processes listen at."""
+    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+    sockets = {os.readlink(link) for link in links if link.is_symlink()}
+    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+    rows = [line.split() for lines in tables for line in lines]
+    return [row[1].split(":")[0] for row in rows if row[3] == LISTENING and f"socket:[{row[9]}]" in sockets]
+
+
+def stopped(pid: int) -> bool:
+    """Whether every thread of a process has stopped."""
+    return all(status(task)["State"].startswith("T") for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def pending(pid: int, number: int) -> bool:
+    """Whether a signal has been sent to a stopped process."""
+    return bool(int(status(Path(f"/proc/{pid}"))["ShdPnd"], 16) >> (number - 1) & 1)
+
+
+def status(process: Path) -> dict[str, str]:
+    lines = (process / "status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+@dataclass(frozen=True)
+class Story:
+    run: Path
+    sockets: list[str]
+    preempted: End
+    interrupted: End
+    lost: End
+    killed: End
+    damaged: str
+    finished: list[End]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    runs = tmp_path_factory.mktemp("runs")
+    jobs: list[Job] = []
+    try:
+        return tell(["train", tiny, f"train.steps={STEPS}", "--runs", runs], runs / "tiny", jobs)
+    finally:
+        for job in jobs:
+            job.process.kill()  # nothing, unless the story broke off
+            job.process.wait()
+
+
+def tell(words: list[object], run: Path, jobs: list[Job]) -> Story:
+    def start(env: dict[str, str] | None = None) -> Job:
+        jobs.append(Job(words, run, env))
+        return jobs[-1]
+
+    def begin() -> Job:
+        """The command, three steps on from where the run was."""
+        before = intact(run)[-1] if run.exists() else 0
+        job = start()
+        if before:
+            until(lambda: f"resumed after step {before}" in job.said(), job)
+        until(lambda: last_step(run) >= before + 3, job)
+        return job
+
+    job = begin()
+    sockets = listening([job.process.pid, *job.ranks().values()])
+    preempted = job.end(lambda pids: job.process.send_signal(signal.SIGTERM))
+    job = start()
+    until(lambda: len(job.ranks()) == 2, job)
+    interrupted = job.end(lambda pids: job.process.send_signal(signal.SIGINT))
+    job = begin()
+    lost = job.end(lambda pids: os.kill(pids[1], signal.SIGKILL))
+    job = begin()
+    killed = job.end(lambda pids: interrupt_twice(job, pids))
+    newest = run / "checkpoints" / f"step-{killed.checkpoints[-1]:08d}"
+    damage(newest / "tensors-00001.safetensors")
+    finished = [job.end(lambda pids: None) for job in [start(place) for place in places_of_a_launcher()]]
+    return Story(run, sockets, preempted, interrupted, lost, killed, newest.name, finished)
+
+
+def interrupt_twice(job: Job, pids: dict[int, int]) -> None:
+    """While the ranks do not answer, as in a collective that hangs; the second signal is sent when the first has arrived."""
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: all(stopped(pid) for pid in pids.values()), job)
+    job.process.send_signal(signal.SIGINT)
+    until(lambda: all(pending(pid, signal.SIGINT) for pid in pids.values()), job)
+    job.process.send_signal(signal.SIGINT)
+
+
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def places_of_a_launcher() -> list[dict[str, str]]:
+    """Two ranks' variables as torchrun sets them, with a port that the kernel just had free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    return [{"RANK": n, "LOCAL_RANK": n, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **meet} for n in "01"]
+
+
+def test_sigterm_writes_a_checkpoint_and_ends_with_75(story: Story) -> None:
+    assert story.preempted.code == 75 and len(story.preempted.checkpoints) == 1
+    (step,) = story.preempted.checkpoints
+    assert 3 <= step < STEPS and f"preempted after step {step}; the same command continues" in story.preempted.said
+
+
+def test_sigint_writes_a_checkpoint_and_ends_with_130(story: Story) -> None:
+    """Sent while the ranks still import torch: it waits until they listen, and counts after the first step."""
+    assert story.interrupted.code == 130 and "Traceback" not in story.interrupted.said
+    first, second = story.interrupted.checkpoints
+    assert first == story.preempted.checkpoints[0] and second == first + 1
+    assert f"resumed after step {first}" in story.interrupted.said
+    assert f"interrupted after step {second}" in story.interrupted.said
+
+
+def test_a_killed_rank_ends_the_job_with_5(story: Story) -> None:
+    assert story.lost.code == 5 and story.lost.seconds < 20
+    assert "rank 1 was killed by signal 9" in story.lost.said
+    assert "communication failed" in (story.run / "logs" / "rank-00000.log").read_text()
+    assert story.lost.checkpoints == story.interrupted.checkpoints
+
+
+def test_a_second_sigint_ends_ranks_that_do_not_answer(story: Story) -> None:
+    """The start after the killed rank: it goes on from the newest checkpoint."""
+    assert story.killed.code == 130
+    assert f"resumed after step {story.lost.checkpoints[-1]}" in story.killed.said
+    assert story.killed.checkpoints == story.interrupted.checkpoints
+
+
+def test_no_process_is_left(story: Story) -> None:
+    ends = (story.preempted, story.interrupted, story.lost, story.killed)
+    assert [len(end.pids) for end in ends] == [2] * 4
+    assert not [pid for end in ends for pid in end.pids.values() if alive(pid)]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(story: Story) -> None:
+    said = story.finished[0].said
+    assert f"resumed after step {story.killed.checkpoints[0]}" in said
+    assert story.damaged in said and "tensors-00001.safetensors" in said and "trying the next older one" in said
+    assert story.damaged in (story.run / "logs" / "rank-00000.log").read_text()
+
+
+def test_ranks_that_a_launcher_started_join_and_finish_the_run(story: Story) -> None:
+    assert [end.code for end in story.finished] == [0, 0], story.finished
+    assert [path.name for path in sorted((story.run / "logs").iterdir())] == ["rank-00000.log", "rank-00001.log"]
+    assert f"step {STEPS}/{STEPS}" in story.finished[0].said and story.finished[1].said == ""
+    assert intact(story.run)[-1] == STEPS and json.loads((story.run / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_the_metrics_are_those_of_one_run(story: Story) -> None:
+    lines = [line for line in read_metrics(story.run / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert sum(line["loss"] for line in lines[-10:]) < sum(line["loss"] for line in lines[:10]) - 5
+
+
+def test_a_local_run_listens_on_loopback_only(story: Story) -> None:
+    assert story.sockets and set(story.sockets) <= LOOPBACK

@@ -1,0 +1,51 @@
+"""A tiny corpus and run, prepared once per session, for every test that trains: a step takes milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.data.prepare import prepare
+from meshwright.launch.prepare import Prepared, prepare_run
+from meshwright.spec.load import load_run
+from meshwright.spec.run import RunSpec
+
+RUN_FILE = """\
+model:
+  {{family: llama, layers: 2, hidden: 16, heads: 4, kv_heads: 2, ffn_hidden: 32, max_seq_len: 16, init_std: 0.1}}
+data: {{mix: {{"{data}": 1}}, document_mask: true}}
+train:
+  {{steps: 6, global_batch: 8, seq_len: 16, learning_rate: 1e-2, warmup_steps: 2, validate_batches: 2, loss_chunk: 24,
+   gc_every: 4, timeout_seconds: 60}}
+cluster: {{gpu: cpu, gpus_per_node: 2}}
+checkpoint: {{keep: 10}}
+"""
+SENTENCE = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix blue ink and eat ripe grapes"
+WORDS = SENTENCE.split()
+
+
+def make_tiny(folder: Path) -> Path:
+    """The run file `tiny.yaml` in `folder`, over data prepared beside it; made at the first call."""
+    file, data = folder / "tiny.yaml", folder / "data"
+    if not file.exists():
+        source = folder / "source"
+        source.mkdir(parents=True)
+        for number in range(60):
+            words = [WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(30 + number % 40)]
+            (source / f"{number}.txt").write_text(f"Story {number}. {' '.join(words)}.\n", encoding="utf-8")
+        prepare([str(source)], "train:300", data, held_out=0.2)
+        file.write_text(RUN_FILE.format(data=data), encoding="utf-8")
+    return file
+
+
+def ranks(count: int, *, replicate: int = 1) -> list[str]:
+    """Overrides for `count` local ranks."""
+    return [f"cluster.gpus_per_node={count}", f"plan.replicate={replicate}", f"plan.shard={count // replicate}"]
+
+
+def tiny_run(file: Path, *overrides: str) -> RunSpec:
+    return load_run(file, overrides)
+
+
+def prepared(file: Path, runs: Path, *overrides: str, profile: tuple[int, int] | None = None) -> Prepared:
+    """The folder of a tiny run, made or reopened as `meshwright train` does, without starting ranks."""
+    return prepare_run(tiny_run(file, *overrides), runs, fresh=False, profile=profile, note=lambda text: None)
