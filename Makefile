@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint docs clean
+.PHONY: quickstart test lint docs bench-plan fit-costs clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -20,6 +20,12 @@ lint: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed
 	$(BIN)/meshwright schema --reference > docs/run-file.md
+
+bench-plan: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_plan.py
+
+fit-costs: $(VENV)/.installed
+	$(BIN)/python benchmarks/fit_costs.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -31,12 +31,13 @@ PRIORS: dict[str, tuple[float, float]] = {
     "gemm": (0.75, 0.1), "gemm_low": (0.8, 0.15), "gemm_block": (0.75, 0.15), "gemm_fp4": (0.6, 0.2),
     "attention": (0.5, 0.25), "hbm": (0.8, 0.1), "link": (0.7, 0.2), "narrow": (150.0, 0.5), "tail_us": (2.0, 0.5),
     "slow": (1.0, 0.25), "yearly": (1.05, 0.1), "passes": (60.0, 0.35), "scores": (0.0, 0.5), "quantise": (4.0, 0.5),
-    "host_us": (600.0, 0.7), "host_tensor_us": (200.0, 0.8), "host_micro_us": (500.0, 0.8), "host_pipe_us": (0.0, 0.8), "stall_s": (0.0, 0.02), "stall_nodes": (36.0, 0.02), "crowd": (0.0, 0.3),
-    "tensor_exposed": (0.8, 0.4), "hide": (0.7, 0.4), "overlap_tax": (0.15, 0.5),
-    "net": (0.6, 0.5), "net_us": (10.0, 0.7), "link_us": (2.0, 0.7), "start_us": (15.0, 0.4), "messages": (0.3, 0.8), "reduce_bytes": (4.0, 0.01),
-    "pipe_us": (30.0, 0.8), "pipe_exposed": (0.5, 0.6), "bubble": (1.0, 0.2),
-    "step_ms": (10.0, 0.8), "step_layer_us": (100.0, 0.8), "update": (30.0, 0.3),
-    "jitter": (0.002, 0.6), "sync_ms": (1.0, 0.8), "moe_us": (500.0, 0.7), "moe_passes": (100.0, 0.7), "moe_yearly": (1.1, 0.2),
+    "host_us": (600.0, 0.7), "host_tensor_us": (200.0, 0.8), "host_micro_us": (500.0, 0.8),
+    "host_pipe_us": (0.0, 0.8), "stall_s": (0.0, 0.02), "stall_nodes": (36.0, 0.02), "crowd": (0.0, 0.3),
+    "tensor_exposed": (0.8, 0.4), "hide": (0.7, 0.4), "overlap_tax": (0.15, 0.5), "net": (0.6, 0.5),
+    "net_us": (10.0, 0.7), "link_us": (2.0, 0.7), "start_us": (15.0, 0.4), "messages": (0.3, 0.8),
+    "reduce_bytes": (4.0, 0.01), "pipe_us": (30.0, 0.8), "pipe_exposed": (0.5, 0.6), "bubble": (1.0, 0.2),
+    "step_ms": (10.0, 0.8), "step_layer_us": (100.0, 0.8), "update": (30.0, 0.3), "jitter": (0.002, 0.6),
+    "sync_ms": (1.0, 0.8), "moe_us": (500.0, 0.7), "moe_passes": (100.0, 0.7), "moe_yearly": (1.1, 0.2),
 }  # fmt: skip
 """Constant → (guess, standard deviation of its logarithm)."""
 STACK_GUESSES: dict[str, dict[str, float]] = {
@@ -347,7 +348,7 @@ def main() -> None:
     table = fit_time(rows, rounds=arguments.rounds)
     table["memory"] = memory_constants()
     table["bands"] = bands(kept)
-    table["fitted_on"] = {source: count for source, count in sorted(Counter(rows.names).items())}
+    table["fitted_on"] = dict(sorted(Counter(rows.names).items()))
     FILE.write_text(
         HEADER + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"
     )

@@ -67,16 +67,16 @@ class Workshop:
             for name in ("src", "tests"):
                 shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
             shutil.copyfile(ROOT / "pyproject.toml", place / "pyproject.toml")
-            self.environment["PYTHONPATH"] = str(place / "src")
         else:
             shutil.copytree(self.template, place, dirs_exist_ok=True)
             (place / "benchmarks").symlink_to(ROOT / "benchmarks")
-            self.environment.pop("PYTHONPATH", None)
         return place
 
     def run(self, command: list[str], folder: Path, where: str) -> str:
+        own_source = {"PYTHONPATH": str(folder / "src")} if (folder / "src").is_dir() else {}
+        environment = self.environment | own_source
         answer = subprocess.run(
-            command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=240, check=False
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         assert answer.returncode == 0, f"{where}: code {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
         return answer.stdout + answer.stderr
@@ -217,6 +217,8 @@ def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> 
     file.write_text(block.text, encoding="utf-8")
     if re.search(r"^mesh:", block.text, re.MULTILINE):
         load_plan(file)
+    elif re.search(r"^gpus_per_node:", block.text, re.MULTILINE):
+        load_run(None, [f"cluster={file}", "train.global_batch=128"])
     else:
         load_run(file)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.launch import machine
+from meshwright.spec.place import started_by_launcher
 
 
 def test_without_gpus_one_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +29,20 @@ def test_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_who_started_this_process(env: dict[str, str], launched: bool) -> None:
-    assert machine.started_by_launcher(env) is launched
+    assert started_by_launcher(env) is launched
+
+
+def test_auto_under_a_launcher_is_the_whole_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H200"] * 8)
+    env = {
+        "RANK": "3",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
+    assert machine.found_cluster(env) == {"gpu": "H200", "nodes": 2, "gpus_per_node": 8}
 
 
 def test_host_memory_is_plausible() -> None:

@@ -59,6 +59,12 @@ def test_pins_are_kept() -> None:
     assert (plan.layers[0].recompute, plan.layers[0].reshard) == ("full", True)
 
 
+def test_a_pinned_field_is_not_explained_by_memory() -> None:
+    plan, _ = choose(run(plan=PlanPins(recompute="full", reshard=True)))
+    assert not any("does not fit" in reason for reason in plan.why)
+    assert plan.why[-1] == "pinned by the run file: reshard, recompute"
+
+
 @pytest.mark.parametrize("pins", [PlanPins(micro_batch=3), PlanPins(shard=3), PlanPins(replicate=8, shard=8)])
 def test_impossible_pins_are_refused(pins: PlanPins) -> None:
     with pytest.raises(BadInput, match="global_batch 16"):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from meshwright.spec.cluster import CHIPS, ClusterSpec, chip_from_device_name
+from meshwright.spec.cluster import CHIPS, ClusterSpec, chip_from_device_name, cluster_names
+from meshwright.spec.errors import BadConfig
+from meshwright.spec.load import load_run
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,19 @@ def test_every_chip_is_found_under_its_own_name() -> None:
     for name in CHIPS:
         assert ClusterSpec(gpu=name).memory_bytes()
         assert name == "A100-40GB" or chip_from_device_name(name) == name
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_built_in_clusters_load_by_name(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: llama-nano\ncluster: {name}\n")
+    cluster = load_run(file, ["train.global_batch=49152", "train.steps=10"]).cluster
+    assert cluster.network is not None
+    assert cluster.ranks > 8
+
+
+def test_an_unknown_cluster_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: llama-nano\ncluster: dgx-h100-61\ntrain: {steps: 10, global_batch: 8}\n")
+    with pytest.raises(BadConfig, match="dgx-h100-16"):
+        load_run(file)

@@ -52,6 +52,7 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
             run_note=_note(config, reader),
             dtype=dtype,
             eos=_end_of_text(tokenizer),
+            title=config.get("name"),
         )
     return path
 

@@ -41,14 +41,15 @@ def export_hf(
     dtype: str = "bf16",
     shard_bytes: int = 4 << 30,
     eos: str | None = None,
+    title: str | None = None,
 ) -> None:
     """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
 
     tensors gives each of `parameters(spec)` whole, by name or as pairs in any order; one is held at a time. tokenizer
-    is a tokenizer.json; `eos` its end-of-text token; `run_note` Markdown for the model card. No file of weights exceeds
-    `shard_bytes` unless one tensor does. The folder appears under its name when complete. Raises BadInput when it
-    exists with something in it, when the family cannot express the model, or when tokenizer and model disagree;
-    OutOfResources when the disk is too full.
+    is a tokenizer.json; `eos` its end-of-text token; `run_note` Markdown for the model card, headed `title` (else the
+    folder's name). No file of weights exceeds `shard_bytes` unless one tensor does. The folder appears under its name
+    when complete. Raises BadInput when it exists with something in it, when the family cannot express the model, or
+    when tokenizer and model disagree; OutOfResources when the disk is too full.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: already there and not empty; choose another folder or remove it")
@@ -68,7 +69,9 @@ def export_hf(
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
             _write_json(partial / "tokenizer_config.json", _tokenizer_config(spec, eos))
-        (partial / "README.md").write_text(_model_card(folder.name, spec, run_note, dtype), encoding="utf-8")
+        (partial / "README.md").write_text(
+            _model_card(title or folder.name, folder.name, spec, run_note, dtype), encoding="utf-8"
+        )
         os.replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial)
@@ -318,7 +321,7 @@ def _tokenizer_config(spec: ModelSpec, eos: str | None) -> dict[str, Any]:
     return config if eos is None else {**config, "eos_token": eos}
 
 
-def _model_card(name: str, spec: ModelSpec, run_note: str, dtype: str) -> str:
+def _model_card(title: str, folder: str, spec: ModelSpec, run_note: str, dtype: str) -> str:
     rows = [
         ("Architecture", FAMILIES[spec.family].architecture),
         ("Parameters", f"{parameter_count(spec):,}"),
@@ -331,10 +334,10 @@ def _model_card(name: str, spec: ModelSpec, run_note: str, dtype: str) -> str:
     table = "\n".join(f"| {label} | {value} |" for label, value in rows)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [meshwright]\n---\n\n"
-        f"# {name}\n\n| | |\n|---|---|\n{table}\n\n## Training\n\n{run_note.strip()}\n\n## Use\n\n"
+        f"# {title}\n\n| | |\n|---|---|\n{table}\n\n## Training\n\n{run_note.strip()}\n\n## Use\n\n"
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n\n'
+        f'model = AutoModelForCausalLM.from_pretrained("{folder}")  # this folder\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n```\n\n'
         "## Limits\n\nA base model, exported by Meshwright: it continues text, was not tuned to follow instructions, "
         "and what it writes may be wrong or unwanted. No evaluation comes with this folder.\n"
     )

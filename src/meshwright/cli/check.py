@@ -32,7 +32,7 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
     else:
         for mistake in mistakes:
             print(mistake, file=sys.stderr)
-        print(f"{len(mistakes)} mistakes" if mistakes else "ok", file=sys.stderr)
+        print(f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}" if mistakes else "ok", file=sys.stderr)
     sys.exit(code)
 
 

@@ -45,7 +45,7 @@ def train(
     Ctrl-C writes a checkpoint and ends with code 130; a second one stops at once. SIGTERM or SIGUSR1 (a scheduler's warning) writes a
     checkpoint and ends with code 75.
     """
-    from meshwright.launch.machine import started_by_launcher
+    from meshwright.spec.place import started_by_launcher
 
     run = load(words, runs)
     steps = parse_steps(profile_steps)
@@ -97,12 +97,13 @@ def join_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] |
     def work() -> None:
         from meshwright.launch.prepare import prepare_run
 
+        def prepare() -> Assignment:
+            prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say)
+            announce(prepared.assignment, prepared.resumes)
+            return prepared.assignment
+
         world = join(place, cpu=run.cluster.is_cpu, timeout_seconds=run.train.timeout_seconds)
-        assignment = agreed_assignment(
-            world, lambda: prepare_run(run, runs, fresh=fresh, profile=profile, note=say).assignment
-        )
-        if world.leads:
-            announce(assignment, resumes=False)
+        assignment = agreed_assignment(world, prepare)
         log_to(Path(assignment.folder), world.rank)
         run_rank(assignment, world, stop)
         world.leave()

@@ -18,6 +18,8 @@ from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 from meshwright.costs.stages import stage_layers
 
 WEIGHT_BYTES = 2.0
+LAST_ROUND = 0.8
+"""Share of an interleaved pipeline's last round under which gradients travel: half if chunks finished evenly, at most all."""
 FULL = 0.92
 """Share of memory at which an allocator starts to give back and ask again."""
 
@@ -169,7 +171,7 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     gathered = np.where((layout.zero >= 1) & (layout.zero < 3), gathered, 0.0)
     # With several chunks a rank, a chunk's gradients travel while the others' last round of micro-batches is computed;
     # weights are wanted at once by the first forward.
-    rounds = 1 + (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
+    rounds = 1 + LAST_ROUND * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
     shown = 1 - np.minimum(k.hide, 1.0)
     late = np.maximum(reduced - k.hide * backward * rounds, shown * reduced / layout.virtual)
     return late + np.maximum(gathered - k.hide * backward / 2, shown * gathered)

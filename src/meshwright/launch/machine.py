@@ -9,17 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.spec.cluster import chip_from_device_name
+from meshwright.spec.place import Place, started_by_launcher
 
 
-def found_cluster() -> dict[str, Any]:
-    """The `cluster` section that `auto` stands for: this host's GPUs, or one CPU rank."""
+def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The `cluster` section that `auto` stands for: this host's GPUs or one CPU rank, or as many of either as a launcher started."""
     names = _gpu_names()
-    if not names:
-        return {"gpu": "cpu", "nodes": 1, "gpus_per_node": 1}
-    chip = chip_from_device_name(names[0])
-    section: dict[str, Any] = {"gpu": chip or names[0], "nodes": 1, "gpus_per_node": len(names)}
-    if chip is None:
-        section["memory_gib"] = _gpu_memory_gib()
+    section: dict[str, Any] = {"gpu": "cpu", "nodes": 1, "gpus_per_node": max(1, len(names))}
+    if names:
+        section["gpu"] = chip_from_device_name(names[0]) or names[0]
+        if section["gpu"] == names[0]:
+            section["memory_gib"] = _gpu_memory_gib()
+    if started_by_launcher(env):
+        place = Place.from_environment(env)
+        section |= {"nodes": place.ranks // place.local_ranks, "gpus_per_node": place.local_ranks}
     return section
 
 
@@ -32,11 +35,6 @@ def host_memory_bytes() -> int:
     except OSError:
         return total
     return min(total, int(text)) if text.isdigit() else total
-
-
-def started_by_launcher(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, Slurm's srun or a Kubernetes job started this process as one rank of several."""
-    return "RANK" in env or ("SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1)
 
 
 def _gpu_names() -> list[str]:

@@ -24,7 +24,7 @@ STEP_KEYS: dict[str, str] = {
     "mfu": "model FLOPs utilisation, attention counted without its masked half; null when the chip's peak is not known",
     "grad_norm": "before clipping",
     "lr": "learning rate of the step",
-    "memory_peak_bytes": "largest memory of a rank so far",
+    "memory_peak_bytes": "most memory rank 0 has held so far: reserved by torch on a GPU, resident on a CPU",
     "step_seconds": "from the step's begin to its end",
 }
 """What every step line holds."""
@@ -32,6 +32,8 @@ STEP_KEYS: dict[str, str] = {
 OPTIONAL_STEP_KEYS: dict[str, str] = {
     "mfu_full": "the same with the full attention square (torchtitan's convention)",
     "tokens_per_second_per_gpu": "tokens_per_second over ranks",
+    "token_sum": "sum of all token ids of the step: equal for two runs exactly when they read the same samples",
+    "memory_allocated_peak_bytes": "the part of memory_peak_bytes that tensors took, on a GPU",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
 }

@@ -131,20 +131,19 @@ def _estimate(run: RunSpec, plan: Plan, budget: int | None) -> Candidate:
 
 
 def _reasons(plan: Plan, run: RunSpec, budget: int | None) -> tuple[str, ...]:
+    pins = run.plan if isinstance(run.plan, PlanPins) else PlanPins()
     layer = plan.layers[0]
     peak = plan.predicted.memory_peak_bytes if plan.predicted else 0
     room = f" of {budget / 1e9:.1f} GB" if budget else ""
     reasons = [f"predicted peak {peak / 1e9:.1f} GB a rank{room}"]
-    if layer.recompute != "none":
+    if layer.recompute != "none" and pins.recompute is None and pins.layers is None:
         reasons.append(f"recompute {layer.recompute}: less does not fit")
-    if layer.reshard and plan.axis_size("shard") > 1:
+    if layer.reshard and plan.axis_size("shard") > 1 and pins.reshard is None and pins.layers is None:
         reasons.append("reshard: keeping gathered weights does not fit")
-    if plan.axis_size("replicate") > 1:
+    if plan.axis_size("replicate") > 1 and pins.replicate is None and pins.shard is None:
         reasons.append(f"replicate {plan.axis_size('replicate')}: only gradient sums cross the replicas")
-    if isinstance(run.plan, PlanPins):
-        pinned = [key for key, value in vars(run.plan).items() if value is not None]
-        reasons.append("pinned by the run file: " + ", ".join(pinned))
-    return tuple(reasons)
+    pinned = [key for key, value in vars(pins).items() if value is not None]
+    return (*reasons, "pinned by the run file: " + ", ".join(pinned)) if pinned else tuple(reasons)
 
 
 def _no_candidate(run: RunSpec) -> str:

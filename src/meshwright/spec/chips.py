@@ -43,7 +43,6 @@ CHIPS = _table(
     Chip("V100", "volta", 32 * GiB, {"fp16": 125e12, "fp32": 15.7e12}, 0.9e12, 150e9, 12.5e9),
     Chip("A100", "ampere", 80 * GiB, _AMPERE, 2.04e12, 300e9, 25e9),
     Chip("A100-40GB", "ampere", 40 * GiB, _AMPERE, 1.555e12, 300e9, 25e9),
-    Chip("A100-80GB", "ampere", 80 * GiB, _AMPERE, 2.04e12, 300e9, 25e9),
     Chip("H800", "hopper", 80 * GiB, _HOPPER, 3.35e12, 200e9, 50e9),
     Chip("H100", "hopper", 80 * GiB, _HOPPER, 3.35e12, 450e9, 50e9),
     Chip("H100-96GB", "hopper", 96 * GiB, _HOPPER, 2.4e12, 450e9, 50e9),

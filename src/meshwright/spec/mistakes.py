@@ -20,6 +20,7 @@ from meshwright.spec.schema import (
     takes,
     validate,
 )
+from meshwright.spec.sources import COMMAND_LINE
 from meshwright.spec.yaml_positions import Document, KeyPath, Place, dotted, say
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
@@ -79,7 +80,9 @@ def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
     close = get_close_matches(word, here, n=3, cutoff=0.6)
     absent = [name for name in close if not document.has((*around, name))]
     if close:
-        return (*around, (absent or close)[0])
+        # In a file a typo usually stands in for a key that is not there; an override may well mean one that is.
+        likely = close if document.key_place(path).file == COMMAND_LINE else absent or close
+        return (*around, likely[0])
     far = nearest(word, elsewhere)
     return elsewhere[far] if far else None
 

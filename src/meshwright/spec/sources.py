@@ -1,7 +1,7 @@
 """Where a run's values come from, in fixed order: the base that a file extends, the file, the command line.
 
 Every source is read with the places of its tokens, its shorthands are expanded (`model: NAME`, `data.mix: DIR`,
-`cluster: auto | FILE`), and a later source is merged over the earlier ones. Files that describe something (`extends`,
+`cluster: auto | NAME | FILE`), and a later source is merged over the earlier ones. Files that describe something (`extends`,
 `cluster`, `plan`) are looked for beside the file that names them; data and weights from the current directory.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.cluster import EXAMPLES, cluster_names
 from meshwright.spec.errors import nearest
 from meshwright.spec.presets import MODEL_PRESETS, run_preset
 from meshwright.spec.yaml_positions import Document, KeyPath, Place, dotted, parse_yaml, read_yaml, say
@@ -166,9 +167,11 @@ def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
         document.put(("cluster",), detect(), place)
         return
     file = folder / os.path.expanduser(given)
+    if given in cluster_names() and not os.path.isfile(file):
+        file = EXAMPLES / f"{given}.yaml"
     if not os.path.isfile(file):
-        close = nearest(given, ["auto", *_yaml_files(folder)])
-        document.reject(("cluster",), "auto, an existing cluster file, or a section", nearest=close)
+        close = nearest(given, ["auto", *cluster_names(), *_yaml_files(folder)])
+        document.reject(("cluster",), "auto, a built-in cluster, an existing cluster file, or a section", nearest=close)
         return
     document.graft("cluster", read_yaml(file, os.path.normpath(file)))
 

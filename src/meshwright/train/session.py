@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
 from meshwright.models.decoder import Decoder
 from meshwright.observe.environment import environment
@@ -16,6 +17,7 @@ from meshwright.optim.adamw import AdamW
 from meshwright.parallel.apply import build_model
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.world import World
+from meshwright.spec.errors import Damaged
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
 from meshwright.train.evaluate import HeldOut
@@ -87,12 +89,22 @@ def _held_out(run: RunSpec) -> HeldOut | None:
 def _resume(session: Session) -> bool:
     newest = session.store.newest_good()
     if newest is None:
+        _refuse_if_all_damaged(session.folder)
         return False
     state = session.store.load(newest, run_tensors(session.model, session.optimizer))
     session.step, session.tokens = state["step"], state["tokens"]
     session.optimizer.set_steps(session.step)
     log.info("resumed from %s", newest)
     return True
+
+
+def _refuse_if_all_damaged(folder: Path) -> None:
+    """A run whose every checkpoint is damaged must not start from scratch as if it were new."""
+    if any(row["committed"] for row in list_checkpoints(folder / "checkpoints", contents=False)):
+        raise Damaged(
+            f"every checkpoint of {folder} is damaged; `meshwright checkpoint verify {folder}` says where. "
+            "Put a good copy back, or start a new run beside it with --fresh"
+        )
 
 
 def _write_environment(folder: Path) -> None:

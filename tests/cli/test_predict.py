@@ -1,0 +1,48 @@
+"""`meshwright predict` as it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.command import meshwright
+
+TABLE = """source,model,gpu,gpus,tp,pp,dp,micro_batch,global_batch,seq,layers,hidden,iter_time_s,mem_gb
+a,Llama-3-8B,H100,8,1,1,8,1,64,4096,32,4096,3.0,50
+a,Llama-3-8B,Loom 1,8,1,1,8,1,64,4096,32,4096,3.0,
+b,Llama-3-8B,H100,8,1,1,8,,64,4096,,,,
+"""
+
+
+def test_json_answers_every_row(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.csv"
+    runs.write_text(TABLE)
+    answer = meshwright("predict", runs, "--json")
+    assert answer.code == 0
+    first, second, third = answer.json["rows"]
+    assert [entry["row"] for entry in answer.json["rows"]] == [0, 1, 2]
+    assert first["measured_step_seconds"] == 3.0
+    assert first["measured_memory_gb"] == 50
+    assert first["low_seconds"] < first["predicted_step_seconds"] < first["high_seconds"]
+    assert second["predicted_step_seconds"] is None
+    assert "Loom 1" in second["reason"]
+    assert third["predicted_step_seconds"] == first["predicted_step_seconds"]
+    assert "micro_batch 1" in third["assumed"]
+    assert answer.json["summary"]["predicted"] == 2
+
+
+def test_table_names_sources_and_reasons(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.csv"
+    runs.write_text(TABLE)
+    answer = meshwright("predict", runs)
+    assert answer.code == 0
+    assert "2 of 3 rows predicted" in answer.out
+    assert "Loom 1" in answer.out
+
+
+def test_a_file_that_is_no_table_is_bad_input(tmp_path: Path) -> None:
+    assert meshwright("predict", tmp_path / "none.csv").code == 2
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    answer = meshwright("predict", other)
+    assert answer.code == 2
+    assert "gpu" in answer.err

@@ -1,0 +1,112 @@
+"""The closed form against limits that follow from arithmetic, and against itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.costs.constants import Constants, aged, constants
+from meshwright.costs.families import by_name, shape
+from meshwright.costs.inputs import Layouts, side_by_side
+from meshwright.costs.machine import machine_of
+from meshwright.costs.step import step_cost
+from meshwright.spec.cluster import ClusterSpec
+
+MODEL = shape(by_name("Llama-3-8B"))
+CLUSTER = ClusterSpec(gpu="H100", nodes=8, gpus_per_node=8)
+K = constants("hopper", "megatron_tuned")
+
+
+def layout(**changed: Any) -> Layouts:
+    plain: dict[str, Any] = {
+        "tensor": 1, "pipeline": 1, "virtual": 1, "context": 1, "expert": 1, "data": 8, "zero": 1, "micro_batch": 1,
+        "global_batch": 64, "seq": 4096, "recompute": 0,
+    }  # fmt: skip
+    plain |= changed
+    plain.setdefault("shards", plain["data"] * plain["context"])
+    return Layouts(**{name: float(value) for name, value in plain.items()})
+
+
+def cost(plan: Layouts, k: Constants = K, cluster: ClusterSpec = CLUSTER) -> Any:
+    return step_cost(MODEL, machine_of(cluster), plan, k)
+
+
+plans = st.builds(
+    lambda tensor, pipeline, data, micro, rounds, zero, recompute: layout(
+        tensor=tensor, pipeline=pipeline, data=data, micro_batch=micro, global_batch=data * micro * rounds, zero=zero,
+        recompute=recompute),
+    st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 8, 64]), st.sampled_from([1, 2, 4]),
+    st.integers(1, 32), st.sampled_from([0, 1, 3]), st.sampled_from([0, 1, 2]),
+)  # fmt: skip
+
+
+@given(plans)
+@settings(max_examples=60, deadline=None)
+def test_no_plan_beats_the_peak_and_its_parts_are_times(plan: Layouts) -> None:
+    found = cost(plan)
+    tokens = plan.global_batch * plan.seq
+    products = MODEL.dense_params + MODEL.table_params
+    floor = 6 * products * tokens / plan.ranks / 989e12
+    assert found.seconds >= floor * (4 / 3 if plan.recompute == 2 else 1) * 0.8
+    parts = [found.compute, found.bubble, found.host, found.optimizer, found.constant, *found.exposed.values()]
+    assert all(float(part) >= 0 for part in parts)
+    assert float(found.compute) <= float(found.seconds)
+
+
+@given(plans)
+@settings(max_examples=30, deadline=None)
+def test_more_work_or_a_slower_part_never_costs_less(plan: Layouts) -> None:
+    base = float(cost(plan).seconds)
+    assert float(cost(replace(plan, global_batch=plan.global_batch * 2)).seconds) > base
+    assert float(cost(replace(plan, recompute=2.0)).seconds) >= base
+    for slower in ({"net": K.net / 2}, {"link": K.link / 2}, {"gemm": K.gemm / 2}, {"step_ms": K.step_ms * 2}):
+        assert float(cost(plan, replace(K, **slower)).seconds) >= base
+
+
+def test_many_at_once_are_the_same_as_one_by_one() -> None:
+    several = [layout(tensor=t, pipeline=p, data=d) for t, p, d in ((1, 1, 8), (2, 4, 8), (8, 1, 2), (4, 8, 2))]
+    together = cost(side_by_side(several))
+    alone = [cost(plan) for plan in several]
+    assert together.seconds == pytest.approx([float(found.seconds) for found in alone])
+    for axis, seconds in together.exposed.items():
+        assert np.broadcast_to(seconds, 4) == pytest.approx([float(found.exposed[axis]) for found in alone])
+
+
+def test_the_bubble_is_the_textbook_one() -> None:
+    """With even stages, no head and free communication: (p − 1) / v micro-batches of one stage."""
+    free = replace(K, bubble=1.0, host_us=0.0, host_tensor_us=0.0, host_micro_us=0.0)
+    headless = replace(MODEL, vocab=0.0)
+    machine = machine_of(CLUSTER)
+    for depth, virtual in ((2, 1), (4, 1), (8, 1), (4, 2), (8, 4)):
+        plan = layout(pipeline=depth, virtual=virtual, data=2, global_batch=64)
+        found = step_cost(headless, machine, plan, free)
+        ideal = float(found.compute) / plan.micro_batches * (depth - 1) / virtual
+        assert float(found.bubble) == pytest.approx(ideal, rel=0.02)
+
+
+def test_an_axis_of_one_exposes_nothing() -> None:
+    found = cost(layout(data=1, global_batch=8))
+    assert {axis: float(np.max(seconds)) for axis, seconds in found.exposed.items()} == dict.fromkeys(
+        found.exposed, 0.0
+    )
+
+
+def test_crossing_nodes_costs_more_than_staying() -> None:
+    inside = cost(layout(tensor=8, data=1)).exposed["tensor"]
+    across = cost(layout(tensor=8, data=1), cluster=ClusterSpec(gpu="H100", nodes=2, gpus_per_node=4)).exposed["tensor"]
+    h800 = step_cost(MODEL, replace(machine_of(CLUSTER), domain=4.0), layout(tensor=8, data=1), K).exposed["tensor"]
+    assert float(h800) > float(inside)
+    assert float(across) >= float(inside)
+
+
+def test_newer_software_is_never_slower() -> None:
+    assert float(cost(layout(), aged(K, 1.0)).seconds) < float(cost(layout(), K).seconds)
+
+
+def test_every_constant_stands_in_the_table() -> None:
+    assert all(getattr(constants("no such chip", "no such stack"), field.name) >= 0 for field in fields(Constants))
