@@ -104,6 +104,34 @@ def test_crossing_nodes_costs_more_than_staying() -> None:
     assert float(across) >= float(inside)
 
 
+def test_layered_accumulation_gathers_once_a_step() -> None:
+    plan = layout(zero=3, global_batch=64, data=8)
+    starved = replace(K, net=K.net / 100, link=K.link / 100)
+    deep, broad = (float(cost(p, starved).exposed["shard"]) for p in (plan, replace(plan, layered=1.0)))
+    assert broad < deep / 4
+
+
+def test_unbalanced_routing_costs_what_the_busiest_rank_costs() -> None:
+    experts = shape(by_name("Qwen3-30B-A3B"))
+    plan = layout(expert=8)
+    even, skewed = (step_cost(experts, machine_of(CLUSTER), p, K) for p in (plan, replace(plan, imbalance=1.5)))
+    assert float(skewed.exposed["expert"]) == pytest.approx(1.5 * float(even.exposed["expert"]), rel=1e-6)
+    assert float(skewed.compute) > float(even.compute)
+
+
+def test_exchanging_heads_moves_less_than_a_ring_of_many_heads() -> None:
+    many = replace(MODEL, kv_width=2 * MODEL.query_width)
+    plan = layout(context=8, data=1, seq=65536, global_batch=1)
+    ring, heads = (step_cost(many, machine_of(CLUSTER), p, K) for p in (plan, replace(plan, all_to_all=1.0)))
+    assert float(heads.exposed["context"]) < float(ring.exposed["context"])
+
+
+def test_a_ragged_head_is_slower() -> None:
+    ragged = replace(MODEL, heads=36.0)
+    machine = machine_of(CLUSTER)
+    assert float(step_cost(ragged, machine, layout(), K).compute) > 1.2 * float(cost(layout()).compute)
+
+
 def test_newer_software_is_never_slower() -> None:
     assert float(cost(layout(), aged(K, 1.0)).seconds) < float(cost(layout(), K).seconds)
 

@@ -37,14 +37,10 @@ def quickstart(
     started = time.perf_counter()
     run = load(words, runs)
     folder = _folder(runs, run.name, fresh)
-    training = time.perf_counter()
-    code = start_ranks(run, runs, fresh, None)
-    trained = time.perf_counter() - training
-    if code:
+    if code := start_ranks(run, runs, fresh, None):
         sys.exit(code)
     _finish(folder)
-    total = time.perf_counter() - started
-    _closing(folder, total, trained, run.name)
+    _closing(folder, time.perf_counter() - started)
 
 
 def _folder(runs: Path, name: str, fresh: bool) -> Path:
@@ -69,8 +65,12 @@ def _finish(folder: Path) -> None:
         print(f"\n{'─' * 60}\n{one['prompt']}{one['text']}")
 
 
-def _closing(folder: Path, total: float, trained: float, name: str) -> None:
+def _closing(folder: Path, total: float) -> None:
+    from meshwright.observe.metrics import read_metrics
+
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    steps = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
+    trained = sum(record["step_seconds"] for record in steps)
     say("")
     if "held_out_loss" in summary:
         gain = summary["unigram_entropy_nats"] - summary["held_out_loss"]
@@ -78,7 +78,7 @@ def _closing(folder: Path, total: float, trained: float, name: str) -> None:
             f"held-out loss {summary['held_out_loss']:.3f} nats per token, {gain:.2f} below the text's unigram entropy "
             f"({summary['unigram_entropy_nats']:.3f}); {summary['bits_per_byte']:.3f} bits per byte"
         )
-    say(f"{total:.0f} s in all, {trained:.0f} s of it in training ({trained / total:.0%})")
+    say(f"{total:.0f} s in all, {trained:.0f} s of it in {len(steps)} training steps ({trained / total:.0%})")
     say(f"report {folder / 'report.html'} · Hugging Face folder {folder / 'hf'} · checkpoints {folder / 'checkpoints'}")
     say("Next:")
     say(f"  meshwright generate {folder} -p 'class Stack:' --tokens 80")

@@ -125,6 +125,12 @@ class Layouts:
     """1 when gathered weights stay after forward."""
     offload: Array = 0.0
     """1 when the optimizer runs in host memory."""
+    all_to_all: Array = 0.0
+    """1 when context parallelism exchanges heads (Ulysses) rather than passing keys and values round a ring."""
+    layered: Array = 0.0
+    """1 when all micro-batches pass a layer before the next one is gathered (breadth-first accumulation)."""
+    imbalance: Array = 1.0
+    """Tokens of the busiest expert rank over the mean."""
     balanced: Array = 0.0
     """1 when stages are cut by the cost of layers and head rather than by number of layers."""
 

@@ -41,7 +41,7 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     """What one step costs under each layout; `filled` is the share of a device's memory that it is predicted to need."""
     times = layer_times(shape, machine, layout, k)
     tensor = _tensor_traffic(shape, machine, layout, k)
-    context = _context_traffic(shape, machine, layout, k, times)
+    context = _context_traffic(shape, machine, layout, k)
     expert = _expert_traffic(shape, machine, layout, k)
     device = times.forward + times.backward
     work = device + tensor + context + expert
@@ -116,12 +116,15 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     return shape.layers * count * each * k.tensor_exposed
 
 
-def _context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, times: LayerTime) -> Array:
-    """Ring attention: keys and values pass every rank; forward once, backward twice. Half hides under attention."""
+def _context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+    """Keys and values pass every rank of a ring, once forward and twice backward, half of it under attention; or, exchanging
+    heads, all-to-alls of queries, keys, values and outputs in both directions."""
     tokens = layout.micro_batch * layout.seq
     where = group(machine, k, layout.context, layout.tensor)
-    each = gather(where, k, tokens * shape.kv_width / layout.tensor * 2)
-    return shape.attention_layers * 3 * each * 0.5
+    ring = 1.5 * gather(where, k, tokens * shape.kv_width / layout.tensor * 2)
+    widths = (shape.query_width + shape.kv_width + shape.value_width) / layout.tensor
+    heads = 2 * all_to_all(where, k, machine, tokens / layout.context * widths * 2)
+    return shape.attention_layers * np.where(layout.all_to_all > 0, heads, ring)
 
 
 def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
@@ -129,7 +132,7 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
     where = group(machine, k, layout.expert, 1.0)
     each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2)
-    return np.where(shape.moe_layers > 0, shape.moe_layers * 4 * each, 0.0)
+    return np.where(shape.moe_layers > 0, shape.moe_layers * 4 * each * layout.imbalance, 0.0)
 
 
 def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
@@ -147,7 +150,8 @@ def _weights_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constan
     gathers = 2.0 - layout.keep_gathered
     one = gather(where, k, bytes_of_all, shape.layers)
     # Gradients are reduced in the width of weights here: mixed precision's default.
-    return np.where(layout.zero >= 3, (gathers + 1.0) * one, 0.0)
+    times = np.where(layout.layered > 0, 1 / layout.micro_batches, 1.0)
+    return np.where(layout.zero >= 3, (gathers + 1.0) * one * times, 0.0)
 
 
 def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, backward: Array) -> Array:
