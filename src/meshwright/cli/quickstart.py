@@ -37,10 +37,11 @@ def quickstart(
     started = time.perf_counter()
     run = load(words, runs)
     folder = _folder(runs, run.name, fresh)
+    before = len(_steps(folder))
     if code := start_ranks(run, runs, fresh, None):
         sys.exit(code)
     _finish(folder)
-    _closing(folder, time.perf_counter() - started)
+    _closing(folder, time.perf_counter() - started, _steps(folder)[before:])
 
 
 def _folder(runs: Path, name: str, fresh: bool) -> Path:
@@ -65,12 +66,18 @@ def _finish(folder: Path) -> None:
         print(f"\n{'─' * 60}\n{one['prompt']}{one['text']}")
 
 
-def _closing(folder: Path, total: float) -> None:
-    from meshwright.observe.metrics import read_metrics
+def _steps(folder: Path) -> list[float]:
+    """Seconds of each training step so far; empty for a run that has not begun."""
+    from meshwright.observe.metrics import scan_metrics
 
+    file = folder / "metrics.jsonl"
+    records = scan_metrics(file)[0] if file.exists() else []
+    return [record["step_seconds"] for record in records if record["kind"] == "step"]
+
+
+def _closing(folder: Path, total: float, steps: list[float]) -> None:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    steps = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
-    trained = sum(record["step_seconds"] for record in steps)
+    trained = sum(steps)
     say("")
     if "held_out_loss" in summary:
         gain = summary["unigram_entropy_nats"] - summary["held_out_loss"]

@@ -86,8 +86,9 @@ def _token_tile(run: RunFolder) -> Tile:
 def _time_tile(run: RunFolder) -> Tile:
     in_steps = sum(value for value in column(run.steps, "step_seconds") if value is not None)
     wall = number(run.summary.get("wall_seconds"))
-    if wall:
-        return "Wall time", figures.duration(wall), f"{figures.percent(min(1.0, in_steps / wall))} in training steps"
+    # The wall time is the last attempt's: when steps of earlier ones exceed it, it says nothing of the run.
+    if wall and in_steps <= wall:
+        return "Wall time", figures.duration(wall), f"{figures.percent(in_steps / wall)} in training steps"
     return ("Training time", figures.duration(in_steps), "sum of all steps") if in_steps else None
 
 

@@ -154,7 +154,7 @@ def _save(session: Session, reporter: Reporter) -> None:
 
 def _stop(session: Session, figures: FigureReader, reporter: Reporter) -> None:
     _save(session, reporter)
-    where = f"after step {session.step}; the same command continues from its checkpoint"
+    where = f"after step {session.step}; run it again (without --fresh) to continue from its checkpoint"
     if figures.stop_flag >= INTERRUPT:
         raise Interrupted(f"interrupted {where}")
     raise Preempted(f"preempted {where}")
