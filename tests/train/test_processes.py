@@ -200,7 +200,10 @@ def places_of_a_launcher() -> list[dict[str, str]]:
 def test_sigterm_writes_a_checkpoint_and_ends_with_75(story: Story) -> None:
     assert story.preempted.code == 75 and len(story.preempted.checkpoints) == 1
     (step,) = story.preempted.checkpoints
-    assert 3 <= step < STEPS and f"preempted after step {step}; run it again (without --fresh) to continue" in story.preempted.said
+    assert (
+        3 <= step < STEPS
+        and f"preempted after step {step}; run it again (without --fresh) to continue" in story.preempted.said
+    )
 
 
 def test_sigint_writes_a_checkpoint_and_ends_with_130(story: Story) -> None:
