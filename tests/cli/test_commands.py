@@ -39,7 +39,7 @@ WITH_JSON = {
 }
 Words = Callable[[Path, Path, Path], list[object]]
 ASKED: dict[str, tuple[Words, set[str]]] = {
-    "plan": (lambda tiny, run, tmp: [tiny], {"plan", "predicted", "alternatives"}),
+    "plan": (lambda tiny, run, tmp: [tiny], {"plan", "predicted", "cost_model", "alternatives"}),
     "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
     "data prepare": (
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],

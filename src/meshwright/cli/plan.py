@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from meshwright.costs.of_plan import PlanTime
     from meshwright.planner.data_parallel import Candidate
     from meshwright.spec.plan import Plan
     from meshwright.spec.run import RunSpec
@@ -52,7 +53,8 @@ def plan(
     if as_json:
         answer = to_plain(chosen)
         alternatives = [{"fits": c.fits, "plan": to_plain(c.plan)} for c in candidates[1:]]
-        print(json.dumps({"plan": answer, "predicted": answer["predicted"], "alternatives": alternatives}))
+        body = {"plan": answer, "predicted": answer["predicted"], "cost_model": to_plain(_time(run, chosen))}
+        print(json.dumps({**body, "alternatives": alternatives}))
     else:
         _show(run, chosen, candidates)
 
@@ -73,6 +75,7 @@ def _show(run: RunSpec, chosen: Plan, candidates: tuple[Candidate, ...]) -> None
         facts.add_row(key, value)
     console.print(facts)
     _show_memory(console, run, chosen)
+    _show_time(console, run, chosen)
     for reason in chosen.why:
         console.print(f"  · {reason}")
     if len(candidates) > 1:
@@ -118,6 +121,26 @@ def _show_memory(console: Console, run: RunSpec, plan: Plan) -> None:
     )
     for kind, size in plan.predicted.memory_bytes.items():
         console.print(f"  {kind:12s} {size / 1e9:8.2f} GB {'█' * round(40 * size / peak)}")
+
+
+def _show_time(console: Console, run: RunSpec, plan: Plan) -> None:
+    """What the cost model says, and whose constants it says it with."""
+    from meshwright.costs.of_plan import STACK
+
+    time = _time(run, plan)
+    if time is None:
+        return
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in time.breakdown.items() if seconds >= 0.005)
+    console.print(
+        f"step time: {time.low:.2f} to {time.high:.2f} s by the cost model with {STACK}'s constants ({parts} s)"
+    )
+    console.print("  Meshwright's own runs are not fitted yet: good for comparing plans and networks, not as a promise")
+
+
+def _time(run: RunSpec, plan: Plan) -> PlanTime | None:
+    from meshwright.costs.of_plan import plan_time
+
+    return plan_time(run.model, run.train, plan, run.cluster)
 
 
 def _alternatives(best: Candidate, others: tuple[Candidate, ...]) -> Table:
