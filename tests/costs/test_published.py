@@ -97,6 +97,20 @@ def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
         assert found.seconds < float("inf")
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", ["-1", "-0.5", "0.3", "1e-300", "1e308", "1e15", "nan", "inf", "0"])
+@pytest.mark.parametrize(
+    "column", ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "tp", "pp", "cp", "dp", "micro_batch"]
+)
+def test_no_size_is_a_wrong_figure(column: str, value: str) -> None:
+    """A size that no run has gives a reason, or is taken as blank; never a time that is negative or not a number."""
+    (found,) = predict_rows([{**ROW, column: value}])
+    if value in ("-1", "-0.5", "0.3", "1e-300", "1e308"):
+        assert found.seconds is None and found.reason is not None and column in found.reason
+    elif found.seconds is not None:
+        assert 0 < found.seconds < float("inf")
+
+
 def test_a_time_may_come_from_tokens() -> None:
     assert measured_seconds({**ROW, "tokens_per_s": "131072"}) == 64 * 4096 / 131072
     assert measured_seconds(ROW) is None

@@ -9,6 +9,7 @@ import pytest
 from meshwright.spec.cluster import CHIPS, ClusterSpec, chip_from_device_name, cluster_names
 from meshwright.spec.errors import BadConfig
 from meshwright.spec.load import load_run
+from meshwright.spec.network import NodeGroup
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,12 @@ def test_an_unknown_cluster_names_the_nearest(tmp_path: Path) -> None:
     file.write_text("model: llama-nano\ncluster: dgx-h100-61\ntrain: {steps: 10, global_batch: 8}\n")
     with pytest.raises(BadConfig, match="dgx-h100-16"):
         load_run(file)
+
+
+def test_a_smaller_group_limits_memory_and_leaves_no_common_peak() -> None:
+    mixed = ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8, groups=(NodeGroup(nodes=1, gpu="A100-40GB"),))
+    assert mixed.memory_bytes() == CHIPS["A100-40GB"].memory_bytes
+    assert mixed.peak_flops("bf16") is None
+    slower_port = ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8, groups=(NodeGroup(nodes=1, port_gb_per_s=5.0),))
+    assert slower_port.memory_bytes() == CHIPS["H100"].memory_bytes
+    assert slower_port.peak_flops("bf16") == CHIPS["H100"].peak_flops["bf16"]

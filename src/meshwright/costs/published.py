@@ -141,6 +141,10 @@ def release_of(source: str, note: str) -> float:
     return int(version.group(1)) + (int(version.group(2)) - 1) / 12 - 25.0 if version else 0.0
 
 
+LARGEST = 1e15
+"""Above every count, width and number of weights of a run."""
+
+
 def _number(row: Text, key: str) -> float | None:
     text = (row.get(key) or "").strip()
     if not text:
@@ -152,16 +156,24 @@ def _number(row: Text, key: str) -> float | None:
     return value if value == value and abs(value) != float("inf") else None
 
 
-def _needed(row: Text, key: str) -> float:
+def _size(row: Text, key: str) -> float | None:
+    """A count or a width; None when it is empty or 0. What no run can have is refused here, before it is multiplied."""
     value = _number(row, key)
-    if value is None or value <= 0:
+    if value and not 1 <= value <= LARGEST:
+        raise _NotExpressed(f"{key} is {value:g}, not between 1 and {LARGEST:g}")
+    return value or None
+
+
+def _needed(row: Text, key: str) -> float:
+    value = _size(row, key)
+    if value is None:
         raise _NotExpressed(f"{key} is not given")
     return value
 
 
 def _or(row: Text, key: str, default: float, assumed: list[str]) -> float:
-    value = _number(row, key)
-    if value is not None and value > 0:
+    value = _size(row, key)
+    if value is not None:
         return value
     assumed.append(f"{key} {default:g}")
     return default
@@ -191,7 +203,7 @@ def _shape(row: Text, assumed: list[str]) -> Shape:
     known = by_name(name)
     dims = dict(known)
     for key, column in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocab")):
-        value = _number(row, column)
+        value = _size(row, column)
         if value:
             dims[key] = value
         elif key in dims:
@@ -200,24 +212,24 @@ def _shape(row: Text, assumed: list[str]) -> Shape:
         raise _NotExpressed(f"layers or hidden is not given and model {name!r} is not in the family table")
     if known and dims["hidden"] != known["hidden"]:
         assumed.append(f"only sizes of the row: it is not the {name} of the family table")
-        dims = {key: dims[key] for key in ("layers", "hidden", "heads", "vocab") if _number(row, key)}
+        dims = {key: dims[key] for key in ("layers", "hidden", "heads", "vocab") if _size(row, key)}
         known = {}
     gpt = looks_like_gpt(name)
     _fill(dims, "heads", max(1.0, dims["hidden"] // 128), assumed)
-    given_kv = _number(row, "kv_heads")
+    given_kv = _size(row, "kv_heads")
     if given_kv:
         dims["kv_heads"] = given_kv
     else:
         dims["kv_heads"] = known.get("kv_heads", dims["heads"])
         assumed.append(f"kv_heads {dims['kv_heads']:g}")
-    ffn = _number(row, "ffn")
+    ffn = _size(row, "ffn")
     if ffn and not known.get("experts"):
         dims["ffn"] = ffn
     _fill(dims, "ffn", 4 * dims["hidden"] if gpt else round(8 / 3 * dims["hidden"]), assumed)
     _fill(dims, "vocab", 51200 if gpt else 32000, assumed)
     dims.setdefault("gated", 0 if gpt else 1)
     dims.setdefault("tied", 1 if gpt else 0)
-    params = _number(row, "params")
+    params = _size(row, "params")
     if params:
         choices = [shape({**dims, "tied": tied}) for tied in (0, 1)]
         return min(choices, key=lambda found: (abs(found.params - params), abs(found.tied - dims["tied"])))
@@ -233,7 +245,7 @@ def _fill(dims: dict[str, float], key: str, default: float, assumed: list[str]) 
 def _layout(row: Text, stack: str, assumed: list[str]) -> Layouts:
     ranks, tensor, pipeline = _needed(row, "gpus"), _needed(row, "tp"), _needed(row, "pp")
     context = _or(row, "cp", 1, assumed)
-    data = _number(row, "dp") or 0.0
+    data = _size(row, "dp") or 0.0
     if not data:
         data = max(1.0, ranks // (tensor * pipeline * context))
         assumed.append(f"dp {data:g} (gpus / tp / pp / cp)")

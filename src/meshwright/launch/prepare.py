@@ -152,6 +152,6 @@ def next_folder(runs: Path, name: str) -> Path:
 def plan_yaml(plan: Plan) -> str:
     """The plan as the file a person reads, edits and passes back with `plan: FILE`."""
     header = (
-        "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` are not read.\n"
+        "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` bind nothing.\n"
     )
     return header + dump_yaml(to_plain(plan))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial import initial_values
-from meshwright.parallel.fsdp import DTYPES, shard_model
+from meshwright.parallel.fsdp import shard_model
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import recomputing
 from meshwright.spec.layout import shard_rows
@@ -86,6 +86,3 @@ def _fill(local: torch.Tensor, row: ParameterSpec, seed: int, first_row: int) ->
         part = local[start : start + step]
         values = initial_values(seed, row, (first_row + start) * width, part.numel(), local.device)
         part.copy_(values.view_as(part))
-
-
-__all__ = ["DTYPES", "build_model", "initialise_shards", "local_rows", "wrap_blocks"]

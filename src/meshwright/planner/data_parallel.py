@@ -2,7 +2,7 @@
 
 Every combination of replicas × shards, micro-batch, resharding and recompute is estimated; those that fit are ordered by what costs
 time, in this order: recompute (arithmetic done twice), resharding (weights gathered twice), shards across nodes where replicas would
-do, and small micro-batches (gathers that less arithmetic hides). Step time is not predicted yet.
+do, and small micro-batches (gathers that less arithmetic hides). The cost model does not decide yet.
 """
 
 from __future__ import annotations

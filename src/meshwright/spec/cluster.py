@@ -41,16 +41,20 @@ class ClusterSpec:
         return self.gpu == "cpu"
 
     def peak_flops(self, precision: str) -> float | None:
-        """Dense peak of one device in FLOP/s, or None when the chip or format is not in the table."""
+        """Dense peak of one device in FLOP/s, or None when it is not in the table or not the same for all nodes."""
+        if any(group.gpu not in (None, self.gpu) for group in self.groups):
+            return None
         chip = CHIPS.get(self.gpu)
         return chip.peak_flops.get(precision) if chip else None
 
     def memory_bytes(self) -> int | None:
-        """Memory of one device, or None when it is not known."""
-        if self.memory_gib is not None:
-            return int(self.memory_gib * GiB)
+        """Memory of the smallest device, or None when it is not known."""
         chip = CHIPS.get(self.gpu)
-        return chip.memory_bytes if chip else None
+        given = None if self.memory_gib is None else int(self.memory_gib * GiB)
+        own = given or (chip.memory_bytes if chip else None)
+        if own is None:
+            return None
+        return min([own, *(CHIPS[group.gpu].memory_bytes for group in self.groups if group.gpu in CHIPS)])
 
 
 def cluster_names() -> list[str]:

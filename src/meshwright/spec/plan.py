@@ -86,7 +86,7 @@ class Plan:
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
-    """What the planner expects; ignored when a person's file omits it."""
+    """What the planner expects; a person's file may leave it out."""
     why: tuple[str, ...] = ()
     """The reasons, one sentence each."""
 
