@@ -7,6 +7,7 @@ do, and small micro-batches (gathers that less arithmetic hides). The cost model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -15,7 +16,18 @@ from typing import get_args
 from meshwright.costs.memory import memory_by_kind
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, PlanPins, Precision, Predicted, Recompute
+from meshwright.spec.layout import stage_table
+from meshwright.spec.plan import (
+    BatchPlan,
+    LayerStrategy,
+    MeshAxis,
+    Plan,
+    PlanPins,
+    Precision,
+    Predicted,
+    Recompute,
+    SchedulePlan,
+)
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.92
@@ -78,8 +90,9 @@ def _candidates(run: RunSpec, budget: int | None) -> Iterator[Candidate]:
 
 def _meshes(cluster: ClusterSpec, pins: PlanPins) -> list[tuple[int, int]]:
     """(replicate, shard) pairs: everything sharded, or whole copies per node; other pairs only when pinned."""
-    ranks = cluster.ranks
-    pairs = {(1, ranks), (cluster.nodes, cluster.gpus_per_node)}
+    ranks = cluster.ranks // math.prod(_others(pins).values())
+    nodes = math.gcd(ranks, cluster.nodes)
+    pairs = {(1, ranks), (nodes, ranks // nodes)}
     if pins.replicate or pins.shard:
         pairs = {(ranks // shard, shard) for shard in range(1, ranks + 1) if ranks % shard == 0}
     wanted = (pins.replicate, pins.shard)
@@ -96,24 +109,51 @@ def _strategies(pins: PlanPins) -> list[tuple[LayerStrategy, ...]]:
         return [pins.layers]
     reshards = [False, True] if pins.reshard is None else [pins.reshard]
     recomputes = get_args(Recompute) if pins.recompute is None else [pins.recompute]
-    return [(LayerStrategy(reshard=reshard, recompute=mode),) for reshard, mode in product(reshards, recomputes)]
+    gradients = pins.gradients or "shard"
+    return [
+        (LayerStrategy(reshard=reshard, gradients=gradients, recompute=mode),)
+        for reshard, mode in product(reshards, recomputes)
+    ]
+
+
+def _others(pins: PlanPins) -> dict[str, int]:
+    """Pinned axes that are not data axes, outermost first: the pipeline crosses the slowest links, tensor the fastest."""
+    sizes = {axis: getattr(pins, axis) or 1 for axis in ("pipeline", "context_ring", "context_ulysses", "tensor")}
+    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def _plan(run: RunSpec, pins: PlanPins, mesh: tuple[int, int], micro: int, layers: tuple[LayerStrategy, ...]) -> Plan:
-    cluster = run.cluster
-    axes = [
-        MeshAxis(axis="replicate", size=mesh[0], crosses="node" if cluster.nodes > 1 else "device"),
-        MeshAxis(axis="shard", size=mesh[1], crosses="node" if mesh[1] > cluster.gpus_per_node else "device"),
-    ]
+    cluster, others = run.cluster, _others(pins)
+    sizes = {"pipeline": others.pop("pipeline", 1), "replicate": mesh[0], "shard": mesh[1], **others}
+    axes, inner = [], cluster.ranks
+    for name, size in sizes.items():
+        inner //= size  # ranks that one step along the axis passes over
+        crosses = "node" if size > 1 and inner * size > cluster.gpus_per_node else "device"
+        axes.append(MeshAxis(axis=name, size=size, crosses=crosses))  # type: ignore[arg-type]
     accumulate = run.train.global_batch // (mesh[0] * mesh[1] * micro)
     compute = pins.compute or ("fp32" if cluster.is_cpu else "bf16")
     return Plan(
         mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard"),
         batch=BatchPlan(global_batch=run.train.global_batch, micro_batch=micro, accumulate=accumulate),
+        schedule=_schedule(pins, run.model.layers),
         layers=layers,
-        precision=Precision(compute=compute, reduce=pins.reduce or ("fp64" if compute == "fp64" else "fp32")),
+        precision=Precision(
+            compute=compute,
+            reduce=pins.reduce or ("fp64" if compute == "fp64" else "fp32"),
+            reduce_replicas=pins.reduce_replicas,
+        ),
         compile=not cluster.is_cpu if pins.compile is None else pins.compile,
     )
+
+
+def _schedule(pins: PlanPins, layers: int) -> SchedulePlan:
+    """The pinned schedule with its stages written out, or 1F1B."""
+    schedule = SchedulePlan(name=pins.schedule or "1f1b", stages=pins.stages or ())
+    table = stage_table(schedule, pins.pipeline or 1, layers)
+    if len(table) == len(table[0]) == 1:
+        return schedule
+    texts = tuple(tuple(f"{held.start}-{held.stop - 1}" for held in row) for row in table)
+    return replace(schedule, stages=texts)
 
 
 def _estimate(run: RunSpec, plan: Plan, budget: int | None) -> Candidate:
@@ -148,8 +188,8 @@ def _reasons(plan: Plan, run: RunSpec, budget: int | None) -> tuple[str, ...]:
 
 def _no_candidate(run: RunSpec) -> str:
     return (
-        f"no data-parallel plan: train.global_batch {run.train.global_batch} must be a multiple of the cluster's {run.cluster.ranks} "
-        "ranks (times plan.micro_batch when it is pinned), and plan.replicate × plan.shard must be that number of ranks"
+        f"no plan: train.global_batch {run.train.global_batch} must be a multiple of the data ranks (the cluster's {run.cluster.ranks} ranks "
+        "÷ pinned pipeline, tensor and context; times plan.micro_batch if pinned), and plan.replicate × plan.shard that number"
     )
 
 

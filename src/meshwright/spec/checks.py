@@ -6,13 +6,15 @@ The checks run on whatever is sound, so that they report together with unknown k
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
-from meshwright.spec.plan import layer_range
+from meshwright.spec.layout import stage_table
+from meshwright.spec.plan import DATA_AXES, SchedulePlan, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
 from meshwright.spec.yaml_positions import Document, KeyPath, say
@@ -23,7 +25,20 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
     """Every rule between keys that a run breaks, as far as its values are usable."""
     run = _Run(document, unusable)
-    rules = (_names, _attention, _sequence, _warmup, _data, _chip, _ranks, _global_batch, _pins, _layers, _fp64)
+    rules = (
+        _names,
+        _attention,
+        _sequence,
+        _warmup,
+        _data,
+        _chip,
+        _ranks,
+        _global_batch,
+        _pins,
+        _layers,
+        _stages,
+        _fp64,
+    )
     return [mistake for rule in rules for mistake in rule(run)]
 
 
@@ -46,6 +61,11 @@ def plan_file_checks(
         mistakes.append(_at(plan, path, f"train.global_batch = {batch}", say(plan.get(path))))
     if layers and not any(path[:1] == ("layers",) for path in unusable):
         mistakes += _coverage(plan, ("layers",), layers)
+    if layers and sound:
+        schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
+        pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
+        path = ("schedule", "stages") if schedule.get("stages") else ("mesh",)
+        mistakes += _stages_fit(plan, path, schedule.get("name", "1f1b"), schedule.get("stages"), pipeline, layers)
     return mistakes
 
 
@@ -55,12 +75,12 @@ def plan_rules(plan: Document) -> list[Mistake]:
     batch, seen = plan.get(("batch",)), set()
     product = batch["micro_batch"] * batch["accumulate"]
     for index, axis in enumerate(plan.get(("mesh",))):
-        product *= axis["size"]
+        product *= axis["size"] if axis["axis"] in DATA_AXES else 1
         if axis["axis"] in seen:
             mistakes.append(_at(plan, ("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
         seen.add(axis["axis"])
     if product != batch["global_batch"]:
-        expected = f"micro_batch × accumulate × ranks = {product}"
+        expected = f"micro_batch × accumulate × replicate × shard = {product}"
         mistakes.append(_at(plan, ("batch", "global_batch"), expected, say(batch["global_batch"]), str(product)))
     return mistakes
 
@@ -153,31 +173,71 @@ def _rank_count(run: _Run) -> int | None:
     return nodes * per_node if nodes and per_node else None
 
 
+_OTHER_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")
+"""Axes whose ranks read the same samples; not pinned they have one rank."""
+
+
+def _model_ranks(run: _Run) -> tuple[int, str]:
+    """Ranks of one data rank, and the pins that say so."""
+    pinned = {axis: run(f"plan.{axis}") for axis in _OTHER_AXES if (run(f"plan.{axis}") or 1) > 1}
+    return math.prod(pinned.values()), "".join(f" ÷ plan.{axis} {size}" for axis, size in pinned.items())
+
+
 def _ranks(run: _Run) -> Iterator[Mistake]:
     ranks, replicate, shard = _rank_count(run), run("plan.replicate"), run("plan.shard")
     if ranks is None:
         return
-    if replicate and shard and replicate * shard != ranks:
-        near = str(ranks // replicate) if ranks % replicate == 0 else None
-        got = f"{replicate} × {shard} = {replicate * shard}"
-        yield run.broken("plan.shard", f"plan.replicate × plan.shard = the cluster's {ranks} ranks", near, got)
-        return
-    for key, size in (("plan.replicate", replicate), ("plan.shard", shard)):
+    for axis in (*_OTHER_AXES, "replicate", "shard"):
+        size = run(f"plan.{axis}")
         if size and ranks % size:
             divisor = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
-            yield run.broken(key, f"a divisor of the cluster's {ranks} ranks", str(divisor))
+            yield run.broken(f"plan.{axis}", f"a divisor of the cluster's {ranks} ranks", str(divisor))
+            return
+    others, said = _model_ranks(run)
+    if ranks % others:
+        worst = max(_OTHER_AXES, key=lambda axis: run(f"plan.{axis}") or 1)
+        yield run.broken(f"plan.{worst}", f"axes whose product divides the cluster's {ranks} ranks", None, str(others))
+        return
+    data = ranks // others
+    if replicate and shard and replicate * shard != data:
+        near = str(data // replicate) if data % replicate == 0 else None
+        got = f"{replicate} × {shard} = {replicate * shard}"
+        what = f"the cluster's {ranks} ranks{said}"
+        yield run.broken("plan.shard", f"plan.replicate × plan.shard = {what}", near, got)
 
 
 def _global_batch(run: _Run) -> Iterator[Mistake]:
     ranks, batch, micro = _rank_count(run), run("train.global_batch"), run("plan.micro_batch")
-    unit = ranks * (micro or 1) if ranks else 1
+    others, said = _model_ranks(run)
+    if ranks is None or ranks % others:
+        return
+    unit = ranks // others * (micro or 1)
     if batch and batch % unit:
-        product = f"{ranks} ranks × plan.micro_batch {micro}" if micro else f"the cluster's {ranks} ranks"
+        whole = f"{ranks} ranks{said}" if micro else f"the cluster's {ranks} ranks{said}"
+        product = f"{whole} × plan.micro_batch {micro}" if micro else whole
         yield run.broken("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
 
 
+def _stages(run: _Run) -> Iterator[Mistake]:
+    """Layers must fill the pinned pipeline, as the schedule lays its stages out."""
+    layers, pipeline, stages = run("model.layers"), run("plan.pipeline") or 1, run("plan.stages")
+    if layers:
+        path: KeyPath = ("plan", "stages") if stages else ("plan", "pipeline")
+        yield from _stages_fit(run.document, path, run("plan.schedule") or "1f1b", stages, pipeline, layers)
+
+
+def _stages_fit(
+    document: Document, path: KeyPath, schedule: str, stages: Any, pipeline: int, layers: int
+) -> Iterator[Mistake]:
+    table = tuple(map(tuple, stages or ()))
+    try:
+        stage_table(SchedulePlan(name=schedule, stages=table), pipeline, layers)  # type: ignore[arg-type]
+    except ValueError as error:
+        yield _at(document, path, f"stages that hold layers 0-{layers - 1} in {schedule}'s order", str(error))
+
+
 def _pins(run: _Run) -> Iterator[Mistake]:
-    for key in ("plan.reshard", "plan.recompute"):
+    for key in ("plan.reshard", "plan.gradients", "plan.recompute"):
         if run("plan.layers") is not None and run(key) is not None:
             name = key.partition(".")[2]
             yield run.broken(key, f"`{name}` inside plan.layers only, as plan.layers is given")
@@ -223,6 +283,6 @@ def _spans(layers: set[int]) -> str:
 
 def _fp64(run: _Run) -> Iterator[Mistake]:
     gpu = run("cluster.gpu")
-    for key in ("plan.compute", "plan.reduce"):
+    for key in ("plan.compute", "plan.reduce", "plan.reduce_replicas"):
         if run(key) == "fp64" and gpu not in (None, "cpu"):
             yield run.broken(key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only", "fp32")

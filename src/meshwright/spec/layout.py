@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from meshwright.spec.plan import Plan
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.plan import DATA_AXES, Plan, SchedulePlan, layer_range
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,103 @@ class Layout:
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`; 1 when there is no such axis."""
+        return dict(self.axes).get(axis, 1)
+
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """All ranks that differ from `rank` only along `axis`, itself included, in axis order."""
-        size = dict(self.axes)[axis]
         place = self.coordinates(rank)
-        return tuple(self.rank({**place, axis: index}) for index in range(size))
+        return tuple(self.rank({**place, axis: index}) for index in range(self.size(axis)))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Every group of `axis`, by its lowest rank: together they hold every rank once."""
+        return tuple(self.group(axis, rank) for rank in range(self.ranks) if not self.coordinates(rank).get(axis, 0))
+
+    def crosses_nodes(self, ranks: Iterable[int]) -> bool:
+        """Whether `ranks` live on more than one node."""
+        return len({self.node(rank) for rank in ranks}) > 1
 
     def data_index(self, rank: int) -> int:
         """Which part of the global batch `rank` reads, of `data_ranks` parts."""
         place = self.coordinates(rank)
-        return place.get("replicate", 0) * dict(self.axes).get("shard", 1) + place.get("shard", 0)
+        return place.get("replicate", 0) * self.size("shard") + place.get("shard", 0)
 
     @property
     def data_ranks(self) -> int:
-        sizes = dict(self.axes)
-        return sizes.get("replicate", 1) * sizes.get("shard", 1)
+        total = 1
+        for axis in DATA_AXES:
+            total *= self.size(axis)
+        return total
+
+
+V_SCHEDULES = ("zbv", "dualpipe_v")
+"""Schedules that lay their stages in a V: down the ranks and up again."""
+STAGES_PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipe_v": 2}
+"""Virtual stages a rank holds when the plan does not list them; 1 for the others."""
+
+
+def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tuple[range, ...], ...]:
+    """By pipeline rank, the layers of its virtual stages in the order a micro-batch visits them.
+
+    Raises ValueError when the plan's stages are not in that order, leave a layer out, or are not laid out as the schedule runs them.
+    """
+    if not schedule.stages:
+        return _even_stages(schedule.name, pipeline, layers)
+    table = tuple(tuple(layer_range(text, layers) for text in row) for row in schedule.stages)
+    if len(table) != pipeline:
+        raise ValueError(f"{len(table)} rows of stages for {pipeline} pipeline ranks")
+    if len({len(row) for row in table}) != 1:
+        raise ValueError("ranks hold different numbers of stages")
+    wanted = 0
+    for stage, (rank, place) in enumerate(_visits(schedule.name, pipeline, len(table[0]))):
+        held = table[rank][place]
+        if held.start != wanted:
+            raise ValueError(f"stage {stage} (rank {rank}) begins with layer {held.start} where layer {wanted} is next")
+        wanted = held.stop
+    if wanted != layers:
+        raise ValueError(f"the last stage ends with layer {wanted - 1} of {layers}")
+    return table
+
+
+def _even_stages(name: str, pipeline: int, layers: int) -> tuple[tuple[range, ...], ...]:
+    per_rank = STAGES_PER_RANK.get(name, 1) if pipeline > 1 else 1
+    stages = pipeline * per_rank
+    if layers < stages:
+        raise ValueError(f"{layers} layers cannot fill {stages} stages")
+    # The last stage also has the head, so what does not divide goes to the first ones.
+    sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    ranges = [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
+    rows: list[list[range]] = [[] for _ in range(pipeline)]
+    for (rank, _), held in zip(_visits(name, pipeline, per_rank), ranges, strict=True):
+        rows[rank].append(held)
+    return tuple(map(tuple, rows))
+
+
+def _visits(name: str, pipeline: int, per_rank: int) -> list[tuple[int, int]]:
+    """(rank, place among the rank's stages) of every stage in order."""
+    turns = [range(pipeline)[:: -1 if name in V_SCHEDULES and turn % 2 else 1] for turn in range(per_rank)]
+    return [(rank, turn) for turn, ranks in enumerate(turns) for rank in ranks]
+
+
+def held_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipeline_rank: int) -> tuple[str, ...]:
+    """Names of the parameters one pipeline rank holds: its layers', and those of the ends of the model beside its first and last layer.
+
+    A tied embedding is held at both ends.
+    """
+    mine = {layer for stage in table[pipeline_rank] for layer in stage}
+    first, last = 0 in mine, spec.layers - 1 in mine
+    names = []
+    for row in parameters(spec):
+        part, _, rest = row.name.partition(".")
+        if part == "layers":
+            held = int(rest.partition(".")[0]) in mine
+        elif part in ("embed", "positions"):
+            held = first or (last and spec.tied and part == "embed")
+        else:
+            held = last
+        names += [row.name] * held
+    return tuple(names)
 
 
 def shard_rows(rows: int, parts: int, index: int) -> range:

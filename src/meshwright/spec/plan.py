@@ -1,6 +1,7 @@
 """The Plan: how one model runs on one cluster, explicit and editable.
 
-The planner writes it, a person may edit it, the run obeys it, a checkpoint carries it. Only what this release can run is in it.
+The planner writes it, a person may edit it, the run obeys it, a checkpoint carries it. What a release can price but not run yet is refused
+before a run starts (`spec.checks`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,15 @@ from typing import Annotated, Literal
 from meshwright.spec.fields import Bound
 
 Recompute = Literal["none", "selective", "full"]
-AxisName = Literal["replicate", "shard"]
+Gradients = Literal["shard", "whole"]
+AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
 Positive = Annotated[int, Bound(at_least=1)]
+
+DATA_AXES = ("replicate", "shard")
+"""Axes along which ranks read different samples."""
+RUNNABLE_AXES = ("pipeline", "replicate", "shard")
+"""Axes that training obeys; the others can be planned and simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +28,8 @@ class MeshAxis:
     """One axis of the device mesh."""
 
     axis: AxisName
-    """replicate: whole copies of the model (the outer axis of HSDP). shard: parameters, gradients and optimizer split (FSDP)."""
+    """pipeline: layers split into stages. replicate: whole copies of the model (the outer axis of HSDP). shard: parameters, gradients and
+    optimizer split (FSDP). context_ring, context_ulysses: the sequence split. tensor: every matrix split, the sequence between them."""
     size: Positive
     """Ranks along the axis."""
     crosses: Literal["device", "node"] = "device"
@@ -40,13 +49,27 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SchedulePlan:
+    """In which order a rank runs its stages and micro-batches."""
+
+    name: ScheduleName = "1f1b"
+    """The schedule (docs/schedules.md). On one pipeline rank all but breadth_first run one micro-batch after another; breadth_first runs
+    all micro-batches through a layer before the next (layered accumulation)."""
+    stages: tuple[tuple[str, ...], ...] = ()
+    """By pipeline rank, the layer ranges of its virtual stages in the order a micro-batch visits them; left out, stages are even."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerStrategy:
     """How a range of layers is kept in memory."""
 
     range: str = "all"
     """`all`, or first and last layer as in `0-7`, counted from 0, both ends included."""
     reshard: bool = True
-    """Free gathered parameters after forward and gather them again for backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    """Free gathered parameters after each use and gather them again for the next (ZeRO-3); false keeps them for the step (ZeRO-2)."""
+    gradients: Gradients = "shard"
+    """Between micro-batches: shard sums gradients over ranks after each and keeps the sum split; whole keeps a rank's own sum, and sums
+    over ranks once a step."""
     recompute: Recompute = "none"
     """Activations computed again in backward. selective: all but matrix products and attention. full: the whole block."""
 
@@ -59,6 +82,8 @@ class Precision:
     """Weights and activations of forward and backward."""
     reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
     """Gradients while they are summed over ranks."""
+    reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
+    """Gradients while they are summed over replicas, the sum that crosses nodes; none takes `reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +104,8 @@ class Plan:
     """Axes, outermost first; the product of their sizes is the number of ranks."""
     batch: BatchPlan
     """How the global batch is cut."""
+    schedule: SchedulePlan = SchedulePlan()
+    """In which order stages and micro-batches run."""
     layers: tuple[LayerStrategy, ...] = (LayerStrategy(),)
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
@@ -97,6 +124,16 @@ class Plan:
             total *= axis.size
         return total
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.axis_size("replicate") * self.axis_size("shard")
+
+    @property
+    def layered(self) -> bool:
+        """Whether all micro-batches of a layer run before the next layer."""
+        return self.schedule.name == "breadth_first"
+
     def axis_size(self, name: str) -> int:
         """Ranks along `name`; 1 when the mesh lacks the axis."""
         return next((axis.size for axis in self.mesh if axis.axis == name), 1)
@@ -114,18 +151,34 @@ class PlanPins:
     """Whole copies of the model."""
     shard: Positive | None = None
     """Ranks each copy is sharded over."""
+    pipeline: Positive | None = None
+    """Pipeline ranks the layers are split over."""
+    context_ring: Positive | None = None
+    """Ranks a sequence is split over, keys and values passed round."""
+    context_ulysses: Positive | None = None
+    """Ranks a sequence is split over, heads exchanged for it in attention."""
+    tensor: Positive | None = None
+    """Ranks every matrix is split over."""
+    schedule: ScheduleName | None = None
+    """Order of stages and micro-batches."""
+    stages: tuple[tuple[str, ...], ...] | None = None
+    """By pipeline rank, the layer ranges of its virtual stages."""
     micro_batch: Positive | None = None
     """Sequences one rank runs at a time."""
     reshard: bool | None = None
-    """Free gathered parameters after forward."""
+    """Free gathered parameters after each use."""
+    gradients: Gradients | None = None
+    """How gradients are kept between micro-batches, for all layers."""
     recompute: Recompute | None = None
     """Activations computed again in backward, for all layers."""
     layers: tuple[LayerStrategy, ...] | None = None
-    """Strategies by layer range, in place of `reshard` and `recompute`."""
+    """Strategies by layer range, in place of `reshard`, `gradients` and `recompute`."""
     compute: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of forward and backward."""
     reduce: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum."""
+    reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
+    """Number format of the gradient sum over replicas."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 
