@@ -32,7 +32,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "attention": (0.5, 0.25), "hbm": (0.8, 0.1), "link": (0.7, 0.2), "narrow": (150.0, 0.5), "tail_us": (2.0, 0.5),
     "slow": (1.0, 0.25), "yearly": (1.05, 0.1), "passes": (60.0, 0.35), "scores": (0.0, 0.5), "quantise": (4.0, 0.5),
     "host_us": (600.0, 0.7), "host_tensor_us": (200.0, 0.8), "host_micro_us": (500.0, 0.8),
-    "host_pipe_us": (0.0, 0.8), "stall_s": (0.0, 0.02), "stall_nodes": (36.0, 0.02), "crowd": (0.0, 0.3),
+    "ring_us": (0.0, 0.3), "stall_s": (0.0, 0.1), "stall_nodes": (16.0, 0.3), "crowd": (0.0, 0.3),
     "tensor_exposed": (0.8, 0.4), "hide": (0.7, 0.4), "overlap_tax": (0.15, 0.5), "net": (0.6, 0.5),
     "net_us": (10.0, 0.7), "link_us": (2.0, 0.7), "start_us": (15.0, 0.4), "messages": (0.3, 0.8),
     "reduce_bytes": (4.0, 0.01), "pipe_us": (30.0, 0.8), "pipe_exposed": (0.5, 0.6), "bubble": (1.0, 0.2),
@@ -41,7 +41,7 @@ PRIORS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Constant → (guess, standard deviation of its logarithm)."""
 STACK_GUESSES: dict[str, dict[str, float]] = {
-    "nanotron": {"host_pipe_us": 2500.0, "stall_s": 0.5, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
+    "nanotron": {"ring_us": 2700.0, "stall_s": 0.6, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
     "bridge": {"reduce_bytes": 2.0},
     "nemo": {"reduce_bytes": 2.0},
     "megatron_tuned": {"reduce_bytes": 2.0},
@@ -52,11 +52,12 @@ STACK_GUESSES: dict[str, dict[str, float]] = {
 
 
 MEMORY_PRIORS: dict[str, tuple[float, float]] = {
-    "held": (6.0, 0.3), "owned": (12.0, 0.2), "sharding": (0.0, 0.7), "wide": (0.5, 0.5), "narrow": (1.0, 0.3), "logits": (8.0, 0.5),
+    "held": (6.0, 0.3), "owned": (12.0, 0.2), "sharding": (0.0, 0.7), "wide": (0.5, 0.5), "hidden": (0.0, 0.3), "narrow": (1.0, 0.3),
+    "live": (0.0, 0.5), "logits": (8.0, 0.5),
     "gathered": (2.0, 0.5), "slack": (0.05, 0.7), "base": (1.0, 0.7), "base_rank": (0.2, 0.7),
 }  # fmt: skip
-MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 8.0, "sharding": 4.0}}
-"""nanotron keeps gradients in both widths and exchanges whole parameters."""
+MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 7.0, "wide": 1.5, "hidden": 8.0, "live": 2.5}}
+"""nanotron is eager: inputs of norms, residuals and rotated queries and keys are kept beside what products need."""
 STRENGTH = 30.0
 """How much one log unit of error of one lone row weighs against one squared standard deviation of a prior."""
 Evaluate = Callable[[dict[str, np.ndarray]], np.ndarray]
@@ -72,7 +73,6 @@ class Rows:
     machine: Machine
     layout: Layouts
     release: np.ndarray
-    filled: np.ndarray
     measured: np.ndarray
     weight: np.ndarray
 
@@ -109,20 +109,9 @@ def gather_rows(kept: list[tuple[int, dict[str, str], Case, float]]) -> Rows:
         side_by_side([case.machine for case in cases]),
         side_by_side([case.layout for case in cases]),
         np.array([case.release for case in cases]),
-        share_filled(cases),
         np.array([seconds for *_, seconds in kept]),
         weight,
     )
-
-
-def share_filled(cases: list[Case]) -> np.ndarray:
-    """Share of a device's memory that each case is predicted to need, under the memory constants of all rows."""
-    kinds = footprint(
-        side_by_side([case.shape for case in cases]),
-        side_by_side([case.layout for case in cases]),
-        keeping([case.stack for case in cases], memory_constants()),
-    )
-    return sum(kinds.values()) / np.array([case.machine.memory for case in cases])
 
 
 @cache
@@ -150,9 +139,7 @@ class Knob:
 
 def predict(rows: Rows, table: dict[str, Any]) -> np.ndarray:
     """Seconds of every row under a table."""
-    return step_cost(
-        rows.shape, rows.machine, rows.layout, aged(per_row(rows.pairs, table), rows.release), rows.filled
-    ).seconds
+    return step_cost(rows.shape, rows.machine, rows.layout, aged(per_row(rows.pairs, table), rows.release)).seconds
 
 
 def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -166,11 +153,7 @@ def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, 
         knobs.append(Knob(section, name, names, np.array(guesses), index, PRIORS[name][1]))
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
-        return np.log(
-            step_cost(
-                rows.shape, rows.machine, rows.layout, aged(Constants(**values), rows.release), rows.filled
-            ).seconds
-        )
+        return np.log(step_cost(rows.shape, rows.machine, rows.layout, aged(Constants(**values), rows.release)).seconds)
 
     return solve(knobs, evaluate, np.log(rows.measured), rows.weight, rounds, start)
 
@@ -179,6 +162,7 @@ def fit_memory(kept: list[tuple[dict[str, str], Case]], *, rounds: int = 40, lea
     """Memory constants per stack that predict the measured memory of `kept` best."""
     names, index = _columns([case.stack for _, case in kept], least)
     shape, layout = (side_by_side([getattr(case, part) for _, case in kept]) for part in ("shape", "layout"))
+    first = np.array([float(case.first_stage) for _, case in kept])
     counts = Counter(row["source"] for row, _ in kept)
     weight = np.array([counts[row["source"]] ** -0.35 for row, _ in kept])
     measured = np.log([float(row["mem_gb"]) for row, _ in kept])
@@ -190,7 +174,7 @@ def fit_memory(kept: list[tuple[dict[str, str], Case]], *, rounds: int = 40, lea
     ]
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
-        return np.log(sum(footprint(shape, layout, Keeping(**values)).values()) / 2**30)
+        return np.log(sum(footprint(shape, layout, Keeping(**values), first).values()) / 2**30)
 
     return solve(knobs, evaluate, measured, weight, rounds)["memory"]
 
@@ -298,7 +282,6 @@ def take(rows: Rows, which: np.ndarray) -> Rows:
         part(rows.machine),
         part(rows.layout),
         rows.release[which],
-        rows.filled[which],
         rows.measured[which],
         rows.weight[which],
     )

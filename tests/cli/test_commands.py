@@ -40,6 +40,20 @@ WITH_JSON = {
 Words = Callable[[Path, Path, Path], list[object]]
 ASKED: dict[str, tuple[Words, set[str]]] = {
     "plan": (lambda tiny, run, tmp: [tiny], {"plan", "predicted", "cost_model", "alternatives"}),
+    "simulate": (
+        lambda tiny, run, tmp: [tiny, "cluster.gpu=H100", "--trace", tmp / "trace.json"],
+        {
+            "plan",
+            "chosen_by_planner",
+            "step_seconds",
+            "low_seconds",
+            "high_seconds",
+            "constants",
+            "tokens_per_second",
+            "bubble",
+        }
+        | {"breakdown", "ranks", "trace"},
+    ),
     "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
     "data prepare": (
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
@@ -77,7 +91,7 @@ def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, 
     shutil.copytree(finished, tmp_path / "runs" / "tiny")
     shutil.copy(finished.parent / "tiny" / "config.yaml", tmp_path / "runs" / "tiny.yaml")
     monkeypatch.chdir(tmp_path)
-    wrong = "runs/tinny" if name not in ("plan", "check") else "runs/tinny.yaml"
+    wrong = "runs/tinny" if name not in ("plan", "check", "simulate") else "runs/tinny.yaml"
     more = {"data show": ["--step", 1], "generate": ["-p", "a"]}.get(name, [])
     answer = meshwright(*name.split(), wrong, *more, "--json")
     assert answer.code == 2 and answer.json["ok"] is False

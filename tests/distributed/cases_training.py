@@ -82,7 +82,7 @@ def run(
 
     if poison and world.rank == 1:
         with torch.no_grad():
-            _part(session.model.get_parameter(poison)).view(-1)[0] = torch.nan
+            _part(session.engine.model.get_parameter(poison)).view(-1)[0] = torch.nan
     error = None
     with Watching(session, on_step) as reporter:
         try:
@@ -133,10 +133,10 @@ def validated(world: World, assignment: Assignment) -> tuple[list[bool], list[bo
     assert session.held_out is not None
 
     def sharded() -> list[bool]:
-        return [isinstance(parameter, DTensor) for parameter in session.model.parameters()]
+        return [isinstance(parameter, DTensor) for parameter in session.engine.model.parameters()]
 
     before = sharded()
-    evaluate(session.model, session.held_out, mesh=session.mesh, micro_batch=2, device=world.device)
+    evaluate(session.engine, session.held_out, mesh=session.mesh, micro_batch=2, device=world.device)
     return before, sharded()
 
 
@@ -175,7 +175,7 @@ def _recorded(session: Session) -> list[list[int]]:
 
 
 def _whole(session: Session) -> dict[str, torch.Tensor]:
-    tensors = run_tensors(session.model, session.optimizer)
+    tensors = run_tensors(session.engine.model, session.optimizer)
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         for name, tensor in tensors.items()

@@ -23,13 +23,12 @@ class CaseFailed(AssertionError):
 
 
 class Pool:
-    def __init__(self, workers: int = 4) -> None:
-        self._workers = workers
+    def __init__(self) -> None:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
     def run(self, body: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
-        self._start()
+        self._start(ranks)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
                 self._pipes[rank].send((body, rank, ranks, os.path.join(folder, "store"), arguments))
@@ -49,12 +48,11 @@ class Pool:
                 return False, "the worker died"
         return False, f"no answer within {LIMIT_SECONDS} s"
 
-    def _start(self) -> None:
-        if self._processes:
-            return
+    def _start(self, ranks: int) -> None:
+        """Have at least as many workers as ranks."""
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")
-        for _ in range(self._workers):
+        for _ in range(ranks - len(self._processes)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -85,6 +83,7 @@ def _serve(pipe: Connection) -> None:
 def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from meshwright.parallel.world import Place, World
 
@@ -98,3 +97,5 @@ def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments:
         return False, traceback.format_exc()
     finally:
         dist.destroy_process_group()
+        # DTensor keeps what it worked out for a mesh, group names included, and takes a later case's mesh of the same ranks for it.
+        _clear_sharding_prop_cache()

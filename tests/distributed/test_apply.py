@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.apply import build_model, local_rows
+from meshwright.parallel.apply import build_engine, local_rows
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput
@@ -17,7 +17,7 @@ from tests.distributed.test_equality import LLAMA, plan
 
 def rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
     """Name, first row, number of rows of each parameter here, and whether they are those of the whole one."""
-    model = build_model(LLAMA, chosen, build_mesh(chosen, world), loss_chunk=8, seed=1)
+    model = build_engine(LLAMA, chosen, build_mesh(chosen, world), loss_chunk=8, seed=1).model
     found = []
     for name, parameter in model.named_parameters():
         part, first = local_rows(parameter)

@@ -6,6 +6,7 @@ valid tokens of the global batch. Ranks hold different numbers of valid tokens o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch
     return tokens, targets, index - torch.where(starts, index, 0).cummax(1).values, documents
 
 
+@cache
 def one_device(spec: ModelSpec) -> list[dict[str, Any]]:
     """What every step should give, in float64 on one device."""
     model = Decoder(spec, plain=True).double()
@@ -89,14 +91,13 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0) -> list[dic
     from meshwright.data.loader import MicroBatch
     from meshwright.optim.adamw import AdamW
     from meshwright.optim.clip import clip_gradients
-    from meshwright.optim.shards import local_gradients
-    from meshwright.parallel.apply import build_model
+    from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.train.step import backward_all, count_valid
+    from meshwright.train.step import count_valid
 
     mesh = build_mesh(plan, world)
-    model = build_model(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
-    optimizer = AdamW(model, spec, TRAIN)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
+    model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN)
     micro, share = plan.batch.micro_batch, BATCH // mesh.data_ranks
     seen = []
     for step in range(STEPS):
@@ -104,8 +105,9 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0) -> list[dic
         mine = [tensor[first : first + share].split(micro) for tensor in batch(step, spec)]
         batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
         valid = count_valid(batches, 0, mesh)[0] * factor
-        loss = mesh.sum_over_data(backward_all(model, batches, valid, NullRecorder()))
-        norm = clip_gradients(local_gradients(model), CLIP, mesh.group("shard"))
+        loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
+        mine, copies = engine.gradients()
+        norm = clip_gradients(mine, CLIP, mesh.group_over(("pipeline", "shard")), copies)
         gradients = {name: weight.grad.full_tensor().clone() for name, weight in model.named_parameters()}
         optimizer.step(RATE, norm)
         weights = {name: weight.detach().full_tensor().clone() for name, weight in model.named_parameters()}
@@ -140,13 +142,17 @@ def worst(ours: torch.Tensor, truth: torch.Tensor) -> float:
 def compare(
     results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bound: float, *, weights: bool = True
 ) -> None:
+    """Every rank has the loss and the norm; every gradient and weight is on some rank, and right wherever it is."""
+    seen = set()
     for steps in results:
         for got, want in zip(steps, truth, strict=True):
             assert got["loss"] == pytest.approx(want["loss"], rel=bound)
             assert got["norm"] == pytest.approx(want["norm"], rel=bound)
             for kind in ("gradients", "weights") if weights else ("gradients",):
-                errors = {name: worst(got[kind][name], want[kind][name]) for name in want[kind]}
+                errors = {name: worst(found, want[kind][name]) for name, found in got[kind].items()}
                 assert max(errors.values()) < bound, (kind, max(errors, key=errors.__getitem__), max(errors.values()))
+                seen.update(errors)
+    assert seen == set(truth[0]["gradients"])
 
 
 MIXED = (LayerStrategy(range="0", reshard=False, recompute="full"), LayerStrategy(range="1", recompute="selective"))

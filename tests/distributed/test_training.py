@@ -21,7 +21,7 @@ from meshwright.spec.layout import shard_rows
 from meshwright.spec.load import load_resolved
 from meshwright.spec.model import parameters
 from meshwright.spec.run import Assignment, RunSpec
-from meshwright.train.evaluate import HeldOut, evaluate
+from meshwright.train.evaluate import HeldOut, evaluate_plain
 from meshwright.train.load import load_model
 from meshwright.train.stop import INTERRUPT, PREEMPT
 from tests.distributed import cases_training as cases
@@ -237,7 +237,7 @@ def loss_of_first_batch(source: Path, assignment: Assignment) -> float:
     run = assignment.run
     data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
     model = load_model(source, torch.device("cpu"), torch.float32)
-    return evaluate(model, HeldOut(data, BATCH), mesh=None, micro_batch=BATCH, device=torch.device("cpu")).loss
+    return evaluate_plain(model, HeldOut(data, BATCH), micro_batch=BATCH, device=torch.device("cpu")).loss
 
 
 @pytest.mark.parametrize(

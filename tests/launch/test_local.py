@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.local import _listening_socket, run_ranks
+from meshwright.launch.local import _environment, _listening_socket, run_ranks
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.network import NetworkSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +24,8 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(what: str, folder: Path, ranks: int = 2) -> int:
-    return run_ranks("tests.launch.fake_rank", [what, str(folder)], ranks=ranks, logs=folder / "logs", threads=1)
+    cluster = ClusterSpec(gpus_per_node=ranks)
+    return run_ranks("tests.launch.fake_rank", [what, str(folder)], cluster=cluster, logs=folder / "logs", threads=1)
 
 
 @pytest.mark.parametrize(("what", "code"), [("succeed", 0), ("one-fails", 3), ("victim-first", 4), ("killed", 5)])
@@ -46,7 +49,8 @@ def test_no_rank_outlives_a_failure(tmp_path: Path) -> None:
 def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from meshwright.launch.local import run_ranks; folder = Path(sys.argv[1]);"
-        "sys.exit(run_ranks('tests.launch.fake_rank', ['wait', str(folder)], ranks=2, logs=folder / 'logs', threads=1))"
+        "from meshwright.spec.cluster import ClusterSpec; host = ClusterSpec(gpus_per_node=2);"
+        "sys.exit(run_ranks('tests.launch.fake_rank', ['wait', str(folder)], cluster=host, logs=folder / 'logs', threads=1))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     deadline = time.monotonic() + 30
@@ -61,3 +65,31 @@ def test_the_store_listens_on_loopback_only() -> None:
     with _listening_socket() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+def environments(cluster: ClusterSpec) -> list[dict[str, str]]:
+    with _listening_socket() as listener:
+        return [_environment(rank, cluster, listener, threads=3) for rank in range(cluster.ranks)]
+
+
+def test_ranks_talk_over_loopback_unless_the_cluster_or_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    typed = ClusterSpec(network=NetworkSpec(interface="eth7"))
+    assert [environments(ClusterSpec())[0][name] for name in names] == ["lo", "lo"]
+    assert [environments(typed)[0][name] for name in names] == ["eth7", "eth7"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert [environments(typed)[0][name] for name in names] == ["eth7", "ib0"]
+
+
+def test_a_rank_gets_its_place_and_its_emulated_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    found = environments(ClusterSpec(gpus_per_node=4, emulate_nodes=2))
+    assert [env["NCCL_HOSTID"] for env in found] == ["node0", "node0", "node1", "node1"]
+    assert [(env["RANK"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in found] == [
+        (str(rank), "4", "3") for rank in range(4)
+    ]

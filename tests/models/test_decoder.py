@@ -128,7 +128,7 @@ def naive_attention(attention, spec, x):
 
 def naive_logits(model, spec, tokens):
     x = model.embed.weight[tokens]
-    for block in model.layers:
+    for block in model.layers.values():
         normed = naive_rms(x, block.attention_norm)
         attended = naive_attention(block.attention, spec, normed)
         into_mlp = normed if spec.parallel_block else naive_rms(x + attended, block.mlp_norm)
@@ -179,7 +179,7 @@ def test_low_precision_stays_near_float64(dtype):
 def test_a_block_compiles_whole():
     model, tokens = built(LLAMA, dtype=torch.float32), some_tokens(LLAMA)
     expected = model(tokens)
-    for block in model.layers:
+    for block in model.layers.values():
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
     assert torch.allclose(model(tokens), expected, atol=1e-5)
 
@@ -191,7 +191,7 @@ def test_a_block_compiles_with_inductor_masks_included():
     model, tokens = built(spec, dtype=torch.float32), some_tokens(spec)
     documents = (torch.arange(40) // 13).expand(2, -1)
     expected = model(tokens, documents=documents)
-    model.layers[0].forward = torch.compile(model.layers[0].forward, fullgraph=True)
+    model.layers["0"].forward = torch.compile(model.layers["0"].forward, fullgraph=True)
     assert torch.allclose(model(tokens, documents=documents), expected, atol=1e-5)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from meshwright.parallel.world import Place
+from meshwright.parallel.world import Place, World, block_size
 from meshwright.spec.errors import BadInput
 
 MEET = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -60,3 +61,31 @@ def test_loopback_is_refused_for_several_hosts(launcher: dict[str, str], address
 def test_loopback_is_good_for_one_host() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert Place.from_environment(env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).address == "127.0.0.1"
+
+
+def world(rank: int, node_ranks: int | None = None) -> World:
+    return World(Place(rank, 8, rank, 8, "host", 1), torch.device("cpu"), None, node_ranks)  # type: ignore[arg-type]
+
+
+def test_nodes_are_those_of_the_launcher_unless_the_host_plays_several() -> None:
+    assert [world(0).node(rank) for rank in (0, 7)] == [0, 0]
+    assert [world(0, 4).node(rank) for rank in (0, 3, 4, 7)] == [0, 0, 1, 1]
+    assert [world(5, 4).same_node(rank) for rank in (0, 3, 4, 7)] == [False, False, True, True]
+
+
+def test_memory_is_shared_inside_a_node_only() -> None:
+    world(0).refuse_across_nodes(range(8), "symmetric memory")
+    world(0, 4).refuse_across_nodes((4, 5, 7), "symmetric memory")
+    with pytest.raises(BadInput, match=r"shared host memory between rank 1 \(node 0\) and rank 4 \(node 1\)"):
+        world(0, 4).refuse_across_nodes((1, 2, 4), "shared host memory")
+
+
+@pytest.mark.parametrize(("nodes", "size"), [([9], 1), ([5, 5, 5], 3), ([5, 5, 2, 2], 2), ([3, 1, 2], 1)])
+def test_ranks_of_a_node(nodes: list[int], size: int) -> None:
+    assert block_size(nodes) == size
+
+
+@pytest.mark.parametrize("nodes", [[1, 2, 1, 2], [1, 1, 2], [1, 2, 2], [1, 1, 2, 2, 1, 1], [1, 1, 2, 3]])
+def test_nodes_that_are_no_equal_blocks_are_refused(nodes: list[int]) -> None:
+    with pytest.raises(BadInput, match="expected the same number of ranks on every node"):
+        block_size(nodes)

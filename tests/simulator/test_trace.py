@@ -1,3 +1,4 @@
+import gzip
 import json
 from collections import defaultdict
 from dataclasses import replace
@@ -10,7 +11,7 @@ from meshwright.schedules.expand import expand
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import Link, even
-from meshwright.simulator.trace import trace_events, write_trace
+from meshwright.simulator.trace import LANES, trace_events, write_trace
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -35,6 +36,15 @@ def test_a_trace_has_a_process_for_each_rank_and_lanes_without_overlap(name, tmp
         assert all(first[1] <= second[0] + 1e-6 for first, second in pairwise(spans))
 
 
+def test_a_compressed_trace_is_the_same_every_time(tmp_path):
+    timeline = simulate(build("1f1b", 2, 2), even(2))
+    files = [tmp_path / name for name in ("one.json", "two.json.gz", "three.json.gz")]
+    for file in files:
+        write_trace(timeline, file)
+    assert files[1].read_bytes() == files[2].read_bytes()
+    assert gzip.decompress(files[1].read_bytes()) == files[0].read_bytes()
+
+
 def test_a_span_is_called_by_its_kind_stage_and_micro_batch():
     schedule = build("dualpipe_v", 2, 4)
     spans = list(simulate(schedule, even(4)).spans(step=7))
@@ -47,6 +57,9 @@ def test_a_span_is_called_by_its_kind_stage_and_micro_batch():
 
 
 def test_measured_spans_make_the_same_kind_of_trace():
-    process, thread, event = trace_events([Span("forward 0.1", 0.5, 0.25, 3, rank=2, lane="compute")])
+    span = Span("forward 0.1", 0.5, 0.25, 3, rank=2, lane="compute")
+    process, _, thread, place, event = trace_events([span])
     assert (process["args"], thread["args"]) == ({"name": "rank 2"}, {"name": "compute"})
+    assert (thread["tid"], place["args"]) == (event["tid"], {"sort_index": LANES.index("compute")})
+    assert trace_events([span], {2: "layers 8-15"})[0]["args"] == {"name": "layers 8-15"}
     assert (event["cat"], event["ts"], event["dur"], event["pid"]) == ("forward", 500_000.0, 250_000.0, 2)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import insort
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.boxes import leaves, overlapping, volume
 from meshwright.checkpoint.files import parse_json, plain_name
 from meshwright.checkpoint.header import ITEM_BYTES, sizes, whole_numbers
 from meshwright.checkpoint.manifest import CONTENTS, FORMAT, Manifest, read_manifest
@@ -79,13 +78,11 @@ def read_contents(vouched: Vouched) -> Contents:
 def check_record(name: str, record: TensorRecord, where: Path) -> None:
     """Raise Damaged unless the chunks lie inside the tensor, do not overlap and fill it."""
     for chunk in record.chunks:
-        ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if any(end > size for end, size in zip(ends, record.shape, strict=True)):
+        if leaves(chunk, record.shape):
             raise Damaged(
                 f"{where}: a chunk of {name} at {chunk.offsets} of size {chunk.sizes} leaves its shape {record.shape}"
             )
-    filled = sum(math.prod(chunk.sizes) for chunk in record.chunks)
-    if filled != math.prod(record.shape) or _overlap(record.chunks):
+    if volume(record.chunks) != math.prod(record.shape) or overlapping(record.chunks):
         raise Damaged(f"{where}: the chunks of {name} do not fill its shape {record.shape} exactly once")
 
 
@@ -118,28 +115,3 @@ def _chunk(name: str, row: Any, dimensions: int, where: Path, manifest: Manifest
             f"{where}: a chunk of {name} lies in {row.get('file')!r:.80}, which is not a file of this checkpoint"
         )
     return Chunk(offsets, size, file, key)
-
-
-def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two boxes share an element: a sweep along the dimension most of them differ in."""
-    boxes = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    if len(boxes) < 2:
-        return False
-    starts = [len({box.offsets[dim] for box in boxes}) for dim in range(len(boxes[0].offsets))]
-    along = starts.index(max(starts)) if starts else 0
-    if not starts:
-        return True
-    boxes.sort(key=lambda box: box.offsets[along])
-    open_boxes: list[tuple[int, int]] = []
-    for index, box in enumerate(boxes):
-        while open_boxes and open_boxes[0][0] <= box.offsets[along]:
-            open_boxes.pop(0)
-        if any(_meet(box, boxes[other]) for _, other in open_boxes):
-            return True
-        insort(open_boxes, (box.offsets[along] + box.sizes[along], index))
-    return False
-
-
-def _meet(one: Chunk, other: Chunk) -> bool:
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in pairs)

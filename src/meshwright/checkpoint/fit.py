@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.contents import Contents
 from meshwright.checkpoint.shards import dtype_name
@@ -18,6 +19,8 @@ def check_storable(tensors: dict[str, Tensor]) -> None:
             )
         if tensor.is_meta:
             raise BadInput(f"{name} is on the meta device and has no values to store")
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise BadInput(f"{name} is a sum that its ranks have not taken yet ({tensor.placements}); reduce it first")
         dtype_name(tensor.dtype)
 
 

@@ -1,9 +1,10 @@
-"""DCP's storage interface over our own files: torch plans who writes and reads which box, this file moves the bytes.
+"""DCP's planner and storage interfaces over our own files: torch lists the box each rank holds of each tensor, `pieces`
+settles who writes it, this file moves the bytes.
 
 Read in torch 2.11 and 2.13, whose interfaces agree:
-`torch/distributed/checkpoint/{storage,planner,state_dict_saver}.py`. Failures are kept in `failure` instead of raised:
-DCP would send the exception, traceback included, through a pickle to every rank, and the store tells all ranks in its
-own words.
+`torch/distributed/checkpoint/{storage,planner,default_planner,state_dict_saver}.py`. What goes wrong while bytes move
+is kept in `failure` instead of raised: DCP would send the exception, traceback included, through a pickle to every
+rank, and the store tells all ranks in its own words. A plan that is refused is raised, by the first rank alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -42,11 +44,38 @@ from torch.futures import Future
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord, room_for
 from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.pieces import Piece, share_out
 from meshwright.checkpoint.shards import DTYPES, ShardFile, dtype_name, write_shard
 from meshwright.checkpoint.verify import Vouched
 from meshwright.spec.errors import BadInput, OutOfResources
 
 READ_THREADS = 4
+FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+"""Tensors are passed by name in one flat mapping; DCP need not look for nested ones."""
+
+
+class PiecePlanner(DefaultSavePlanner):
+    """Plans a save of tensors that ranks hold in whatever way; `share_out` decides who writes what, and refuses."""
+
+    def __init__(self) -> None:
+        super().__init__(**FLAT)
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank holds; beside it, for the first rank, the names it gave but holds nothing of."""
+        plan = super().create_local_plan()
+        held = {item.index.fqn for item in plan.items}
+        return dataclasses.replace(plan, planner_data=sorted(self.state_dict.keys() - held))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Leave each piece to one rank; raises BadInput when the pieces of all ranks do not make whole tensors."""
+        writers = share_out(_piece(rank, item) for rank, plan in enumerate(all_plans) for item in plan.items)
+        _check_held({name for _, name in writers}, all_plans)
+        plans = [
+            SavePlan([item for item in plan.items if (rank, item.index.fqn) in writers])
+            for rank, plan in enumerate(all_plans)
+        ]
+        self.global_plan, self.metadata = create_default_global_save_plan(plans)
+        return self.global_plan, self.metadata
 
 
 class ShardWriter(StorageWriter):
@@ -68,10 +97,7 @@ class ShardWriter(StorageWriter):
         """Nothing to do: the folder exists."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave out the empty shards of unevenly sharded tensors; a tensor without any element stays."""
-        return dataclasses.replace(
-            plan, items=[item for item in plan.items if _volume(item) or not math.prod(_data(item).size)]
-        )
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Compare what all ranks will write with what the disk has free; the ranks are told through the plan."""
@@ -188,6 +214,20 @@ def _data(item: WriteItem) -> Any:
             f"{item.index.fqn} is not a tensor; plain values belong in the checkpoint's state, which is JSON"
         )
     return item.tensor_data
+
+
+def _check_held(held: set[str], plans: list[SavePlan]) -> None:
+    """Raise BadInput for a name that is given only by ranks outside its tensor's mesh."""
+    for rank, plan in enumerate(plans):
+        absent = next((name for name in plan.planner_data if name not in held), None)
+        if absent is not None:
+            raise BadInput(f"{absent} is given by rank {rank}, which its mesh leaves out, and by no rank that holds it")
+
+
+def _piece(rank: int, item: WriteItem) -> Piece:
+    data = _data(item)
+    offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    return Piece(rank, item.index.fqn, tuple(data.size), dtype_name(data.properties.dtype), offsets, sizes)
 
 
 def _volume(item: WriteItem) -> int:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from meshwright.checkpoint.attempt import Attempt, candidates, delete_beyond, new_attempt, recover, remove_stale
 from meshwright.checkpoint.contents import Contents, read_contents
@@ -36,15 +36,13 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import decode_state, encode_plain
-from meshwright.checkpoint.storage import BoxReader, ShardWriter
+from meshwright.checkpoint.storage import FLAT, BoxReader, PiecePlanner, ShardWriter
 from meshwright.checkpoint.verify import Vouched, blocks_to_check, check_blocks, check_sizes, verify
 from meshwright.events.span import NullRecorder, Recorder
 from meshwright.spec.errors import BadInput
 
 log = logging.getLogger(__name__)
 _STATE_LIMIT = 256 << 20
-_FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-"""Tensors are passed by name in one flat mapping; DCP need not look for nested ones."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,11 @@ class CheckpointStore:
 
     Every method is collective: all ranks of `group` (the default group when None; this process alone when no job was
     joined) call it with the same arguments, and all return the same or raise the same error. On GPU jobs pass a Gloo
-    group. Tensors are DTensors, or plain tensors that are equal on all ranks that pass them; their names are the
-    caller's. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time.
+    group. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time.
+
+    Tensors alone may differ: each rank passes those it holds a part of, which may be none, under names that mean the
+    same tensor everywhere. They are DTensors, each on a mesh of any of the ranks, or plain tensors. What several ranks
+    hold, such as replicas or an embedding tied across two pipeline stages, is equal on all of them, in the same pieces.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class CheckpointStore:
         `state` is plain values (JSON) and `texts` are files to keep beside the tensors, such as the resolved
         configuration; both are taken from the first rank. A step that is there and good is left alone unless
         `overwrite`. Raises OutOfResources when the disk is or becomes full (earlier checkpoints stay), BadInput for
-        what cannot be stored, CommunicationFailure when a rank is lost.
+        what cannot be stored and for a tensor of which the ranks together hold a part twice, in unlike pieces, or not
+        at all, CommunicationFailure when a rank is lost.
         """
         started = time.perf_counter()
         doing = f"saving step {step}"
@@ -171,7 +173,7 @@ class CheckpointStore:
             self._plan_and(
                 doing,
                 lambda options: dcp.load(
-                    _detached(tensors), storage_reader=reader, planner=DefaultLoadPlanner(**_FLAT), **options
+                    _detached(tensors), storage_reader=reader, planner=DefaultLoadPlanner(**FLAT), **options
                 ),
             )
             self._ranks.together(doing, lambda: _reraise(reader.failure))
@@ -207,9 +209,7 @@ class CheckpointStore:
         )
         self._plan_and(
             doing,
-            lambda options: dcp.save(
-                _detached(tensors), storage_writer=writer, planner=DefaultSavePlanner(**_FLAT), **options
-            ),
+            lambda options: dcp.save(_detached(tensors), storage_writer=writer, planner=PiecePlanner(), **options),
         )
 
         def report() -> dict[str, FileRecord]:

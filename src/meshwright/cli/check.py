@@ -71,7 +71,7 @@ def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightErr
             lambda: prepare.find_folder(resolved, runs, fresh=False),
         )
     complete = prepare.with_vocabulary(resolved)
-    attempt("plan", "a plan that fits the cluster", lambda: prepare.plan_for(complete))
+    attempt("plan", "a plan that fits the cluster", lambda: prepare.training_plan(complete))
     attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(complete, runs / run.name))
     return wrong
 

@@ -65,7 +65,7 @@ def _evaluate(model: Path, data: str | None, seq_len: int | None, batch: int, ba
     from meshwright.data.loader import open_data
     from meshwright.spec.job import DataSpec
     from meshwright.spec.load import load_resolved
-    from meshwright.train.evaluate import HeldOut, evaluate
+    from meshwright.train.evaluate import HeldOut, evaluate_plain
     from meshwright.train.load import device_and_dtype, load_model
 
     config = next((path for path in (model / "config.yaml",) if path.exists()), None)
@@ -80,4 +80,4 @@ def _evaluate(model: Path, data: str | None, seq_len: int | None, batch: int, ba
     decoder = load_model(model, device, dtype)
     source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
     print(f"evaluating on {device}", file=sys.stderr)
-    return evaluate(decoder, HeldOut.of(source, batch * batches), mesh=None, micro_batch=batch, device=device)
+    return evaluate_plain(decoder, HeldOut.of(source, batch * batches), micro_batch=batch, device=device)

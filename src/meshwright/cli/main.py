@@ -21,6 +21,7 @@ from meshwright.cli import (
     quickstart,
     report,
     schema,
+    simulate,
     tokenizer,
     train,
 )
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command()(quickstart.quickstart)
 app.command()(train.train)
 app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(predict.predict)
 app.command()(check.check)
 app.add_typer(data.app, name="data")

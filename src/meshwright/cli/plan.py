@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
     from meshwright.costs.of_plan import PlanTime
     from meshwright.planner.data_parallel import Candidate
-    from meshwright.spec.plan import Plan
+    from meshwright.spec.plan import LayerStrategy, Plan
     from meshwright.spec.run import RunSpec
 
 SHOWN = 8
 """Alternatives printed."""
+DRAWN = 4
+"""Lines of the mesh's picture."""
 
 
 def plan(
@@ -32,8 +34,8 @@ def plan(
 ) -> None:
     """Choose a plan for a run and show what it needs, without starting anything.
 
-    This release plans data parallelism: replicas × shards, micro-batch, resharding and recompute, with an estimate of memory. No file is
-    needed for a question.
+    The planner chooses replicas × shards, micro-batch, resharding and recompute, with an estimate of memory; for a pinned pipeline also the
+    schedule, by simulated step time. No file is needed for a question.
 
     Examples:
 
@@ -42,6 +44,8 @@ def plan(
         meshwright plan model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64
 
         meshwright plan run.yaml plan.recompute=full --out plan.yaml
+
+        meshwright plan run.yaml plan.pipeline=2
     """
     from meshwright.launch.prepare import plan_for, plan_yaml, with_vocabulary
     from meshwright.spec.fields import to_plain
@@ -87,29 +91,68 @@ def _cluster(run: RunSpec) -> str:
     return f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu}"
 
 
+def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
+    """A plan in one line: mesh, schedule, batch, layer strategies. Takes the plan or its plain form."""
+    from meshwright.spec.fields import from_plain
+    from meshwright.spec.plan import Plan
+
+    known = from_plain(Plan, plan) if isinstance(plan, dict) else plan
+    mesh = " × ".join(f"{axis.axis} {axis.size}" for axis in known.mesh)
+    order = f", {known.schedule.name}" if known.axis_size("pipeline") > 1 or known.layered else ""
+    batch = known.batch
+    layers = "; ".join(_strategy(strategy) for strategy in known.layers)
+    return (
+        f"{mesh}{order}, {batch.accumulate} micro-batches of {batch.micro_batch} × {run.train.seq_len} tokens, {layers}"
+    )
+
+
+def _strategy(strategy: LayerStrategy) -> str:
+    where = "" if strategy.range == "all" else f"{strategy.range}: "
+    whole = ", gradients whole" if strategy.gradients == "whole" else ""
+    return f"{where}recompute {strategy.recompute}, {'reshard' if strategy.reshard else 'keep gathered'}{whole}"
+
+
 def _picture(plan: Plan) -> str:
-    """The mesh as one line per replica, `▣` per shard."""
-    shards, replicas = plan.axis_size("shard"), plan.axis_size("replicate")
+    """The mesh as one line per pipeline rank and replica, `▣` per shard."""
+    shards, replicas, pipeline = (plan.axis_size(axis) for axis in ("shard", "replicate", "pipeline"))
     row = "▣ " * min(shards, 32) + (f"… {shards} shards" if shards > 32 else "")
-    lines = [f"  replica {index}: {row}" for index in range(min(replicas, 4))]
-    return "\n".join(lines + ([f"  … {replicas} replicas"] if replicas > 4 else []))
+    lines = [
+        f"  {f'pipeline rank {rank}, ' if pipeline > 1 else ''}replica {index}: {row}"
+        for rank in range(pipeline)
+        for index in range(replicas)
+    ]
+    more = f"  … {replicas} replicas" + (f" on {pipeline} pipeline ranks" if pipeline > 1 else "")
+    return "\n".join(lines[:DRAWN] + ([more] if len(lines) > DRAWN else []))
 
 
 def _facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     layers = "; ".join(
-        f"{s.range}: recompute {s.recompute}, {'reshard' if s.reshard else 'keep gathered'}" for s in plan.layers
+        f"{s.range}: recompute {s.recompute}, {'reshard' if s.reshard else 'keep gathered'}"
+        + (", gradients whole" if s.gradients == "whole" else "")
+        for s in plan.layers
     )
+    schedule = []
+    if plan.axis_size("pipeline") > 1 or plan.layered:
+        schedule.append(("schedule", plan.schedule.name))
+        schedule += [(f"  rank {rank}", f"layers {_stages(row)}") for rank, row in enumerate(plan.schedule.stages)]
     return [
         ("mesh", " × ".join(f"{axis.axis} {axis.size} (crosses {axis.crosses}s)" for axis in plan.mesh)),
+        *schedule,
         (
             "batch",
             f"{plan.batch.global_batch} sequences of {run.train.seq_len}: {plan.batch.micro_batch} at a time, "
-            f"{plan.batch.accumulate} times on each of {plan.ranks} ranks",
+            f"{plan.batch.accumulate} times on each of {plan.data_ranks} {'ranks' if plan.data_ranks == plan.ranks else 'data ranks'}",
         ),
         ("layers", layers),
         ("precision", f"compute {plan.precision.compute}, reduce {plan.precision.reduce}"),
         ("compile", "each block" if plan.compile else "no"),
     ]
+
+
+def _stages(ranges: tuple[str, ...]) -> str:
+    """Layer ranges in a row; of many, the first few."""
+    shown = [single if single == last else text for text in ranges for single, _, last in [text.partition("-")]]
+    return ", ".join(shown[:8]) + (f", … ({len(shown)} stages)" if len(shown) > 8 else "")
 
 
 def _show_memory(console: Console, run: RunSpec, plan: Plan) -> None:
@@ -125,6 +168,7 @@ def _show_memory(console: Console, run: RunSpec, plan: Plan) -> None:
 
 def _show_time(console: Console, run: RunSpec, plan: Plan) -> None:
     """What the cost model says, and whose constants it says it with."""
+    from meshwright.cli.simulate import CAUTION
     from meshwright.costs.of_plan import STACK
 
     time = _time(run, plan)
@@ -134,27 +178,39 @@ def _show_time(console: Console, run: RunSpec, plan: Plan) -> None:
     console.print(
         f"step time: {time.low:.2f} to {time.high:.2f} s by the cost model with {STACK}'s constants ({parts} s)"
     )
-    console.print("  Meshwright's own runs are not fitted yet: good for comparing plans and networks, not as a promise")
+    console.print(f"  {CAUTION}")
 
 
 def _time(run: RunSpec, plan: Plan) -> PlanTime | None:
-    from meshwright.costs.of_plan import plan_time
+    """The closed form; simulated where a schedule is at stake, which the closed form does not know."""
+    from meshwright.costs.of_plan import PlanTime, band, plan_time
+    from meshwright.simulator.of_plan import simulate_plan
 
-    return plan_time(run.model, run.train, plan, run.cluster)
+    time = plan_time(run.model, run.train, plan, run.cluster)
+    if time is None or (plan.axis_size("pipeline") == 1 and not plan.layered):
+        return time
+    timeline = simulate_plan(run.model, run.train, plan, run.cluster)
+    parts = {f"exposed {name}" if name in timeline.exposed else name: s for name, s in timeline.breakdown.items()}
+    return PlanTime(timeline.step_seconds, *band(timeline.step_seconds), parts)
 
 
 def _alternatives(best: Candidate, others: tuple[Candidate, ...]) -> Table:
     from rich.table import Table
 
-    heads = ("mesh", "micro", "reshard", "recompute", "memory", "why not")
+    staged = best.seconds is not None
+    heads = ["mesh", "micro", "reshard", "recompute", "memory", "why not"]
+    if staged:
+        heads[1:1], heads[4:4] = ["schedule"], ["gradients"]
     table = Table(*heads, title="alternatives", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for candidate in others:
         plan = candidate.plan
         assert plan.predicted is not None
         table.add_row(
             " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh),
+            *([plan.schedule.name] if staged else []),
             str(plan.batch.micro_batch),
             "yes" if plan.layers[0].reshard else "no",
+            *([plan.layers[0].gradients] if staged else []),
             plan.layers[0].recompute,
             f"{plan.predicted.memory_peak_bytes / 1e9:.1f} GB",
             best.reason_over(candidate),

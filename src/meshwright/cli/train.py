@@ -71,7 +71,7 @@ def start_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] 
     return run_ranks(
         "meshwright.train.worker",
         [str(prepared.folder / "assignment.json")],
-        ranks=run.cluster.ranks,
+        cluster=run.cluster,
         logs=prepared.folder / "logs",
         threads=_threads(run),
     )
@@ -102,7 +102,7 @@ def join_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] |
             announce(prepared.assignment, prepared.resumes)
             return prepared.assignment
 
-        world = join(place, cpu=run.cluster.is_cpu, timeout_seconds=run.train.timeout_seconds)
+        world = join(place, run.cluster, timeout_seconds=run.train.timeout_seconds)
         assignment = agreed_assignment(world, prepare)
         log_to(Path(assignment.folder), world.rank)
         run_rank(assignment, world, stop)

@@ -37,11 +37,14 @@ def group(machine: Machine, k: Constants, size: Array, stride: Array, crowding: 
 
 
 def crowding(machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """The chance that a run's network is overrun, by its number of nodes: small below `stall_nodes`, certain far above."""
-    nodes = np.maximum(1.0, layout.ranks / machine.per_node)
+    """The chance that a run's network is overrun, by its number of nodes: small below `stall_nodes`, certain far above.
+
+    Seen only in runs that split the sequence (docs/cost-model.md).
+    """
+    nodes = np.maximum(1.0, layout.ranks / machine.per_node) * np.maximum(1.0, layout.tensor / machine.domain)
     ratio = k.stall_nodes / nodes
     square = ratio * ratio
-    return 1 / (1 + square * square * square)
+    return layout.sequence / (1 + square * square)
 
 
 def gather(where: Group, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:

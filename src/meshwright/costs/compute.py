@@ -67,13 +67,9 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     backward = 2 * products + core_backward + 1.5 * passes + 2 * routed + 1.5 * lowered + 1.5 * tails
     again = np.choose(np.asarray(layout.recompute, dtype=np.int64), np.broadcast_arrays(0.0, core_forward, forward))
     launches = np.where(layout.recompute == 2, 4 / 3, 1.0)
-    nodes = np.ceil(layout.ranks / machine.per_node)
-    piped = np.where(
-        (layout.pipeline > 1) & (nodes > 1),
-        k.host_pipe_us * (width - 1) * np.maximum(1.0, width / machine.domain) ** 0.5,
-        0.0,
-    )
-    tensor_host = np.where(width > 1, k.host_tensor_us + piped, 0.0)
+    across = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
+    rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
+    tensor_host = np.where(width > 1, k.host_tensor_us, 0.0) + rings
     host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6 + shape.moe_layers * k.moe_us * 1e-6
     half = machine.half_peak * k.gemm / k.slow
     logits = 3 * product(half, k, tokens, shape.hidden, shape.vocab / width)

@@ -56,8 +56,8 @@ class Constants:
     """Host time of one layer, forward and backward, of one micro-batch, microseconds."""
     host_tensor_us: Array
     """What tensor parallelism adds to it."""
-    host_pipe_us: Array
-    """What each further tensor rank adds to it in a pipeline across nodes."""
+    ring_us: Array
+    """What each further tensor rank adds to it in a pipeline across nodes, or where the sequence is split."""
     host_micro_us: Array
     """Host time of one micro-batch beside its layers."""
     tensor_exposed: Array

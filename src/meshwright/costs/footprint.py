@@ -27,9 +27,13 @@ class Keeping:
     sharding: Array
     """Further bytes per parameter of a shard where the optimizer is sharded: its gradients and exchange buffers."""
     wide: Array
-    """Elements kept per token, layer and hidden element that tensor parallelism does not split."""
+    """Elements kept per token, layer and hidden element that tensor parallelism leaves whole, unless it splits the sequence."""
+    hidden: Array
+    """The same of hidden width that it splits in any case."""
     narrow: Array
     """The same relative to the widths it splits (attention inputs, feed-forward)."""
+    live: Array
+    """Elements per token and hidden element of the one layer that computes, never split: gathered inputs and their gradients."""
     logits: Array
     """Bytes per logit of one micro-batch."""
     gathered: Array
@@ -49,11 +53,14 @@ def keeping(stacks: list[str], given: dict[str, Any] | None = None) -> Keeping:
     return Keeping(**{name: np.array([column[name] for column in columns]) for name in rows["default"]})
 
 
-def footprint(shape: Shape, layout: Layouts, k: Keeping) -> dict[str, Array]:
-    """Bytes by kind of the fuller of the first and the last stage: weights and gradients, optimizer, activations, and so on."""
+def footprint(shape: Shape, layout: Layouts, k: Keeping, first_only: Array = 0.0) -> dict[str, Array]:
+    """Bytes by kind of the fuller of the first and the last stage: weights and gradients, optimizer, activations, and so on.
+
+    `first_only` (1 or 0) asks for the first stage: what a run reports that looks at rank 0.
+    """
     first = _stage(shape, layout, k, last=False)
     last = _stage(shape, layout, k, last=True)
-    fuller = sum(first.values()) > sum(last.values())
+    fuller = (sum(first.values()) > sum(last.values())) | (np.asarray(first_only) > 0)
     return {kind: np.where(fuller, first[kind], last[kind]) for kind in first}
 
 
@@ -75,13 +82,13 @@ def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str
     in_flight = np.minimum(
         m, np.where(lone | last, 1.0, depth * (1 + (depth - 1) / (depth * layout.virtual) * (layout.virtual > 1)))
     )
-    whole = _kept_per_token(shape, k, width)
+    whole = _kept_per_token(shape, layout, k)
     per_layer = np.choose(
         np.asarray(layout.recompute, dtype=np.int64),
         np.broadcast_arrays(whole, 0.8 * whole, shape.hidden * 2.0 / width),
     )
     working = np.where(layout.recompute == 2, whole, 0.0)
-    activations = tokens * (per_layer * layers * in_flight + working)
+    activations = tokens * (per_layer * layers * in_flight + working + 2.0 * k.live * shape.hidden)
     final = lone | last
     return {
         "weights_and_gradients": held * k.held,
@@ -93,13 +100,14 @@ def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str
     }
 
 
-def _kept_per_token(shape: Shape, k: Keeping, width: Array) -> Array:
+def _kept_per_token(shape: Shape, layout: Layouts, k: Keeping) -> Array:
     """Bytes that autograd keeps of one layer for one token, on average over layers."""
     attention = shape.attention_layers * (shape.query_width + shape.kv_width + shape.value_width)
     feed = shape.dense_layers * (2 + shape.gated) * shape.ffn
     experts = shape.moe_layers * (2 + shape.gated) * (shape.shared_ffn + shape.top_k * shape.expert_ffn)
     split = (attention + feed + experts) / shape.layers
-    return 2.0 * (k.wide * shape.hidden + k.narrow * split / width)
+    wide = np.where(layout.sequence > 0, k.wide / layout.tensor, k.wide)
+    return 2.0 * (wide * shape.hidden + (k.hidden * shape.hidden + k.narrow * split) / layout.tensor)
 
 
 def _axes(layout: Layouts) -> Array:

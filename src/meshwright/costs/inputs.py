@@ -133,6 +133,8 @@ class Layouts:
     """Tokens of the busiest expert rank over the mean."""
     balanced: Array = 0.0
     """1 when stages are cut by the cost of layers and head rather than by number of layers."""
+    sequence: Array = 0.0
+    """1 when tensor parallelism keeps only its share of the sequence of what it does not split by width."""
 
     @property
     def ranks(self) -> Array:

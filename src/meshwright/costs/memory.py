@@ -1,63 +1,170 @@
 """Memory of one rank under a plan, by kind, in bytes.
 
 Weights, gradients and optimizer state are exact. Activations count what autograd keeps of a block whose element-wise work is fused
-(every matrix product's input, the attention inputs and output, the two residuals); gathered parameters and reduction buffers
-follow FSDP2's two units in flight. The framework's share is a guess until a profile replaces it.
+(every matrix product's input, the attention inputs and output, the two residuals), as often as the schedule holds it; gathered parameters
+and reduction buffers follow FSDP2's two units in flight. The framework's share is a guess until a profile replaces it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.costs.of_plan import context_size, shard_size
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import shard_rows
+from meshwright.spec.layout import held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
 from meshwright.spec.plan import LayerStrategy, Plan
 
+StageTable = tuple[tuple[range, ...], ...]
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
 UNITS_IN_FLIGHT = 2
 """FSDP units whose gathered weights or unreduced gradients exist at once: the one computing and the one on the wire."""
+TRANSFERS_IN_FLIGHT = 4
+"""Boundary tensors of a pipeline rank that nothing else counts: a receive posted ahead and a send on its way, in each direction."""
 
 
 def bytes_of(number_format: str) -> int:
     return {"bf16": 2, "fp32": 4, "fp64": 8}[number_format]
 
 
-def memory_by_kind(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> dict[str, int]:
-    """Bytes of the fullest rank: weights, gradients, optimizer, gathered, activations, logits, framework."""
-    shard = plan.axis_size("shard")
+def memory_by_kind(
+    model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
+) -> dict[str, int]:
+    """Bytes of the fullest rank: weights, gradients, optimizer, gathered, activations, transfers (under a pipeline), logits, framework.
+
+    `alive` is `memory_by_rank`'s.
+    """
+    return fullest(memory_by_rank(model, train, plan, cpu=cpu, alive=alive))
+
+
+def fullest(rows: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The row with the most bytes in all."""
+    return max(rows, key=lambda kinds: sum(kinds.values()))
+
+
+def memory_by_rank(
+    model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
+) -> tuple[dict[str, int], ...]:
+    """Bytes by kind of every pipeline rank.
+
+    `alive` says by pipeline rank how many bytes of `activation_bytes` the schedule holds at once (`schedules.memory.peak_in_flight`).
+    Left out, a rank holds all micro-batches of all its stages, or one when it runs them one after another.
+    """
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    framework = FRAMEWORK_BYTES["cpu" if cpu else "cuda"]
+    found = []
+    for rank in range(len(table)):
+        part = _part(model, plan.axis_size("tensor"), shard_size(plan), table, rank)
+        times = 1 if one_by_one(plan) else plan.batch.accumulate
+        held = alive[rank] if alive else times * _left_by(model, train, plan, part.layers)
+        found.append(_of_rank(model, train, plan, part, held, framework))
+    return tuple(found)
+
+
+def one_by_one(plan: Plan) -> bool:
+    """Whether one rank takes each micro-batch forward and back before the next."""
+    return plan.axis_size("pipeline") == 1 and plan.schedule.name in ("1f1b", "zb_h1")
+
+
+def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan) -> tuple[float, ...]:
+    """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves until its backward."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
+    return tuple(_left_by(model, train, plan, stage) for stage in stages)
+
+
+def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
+    kept = sum(_kept_per_token(model, plan.strategy(layer, model.layers)) for layer in layers)
+    return _tokens(train, plan) * kept * bytes_of(plan.precision.compute)
+
+
+def _tokens(train: TrainSpec, plan: Plan) -> float:
+    """Tokens of a micro-batch that one rank keeps activations of: context ranks split the sequence, tensor ranks what lies between."""
+    return plan.batch.micro_batch * train.seq_len / (context_size(plan) * plan.axis_size("tensor"))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one pipeline rank holds of the model."""
+
+    layers: tuple[int, ...]
+    block: int
+    """Parameters of one block on this rank, before sharding."""
+    ends: int
+    """Those of the embedding and the head that are here."""
+    sharded: int
+    """Parameters of the whole part that the rank keeps for itself: its shard."""
+    has_head: bool
+
+
+@lru_cache(maxsize=256)  # the planner asks for the same parts under every batch and strategy
+def _part(model: ModelSpec, width: int, shards: int, table: StageTable, rank: int) -> _Part:
+    names = set(held_parameters(model, table, rank))
+    rows = [row for row in parameters(model) if row.name in names]
+    layers = tuple(layer for stage in table[rank] for layer in stage)
+    return _Part(
+        layers=layers,
+        block=sum(row.count for row in layer_parameters(model, 0)) // width,
+        ends=sum(row.count for row in rows if not row.name.startswith("layers.")) // width,
+        sharded=sum(len(shard_rows(row.shape[0], shards, 0)) * (row.count // row.shape[0]) for row in rows) // width,
+        has_head=model.layers - 1 in layers,
+    )
+
+
+def _of_rank(
+    model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: float, framework: int
+) -> dict[str, int]:
     stored = 8 if plan.precision.compute == "fp64" else 4
-    held = sum(len(shard_rows(row.shape[0], shard, 0)) * (row.count // row.shape[0]) for row in parameters(model))
-    return {
-        "weights": held * stored,
-        "gradients": held * stored,
-        "optimizer": 2 * held * stored,
-        "gathered": _gathered(model, plan),
-        "activations": _activations(model, train, plan),
-        "logits": _logits(model, train, plan),
-        "framework": FRAMEWORK_BYTES["cpu" if cpu else "cuda"],
+    kinds = {
+        "weights": part.sharded * stored,
+        "gradients": part.sharded * stored + _whole_gradients(model, plan, part),
+        "optimizer": 2 * part.sharded * stored,
+        "gathered": _gathered(model, plan, part),
+        "activations": round(alive) + _working(model, train, plan, part),
+        "logits": _logits(model, train, plan) if part.has_head else 0,
+        "framework": framework,
     }
+    if plan.axis_size("pipeline") > 1:
+        kinds["transfers"] = TRANSFERS_IN_FLIGHT * _boundary(model, train, plan)
+    return kinds
 
 
-def _gathered(model: ModelSpec, plan: Plan) -> int:
+def _whole_gradients(model: ModelSpec, plan: Plan, part: _Part) -> int:
+    """A rank's own sums of whole gradients, kept between micro-batches; layered order never has more than the units in flight."""
+    if plan.layered or plan.batch.accumulate == 1 or shard_size(plan) == 1:
+        return 0
+    strategies = [plan.strategy(layer, model.layers) for layer in part.layers]
+    blocks = sum(part.block for strategy in strategies if strategy.gradients == "whole")
+    ends = part.ends if strategies[-1].gradients == "whole" else 0
+    return (blocks + ends) * bytes_of(plan.precision.reduce)
+
+
+def _gathered(model: ModelSpec, plan: Plan, part: _Part) -> int:
     """Gathered compute-format weights kept or in flight, and unreduced gradients of the units in flight."""
-    if plan.axis_size("shard") == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16":
+    if shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16":
         return 0
     compute, reduce = bytes_of(plan.precision.compute), bytes_of(plan.precision.reduce)
-    block = sum(row.count for row in layer_parameters(model, 0))
-    ends = sum(row.count for row in parameters(model) if not row.name.startswith("layers."))
-    kept = sum(1 for layer in range(model.layers) if not plan.strategy(layer, model.layers).reshard)
-    weights = (max(kept, min(UNITS_IN_FLIGHT, model.layers)) * block + ends) * compute
-    largest = max(block, model.vocab_size * model.hidden)
+    kept = sum(1 for layer in part.layers if not plan.strategy(layer, model.layers).reshard)
+    weights = (max(kept, min(UNITS_IN_FLIGHT, len(part.layers))) * part.block + part.ends) * compute
+    table = model.vocab_size * model.hidden // plan.axis_size("tensor")
+    largest = max(part.block, table if part.ends else 0)
     return weights + UNITS_IN_FLIGHT * largest * reduce
 
 
-def _activations(model: ModelSpec, train: TrainSpec, plan: Plan) -> int:
-    tokens = plan.batch.micro_batch * train.seq_len
-    strategies = [plan.strategy(layer, model.layers) for layer in range(model.layers)]
-    kept = sum(_kept_per_token(model, strategy) for strategy in strategies)
-    # One recomputed block is whole while its backward runs.
-    working = _kept_per_token(model, LayerStrategy()) if any(s.recompute != "none" for s in strategies) else 0
-    return tokens * (kept + working) * bytes_of(plan.precision.compute)
+def _working(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part) -> int:
+    """What exists beside kept activations: one recomputed block whole, and in layered order every micro-batch's gradient between units."""
+    recomputed = any(plan.strategy(layer, model.layers).recompute != "none" for layer in part.layers)
+    block = _tokens(train, plan) * _kept_per_token(model, LayerStrategy()) * bytes_of(plan.precision.compute)
+    between = plan.batch.accumulate * _boundary(model, train, plan) if plan.layered else 0
+    return round(block if recomputed else 0) + between
+
+
+def _boundary(model: ModelSpec, train: TrainSpec, plan: Plan) -> int:
+    """One micro-batch's residual stream."""
+    return round(_tokens(train, plan) * model.hidden * bytes_of(plan.precision.compute))
 
 
 def _kept_per_token(model: ModelSpec, strategy: LayerStrategy) -> int:
@@ -73,9 +180,15 @@ def _kept_per_token(model: ModelSpec, strategy: LayerStrategy) -> int:
 
 
 def _logits(model: ModelSpec, train: TrainSpec, plan: Plan) -> int:
-    """The loss: one chunk of logits in compute format and fp32, the head's fp32 gradient, hidden states and their gradient."""
-    tokens = plan.batch.micro_batch * train.seq_len
-    chunk = min(tokens, train.loss_chunk)
+    """The loss: one chunk of logits in compute format and fp32, the head's gradient in fp32, hidden states and their gradient.
+
+    The head's forward makes both gradients; where all forwards run before the first backward, every micro-batch's are alive.
+    """
+    tokens, width = _tokens(train, plan), plan.axis_size("tensor")
+    together = tokens * width  # the head sees the tokens of all tensor ranks, and its own part of the vocabulary
+    chunk = min(together, train.loss_chunk)
     compute = bytes_of(plan.precision.compute)
-    head = model.vocab_size * model.hidden * max(4, compute)
-    return chunk * model.vocab_size * (compute + 4) + head + 2 * tokens * model.hidden * compute
+    head = model.vocab_size * model.hidden // width * max(4, compute)
+    piled = plan.layered or plan.schedule.name == "gpipe"
+    left = (head + tokens * model.hidden * compute) * (plan.batch.accumulate if piled else 1)
+    return round(chunk * model.vocab_size / width * (compute + 4) + left + tokens * model.hidden * compute)

@@ -41,15 +41,22 @@ def predict_rows(rows: Sequence[Mapping[str, str]], given: dict[str, Any] | None
     return [_prediction(reading, next(priced) if reading.case is not None else None) for reading in readings]
 
 
-def price(cases: Sequence[Case], given: dict[str, Any] | None = None) -> tuple[StepCost, dict[str, np.ndarray]]:
-    """Step costs and bytes by kind of many cases, side by side."""
+def price(cases: Sequence[Case], given: dict[str, Any] | None = None) -> StepCost:
+    """Step costs of many cases, side by side."""
     shape: Shape = side_by_side([case.shape for case in cases])
     machine: Machine = side_by_side([case.machine for case in cases])
     layout: Layouts = side_by_side([case.layout for case in cases])
     release = np.array([case.release for case in cases])
     constants = aged(per_row([(case.generation, case.stack) for case in cases], given), release)
-    kinds = footprint(shape, layout, keeping([case.stack for case in cases], given and given["memory"]))
-    return step_cost(shape, machine, layout, constants, sum(kinds.values()) / machine.memory), kinds
+    return step_cost(shape, machine, layout, constants)
+
+
+def memory(cases: Sequence[Case], given: dict[str, Any] | None = None, *, as_printed: bool) -> dict[str, np.ndarray]:
+    """Bytes by kind of many cases: of the fullest stage, or of the one whose figure each case's software prints."""
+    shape: Shape = side_by_side([case.shape for case in cases])
+    layout: Layouts = side_by_side([case.layout for case in cases])
+    first = np.array([float(as_printed and case.first_stage) for case in cases])
+    return footprint(shape, layout, keeping([case.stack for case in cases], given and given["memory"]), first)
 
 
 def band_class(case: Case) -> str:
@@ -59,8 +66,8 @@ def band_class(case: Case) -> str:
 
 
 def _price(cases: Sequence[Case], given: dict[str, Any] | None) -> list[dict[str, Any]]:
-    cost, kinds = price(cases, given)
-    least = _least_memory(cases, kinds, given)
+    cost, kinds = price(cases, given), memory(cases, given, as_printed=True)
+    least = _least_memory(cases, given)
     bands = (given or table())["bands"]
     found = []
     for at, case in enumerate(cases):
@@ -81,12 +88,13 @@ def _price(cases: Sequence[Case], given: dict[str, Any] | None) -> list[dict[str
     return found
 
 
-def _least_memory(cases: Sequence[Case], kinds: dict[str, np.ndarray], given: dict[str, Any] | None) -> np.ndarray:
-    """Bytes of each case; with all activations recomputed where its row leaves that open, for then it may have been."""
+def _least_memory(cases: Sequence[Case], given: dict[str, Any] | None) -> np.ndarray:
+    """Bytes of each case's fullest stage; with all activations recomputed where its row leaves that open, for then it may have been."""
     saving = [
         replace(case, layout=replace(case.layout, recompute=2.0)) if case.may_recompute else case for case in cases
     ]
-    return np.minimum(sum(kinds.values()), sum(price(saving, given)[1].values()))
+    sizes = [sum(memory(some, given, as_printed=False).values()) for some in (cases, saving)]
+    return np.minimum(*sizes)
 
 
 def _prediction(reading: Reading, priced: dict[str, Any] | None) -> Prediction:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.costs.families import by_name, looks_like_gpt, shape
 from meshwright.costs.inputs import Layouts, Machine, Shape
+from meshwright.costs.unprinted import splits_sequence
 from meshwright.spec.chips import CHIPS, Chip
 
 Text = Mapping[str, str]
@@ -28,6 +29,8 @@ class Case:
     stack: str
     may_recompute: bool = False
     """Whether the row does not say if activations are recomputed, and its software could."""
+    first_stage: bool = False
+    """Whether the memory that its software prints is that of the first pipeline stage."""
     release: float = 0.0
     """Age of the software: years after the start of 2025, 0 when not known."""
 
@@ -64,6 +67,10 @@ NEVER_RECOMPUTES = {"nanotron"}
 """Stacks whose published runs kept all activations."""
 BALANCED = {"nanotron"}
 """Stacks that cut a pipeline by the cost of layers and head."""
+FIRST_STAGE = {"nanotron"}
+"""Stacks that print the memory of rank 0."""
+MODE_NOT_PRINTED = {"nanotron"}
+"""Stacks whose tables do not say how tensor parallelism treats the sequence."""
 
 
 def stack_of(source: str, note: str) -> str:
@@ -117,12 +124,18 @@ def _case(row: Text, assumed: list[str]) -> Case:
     stack = stack_of(row.get("source") or "", row.get("note") or "")
     chip = _chip(row, assumed)
     layout = _layout(row, stack, assumed)
+    shape_ = _shape(row, assumed)
+    machine = _machine(row, chip, layout, assumed)
+    if stack in MODE_NOT_PRINTED:
+        layout = replace(layout, sequence=float(splits_sequence(shape_, machine, layout)))
+        assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
     return Case(
-        shape=_shape(row, assumed),
-        machine=_machine(row, chip, layout, assumed),
+        shape=shape_,
+        machine=machine,
         layout=layout,
         generation=chip.generation,
         stack=stack,
+        first_stage=stack in FIRST_STAGE,
         may_recompute=not row.get("recompute") and stack not in NEVER_RECOMPUTES,
         release=release_of(row.get("source") or "", row.get("note") or ""),
     )

@@ -11,7 +11,8 @@ def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
     """Layers of the fullest stage and of the last one, which also has the head.
 
     Even: layers divided by stages, the head on top; when they do not divide, embedding and head count as a layer each.
-    Balanced: the head counts as the layers whose multiplications it equals, and stages are filled up to the mean.
+    Balanced: the head counts as the layers whose multiplications it equals, and a stage takes layers until the sum passes its share
+    of the whole, so the first one is the fullest.
     """
     chunks = layout.pipeline * layout.virtual
     each = shape.layers / chunks
@@ -19,9 +20,13 @@ def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
     counted = np.ceil((shape.layers + 2) / chunks - 1e-9) * layout.virtual
     even = np.where(divides, shape.layers / layout.pipeline, counted)
     head = shape.table_params * shape.layers / (shape.dense_params + shape.expert_params)
-    balanced = np.ceil((shape.layers + head) / layout.pipeline - 1e-9)
+    share = (shape.layers + head) / layout.pipeline
+    balanced = np.floor(share + 1e-9) + 1
     full = np.minimum(shape.layers, np.where(layout.balanced > 0, balanced, even))
-    last = np.where(
-        (layout.balanced > 0) | ~divides, np.maximum(0.0, shape.layers - full * (layout.pipeline - 1)), full
+    before = np.where(
+        layout.balanced > 0,
+        np.floor(share * (layout.pipeline - 1) + 1e-9) + 1,
+        full * (layout.pipeline - 1),
     )
+    last = np.where((layout.balanced > 0) | ~divides, np.maximum(0.0, shape.layers - before), full)
     return full, last

@@ -20,6 +20,8 @@ from meshwright.costs.stages import stage_layers
 WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
 """Share of an interleaved pipeline's last round under which gradients travel: half if chunks finished evenly, at most all."""
+RINGS = 10.0
+"""Collectives of a layer, forward and backward, when tensor parallelism splits the sequence: six gathers and four scatters."""
 FULL = 0.92
 """Share of memory at which an allocator starts to give back and ask again."""
 
@@ -37,8 +39,8 @@ class StepCost:
     exposed: dict[str, Array]
 
 
-def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, filled: Array = 0.0) -> StepCost:
-    """What one step costs under each layout; `filled` is the share of a device's memory that it is predicted to need."""
+def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> StepCost:
+    """What one step costs under each layout."""
     times = layer_times(shape, machine, layout, k)
     tensor = _tensor_traffic(shape, machine, layout, k)
     context = _context_traffic(shape, machine, layout, k)
@@ -59,7 +61,7 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     pipe = np.where(
         layout.pipeline > 1, edge * (2 * m * layout.virtual * k.pipe_exposed + 2 * (layout.pipeline - 1)), 0.0
     )
-    stalls = _stalls(machine, layout, k, filled)
+    stalls = _stalls(machine, layout, k)
     body = m * (stage + micro)
     data = _gradient_traffic(shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12))
     update = _optimizer(shape, machine, layout, k)
@@ -96,15 +98,10 @@ def _stages(shape: Shape, layout: Layouts, chain: Array, times: LayerTime) -> tu
     return np.where(layout.pipeline > 1, stage, whole), whole
 
 
-def _stalls(machine: Machine, layout: Layouts, k: Constants, filled: Array) -> Array:
-    """Seconds that the step loses at stage boundaries, at most two a micro-batch, to an overrun network or a full memory.
-
-    Near its limit an allocator gives everything back and asks again, once for each activation that does not fit.
-    """
+def _stalls(machine: Machine, layout: Layouts, k: Constants) -> Array:
+    """Seconds that the step loses at stage boundaries, at most two a micro-batch, to an overrun network."""
     boundaries = np.minimum(2.0, layout.pipeline - 1)
-    full = 1 / (1 + (FULL / np.maximum(filled, 1e-3)) ** 40)
-    chance = 1 - (1 - crowding(machine, layout, k)) * (1 - full)
-    return chance * k.stall_s * boundaries * layout.micro_batches
+    return crowding(machine, layout, k) * k.stall_s * boundaries * layout.micro_batches
 
 
 def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
@@ -171,6 +168,8 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     between = all_reduce(hybrid, k, (dense + experts) / layout.shards * k.reduce_bytes)
     reduced = np.where(layout.zero == 0, whole, part) + gather(copies, k, expert_bytes * k.reduce_bytes, messages)
     reduced = np.where(layout.zero >= 3, between, reduced)
+    steps = 2 * (ranks - 1) * k.ring_us / RINGS * 1e-6 * shape.layers / layout.pipeline
+    reduced = reduced + np.where(layout.zero == 0, layout.sequence * steps, 0.0)
     gathered = gather(where, k, dense * weight, messages) + gather(copies, k, expert_bytes * weight, messages)
     gathered = np.where((layout.zero >= 1) & (layout.zero < 3), gathered, 0.0)
     # With several chunks a rank, a chunk's gradients travel while the others' last round of micro-batches is computed;

@@ -18,6 +18,19 @@ optimizer's update. host: the rest of the step, when no phase was open."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """Every phase, in the order a step runs them and a chart stacks them."""
 
+_PHASE_OF_ACTION = {
+    "forward_only": "forward",
+    "backward_input": "backward",
+    "backward_weight": "backward",
+    "norm_barrier": "reduce",
+}
+
+
+def phase_of(name: str) -> str:
+    """The phase a span counts for: `backward_input 3.2/1`, an action of the executor, counts for backward."""
+    kind = name.partition(" ")[0]
+    return _PHASE_OF_ACTION.get(kind, kind)
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

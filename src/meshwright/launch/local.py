@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from meshwright.spec.network import network_environment
 
 CULPRIT_SECONDS = 2.0
 """After a rank reports that others are gone, how long to wait for the one whose failure caused it."""
@@ -27,8 +29,8 @@ POLL_SECONDS = 0.05
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def run_ranks(module: str, arguments: list[str], *, ranks: int, logs: Path, threads: int) -> int:
-    """Run `python -m module arguments…` as `ranks` local ranks and return the exit code of the job.
+def run_ranks(module: str, arguments: list[str], *, cluster: ClusterSpec, logs: Path, threads: int) -> int:
+    """Run `python -m module arguments…` as the ranks of a cluster of this one host and return the exit code of the job.
 
     Rank 0 keeps this terminal; the others write to `logs/rank-NNNNN.log`. Ranks start with SIGINT, SIGTERM and SIGUSR1 blocked, so that
     none is lost before they listen and unblock them. The code is 0 when all succeed, else that of the first rank that failed by itself.
@@ -39,7 +41,8 @@ def run_ranks(module: str, arguments: list[str], *, ranks: int, logs: Path, thre
         with _forwarding(processes):
             with _listening_socket() as listener, _blocked():
                 processes.extend(
-                    _start(module, arguments, rank, ranks, listener, logs, threads) for rank in range(ranks)
+                    _start(module, arguments, rank, _environment(rank, cluster, listener, threads), listener, logs)
+                    for rank in range(cluster.ranks)
                 )
             codes = _wait(processes)
     finally:
@@ -48,21 +51,25 @@ def run_ranks(module: str, arguments: list[str], *, ranks: int, logs: Path, thre
     return _job_code(codes)
 
 
+def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threads: int) -> dict[str, str]:
+    """One rank's environment: what the cluster says of the network, what the user exported before it, and the rank's place before both.
+
+    Ranks of one host talk over loopback unless somebody says otherwise.
+    """
+    network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | network_environment(cluster, rank)
+    place = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": cluster.ranks}
+    place |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
+    env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **network, **os.environ, "MASTER_ADDR": "127.0.0.1"}
+    return env | {name: str(value) for name, value in place.items()}
+
+
 def _start(
-    module: str, arguments: list[str], rank: int, ranks: int, listener: socket.socket, logs: Path, threads: int
+    module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path
 ) -> subprocess.Popen[bytes]:
-    port = listener.getsockname()[1]
-    place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    env = {**os.environ, **{key: str(value) for key, value in place.items()}}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MESHWRIGHT_PARENT": str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
-    env |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    passed: tuple[int, ...] = ()
-    if rank == 0:
-        passed = (listener.fileno(),)
-        env["MESHWRIGHT_STORE_FD"] = str(listener.fileno())
     command = [sys.executable, "-m", module, *arguments]
     if rank == 0:
+        passed = (listener.fileno(),)
+        env = env | {"MESHWRIGHT_STORE_FD": str(listener.fileno())}
         return subprocess.Popen(command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL)
     with (logs / f"rank-{rank:05d}.log").open("ab") as log:
         return subprocess.Popen(

@@ -15,7 +15,7 @@ from meshwright.data.corpus import STDLIB
 from meshwright.data.source import DataSource, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.launch.machine import host_memory_bytes
-from meshwright.planner.data_parallel import Candidate, choose
+from meshwright.planner.data_parallel import Candidate, choose, untrainable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml
@@ -86,6 +86,14 @@ def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
     return choose(run, memory_bytes=share)
 
 
+def training_plan(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
+    """`plan_for`, for a run that will train. Raises BadInput when the plan has an axis that this release can only plan and simulate."""
+    plan, candidates = plan_for(run)
+    if refused := untrainable(plan):
+        raise BadInput(refused)
+    return plan, candidates
+
+
 def prepare_run(run: RunSpec, runs: Path, *, fresh: bool, profile: tuple[int, int] | None, note: Note) -> Prepared:
     """Make or reopen the run's folder and write what its ranks need.
 
@@ -94,7 +102,7 @@ def prepare_run(run: RunSpec, runs: Path, *, fresh: bool, profile: tuple[int, in
     run = resolve_data(run, note)
     folder, resumes = find_folder(run, runs, fresh=fresh)
     run = replace(run, name=folder.name)
-    plan, _ = plan_for(run)
+    plan, _ = training_plan(run)
     check_disk(run, folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):

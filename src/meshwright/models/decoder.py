@@ -7,11 +7,14 @@ values; gate and up.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask, attention, make_mask
+from meshwright.kernels.linear import Linear
 from meshwright.kernels.loss import linear_cross_entropy
 from meshwright.kernels.norm import layer_norm, rms_norm
 from meshwright.kernels.rope import Tables, rotary_tables, rotate
@@ -19,6 +22,14 @@ from meshwright.kernels.swiglu import swiglu
 from meshwright.models.check import check_dimensions
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
+
+
+class SharedInputs(NamedTuple):
+    """What all blocks of one micro-batch share: token positions, rotary tables, attention mask."""
+
+    positions: Tensor
+    rope: Tables | None
+    mask: AttentionMask | None
 
 
 class Decoder(nn.Module):
@@ -35,7 +46,7 @@ class Decoder(nn.Module):
         self.spec, self.plain = spec, plain
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden)
         self.positions = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
-        self.layers = nn.ModuleList(Block(spec, plain) for _ in range(spec.layers))
+        self.layers = nn.ModuleDict({str(layer): Block(spec, plain) for layer in range(spec.layers)})
         self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
         self.head = Head(spec, plain, loss_chunk)
 
@@ -54,17 +65,30 @@ class Decoder(nn.Module):
         counted from 0 in each row when None. documents `(batch, seq)`: numbers of the documents that attention stays
         inside; None is one per row.
         """
+        shared = self.shared(tokens, positions, documents, self.embed.weight.dtype)
+        x = self.embedded(tokens, shared)
+        for layer in self.layers.values():
+            x = layer(x, shared.rope, shared.mask)
+        return self.finished(x, targets)
+
+    def shared(
+        self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, dtype: torch.dtype
+    ) -> SharedInputs:
+        """What every block of one micro-batch is handed beside its input, for activations of `dtype`."""
         self._check_length(tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embed(tokens)
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        rope = self._rope(positions, x.dtype)
-        dense = self.plain or x.dtype == torch.float64
+        dense = self.plain or dtype == torch.float64
         mask = make_mask(documents, self.spec.sliding_window, tokens.shape[1], tokens.device, plain=dense)
-        for layer in self.layers:
-            x = layer(x, rope, mask)
+        return SharedInputs(positions, self._rope(positions, dtype), mask)
+
+    def embedded(self, tokens: Tensor, shared: SharedInputs) -> Tensor:
+        """The first block's input `(batch, seq, hidden)`."""
+        x = self.embed(tokens)
+        return x if self.positions is None else x + self.positions(shared.positions)
+
+    def finished(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Logits or summed loss of the last block's output."""
         tied = self.embed.weight if self.spec.tied else None
         return self.head(self.norm(x), targets, tied)
 
@@ -110,12 +134,12 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.plain = spec.heads, spec.kv_heads, spec.head_dim, plain
         width = spec.heads * spec.head_dim
-        self.qkv = nn.Linear(spec.hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.bias)
+        self.qkv = Linear(spec.hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.bias)
         if spec.qk_norm:
             self.q_norm = Norm("rmsnorm", spec.head_dim, spec.norm_eps, plain)
             self.k_norm = Norm("rmsnorm", spec.head_dim, spec.norm_eps, plain)
         self.qk_norm = spec.qk_norm
-        self.out = nn.Linear(width, spec.hidden, bias=spec.bias)
+        self.out = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
@@ -133,8 +157,8 @@ class GatedMLP(nn.Module):
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
         self.plain = plain
-        self.gate_up = nn.Linear(spec.hidden, 2 * spec.ffn_hidden, bias=spec.bias)
-        self.down = nn.Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
+        self.gate_up = Linear(spec.hidden, 2 * spec.ffn_hidden, bias=spec.bias)
+        self.down = Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x), plain=self.plain))
@@ -145,8 +169,8 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=spec.bias)
-        self.down = nn.Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
+        self.up = Linear(spec.hidden, spec.ffn_hidden, bias=spec.bias)
+        self.down = Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.events.ring import Ring
-from meshwright.events.span import PhaseTimes, Span
+from meshwright.events.span import PhaseTimes, Span, phase_of
 
 KEPT_STEPS = 256
 KEPT_SPANS = 8192
@@ -213,7 +213,8 @@ class StepRecorder:
             if span.lane == "mark":
                 duration = 0.0
             elif span.depth == 0:
-                phases[span.name] = phases.get(span.name, 0.0) + duration
+                phase = phase_of(span.name)
+                phases[phase] = phases.get(phase, 0.0) + duration
             self._spans.append(Span(span.name, start + offset, duration, window.step, self._rank, span.lane))
         if window.counted:
             total = clock.seconds(window.first, window.last)

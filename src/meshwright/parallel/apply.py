@@ -1,4 +1,4 @@
-"""The order in which a Plan is applied to a model: recompute, compile, shard, materialise, initialise.
+"""The order in which a Plan is applied to a model: cut, recompute, compile, split the backward, shard, materialise, initialise.
 
 This is the one place that fixes it. The model never learns of any of it: a block's `forward` is wrapped, its name and parameters stay.
 """
@@ -6,6 +6,7 @@ This is the one place that fixes it. The model never learns of any of it: a bloc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,30 +14,137 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial import initial_values
-from meshwright.parallel.fsdp import shard_model
+from meshwright.parallel.channels import open_channels
+from meshwright.parallel.executor import Executor
+from meshwright.parallel.fsdp import DTYPES, Streams
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import recomputing
-from meshwright.spec.layout import shard_rows
+from meshwright.parallel.replicas import ReplicaSums
+from meshwright.parallel.stages import StageTable, keep_only, keeping, make_units, unit_counts
+from meshwright.parallel.tied import TiedSum
+from meshwright.schedules.expand import expand
+from meshwright.schedules.looping import forward_only
+from meshwright.schedules.registry import build, entry_of
+from meshwright.schedules.schedule import Schedule
+from meshwright.spec.layout import shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 
 
-def build_model(spec: ModelSpec, plan: Plan, mesh: Mesh, *, loss_chunk: int, seed: int, plain: bool = False) -> Decoder:
-    """A decoder on the mesh with its initial values, ready to train.
+@dataclass
+class Engine:
+    """A model under a plan on one rank: the part of it the rank holds, and what runs it.
 
-    `plain` uses the kernels' plain twins (the reference of the equality tests).
+    `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches.
     """
+
+    model: Decoder
+    executor: Executor
+    training: Schedule
+    evaluating: Callable[[int], Schedule]
+    tied: TiedSum | None = None
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.training.stages - 1 in self.executor.stages
+
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's parts of all gradients, and apart from them those whose squares another rank counts."""
+        counted, copies = [], []
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                elsewhere = self.tied is not None and not self.tied.counts and name == "embed.weight"
+                (copies if elsewhere else counted).append(_local(parameter.grad))
+        return counted, copies
+
+
+def build_engine(spec: ModelSpec, plan: Plan, mesh: Mesh, *, loss_chunk: int, seed: int, plain: bool = False) -> Engine:
+    """This rank's part of a decoder with its initial values, ready to train.
+
+    `plain` uses the kernels' plain twins (the reference of the equality tests). Raises BadInput when the schedule cannot be made for the
+    plan's sizes.
+    """
+    pipeline_rank, table = (
+        mesh.coordinate("pipeline"),
+        stage_table(plan.schedule, mesh.layout.size("pipeline"), spec.layers),
+    )
+    training = training_schedule(plan, table, spec.layers)
     with torch.device("meta"):
         model = Decoder(spec, loss_chunk=loss_chunk, plain=plain)
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
+    keep_only(model, table[pipeline_rank])
     wrap_blocks(model, plan)
-    shard_model(model, plan, mesh)
+    if entry_of(plan.schedule.name).splits_backward:
+        for block in model.layers.values():
+            split_backward(block)
+    shards = mesh.devices if mesh.devices.ndim == 1 else mesh.devices["shard"]
+    units = make_units(model, table[pipeline_rank], plan, shards)
     model.to_empty(device=mesh.device)
     initialise_shards(model, spec, seed)
-    return model
+    tied = _tied_sum(model, table, mesh)
+    executor = Executor(
+        model,
+        dict(zip(training.placement[pipeline_rank], units, strict=True)),
+        pipeline_rank,
+        dtype=DTYPES[plan.precision.compute],
+        device=mesh.device,
+        streams=Streams((unit.sharded for row in units for unit in row), mesh.device),
+        channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
+        replicas=_replica_sums(plan, mesh),
+        tied=tied,
+    )
+    return Engine(model, executor, training, partial(evaluation_schedule, plan, table, spec.layers), tied)
+
+
+def training_schedule(plan: Plan, table: StageTable, layers: int) -> Schedule:
+    """The plan's schedule in unit actions."""
+    stages = build(plan.schedule.name, len(table), plan.batch.accumulate, len(table[0]))
+    gather, reduce = keeping(table, plan, layers)
+    order = "layered" if plan.layered else "depth_first"
+    return expand(stages, unit_counts(table, layers), order=order, gather=gather, reduce=reduce)
+
+
+def evaluation_schedule(plan: Plan, table: StageTable, layers: int, micro_batches: int) -> Schedule:
+    """A pass without backward over the plan's stages, in unit actions."""
+    placement = build(plan.schedule.name, len(table), plan.batch.accumulate, len(table[0])).placement
+    gather, _ = keeping(table, plan, layers)
+    order = "layered" if plan.layered else "depth_first"
+    stages = forward_only(placement, micro_batches)
+    return expand(stages, unit_counts(table, layers), order=order, gather=gather, reduce="never")
+
+
+def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
+    group = mesh.group("replicate")
+    if group is None:
+        return None
+    reduce = plan.precision.reduce_replicas
+    return ReplicaSums(group, DTYPES[reduce] if reduce else None, mesh.device)
+
+
+def _tied_sum(model: Decoder, table: StageTable, mesh: Mesh) -> TiedSum | None:
+    """The sum over the two ends of the pipeline, when they share a weight and live on different ranks."""
+    first = next(rank for rank, row in enumerate(table) if any(stage.start == 0 for stage in row))
+    last = next(rank for rank, row in enumerate(table) if any(stage.stop == model.spec.layers for stage in row))
+    if not model.spec.tied or first == last:
+        return None
+    group = mesh.pair(first, last)
+    if group is None:
+        return None
+    return TiedSum(lambda: _local(_gradient(model.embed.weight)), group, counts=mesh.coordinate("pipeline") == first)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
@@ -45,8 +153,8 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
     Compiling around the recompute lets the compiler see what is kept. All blocks share one compiled function.
     """
     compiled = torch.compile(_call, fullgraph=True, dynamic=False)
-    for layer, block in enumerate(model.layers):
-        mode = plan.strategy(layer, len(model.layers)).recompute
+    for layer, block in model.layers.items():
+        mode = plan.strategy(int(layer), model.spec.layers).recompute
         if plan.compile:
             block.forward = partial(compiled, type(block).forward, mode, block)
         else:

@@ -1,67 +1,144 @@
-"""Fully sharded data parallelism with FSDP2: one unit per block, one for each end of the model.
+"""Fully sharded units driven by hand: gather, wait, drop, reduce. The only file that touches FSDP2's internals.
+
+FSDP2's parameter groups hold the shards, the gathered weights and the streams; its hooks are taken off, and the executor says when each
+verb runs, because a schedule that keeps parameters over several micro-batches, or splits the backward, cannot be told by hooks.
 
 Gradients are summed, never averaged: the loss is already divided by the step's valid tokens over all ranks, so a sum is the gradient of
 the global mean whatever the number of ranks. (FSDP2 divides by default, and on Gloo a factor of 1 needs the plain sum.)
-Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO); replicate × shard is HSDP.
+Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO).
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
-from meshwright.models.decoder import Decoder
-from meshwright.parallel.mesh import Mesh
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Precision
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """torch's name of each number format of the Plan."""
 
 
-def shard_model(model: Decoder, plan: Plan, mesh: Mesh) -> None:
-    """Shard every parameter of a (meta) decoder over the mesh, in place.
+class ShardedUnit:
+    """The parameters of some modules, split over the ranks of a mesh, with four verbs: `unshard`, `wait`, `reshard`, `reduce`.
 
-    Blocks become their own units with the plan's resharding; embedding and head are units of their own, or stay with the root when
-    they are tied, because one parameter belongs to one unit. The last unit is never resharded: backward starts with it.
+    `places` is how many units of the schedule use it: 2 for tied weights, whose two ends share one unit. It is dropped when all its places
+    dropped it, and reduced when all reduced it.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=_compute_dtype(plan), reduce_dtype=DTYPES[plan.precision.reduce], cast_forward_inputs=False
-    )
-    options: dict[str, Any] = {"mesh": mesh.devices, "mp_policy": policy}
-    blocks = list(model.layers)
-    for layer, block in enumerate(blocks):
-        fully_shard(block, reshard_after_forward=plan.strategy(layer, len(blocks)).reshard, **options)
-    if not model.spec.tied:
-        fully_shard(model.embed, reshard_after_forward=plan.strategy(0, len(blocks)).reshard, **options)
-        fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
-    for unit in units(model):
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-    _prefetch(blocks)
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision, places: int = 1) -> None:
+        # Casting inputs too would round the rotary tables.
+        policy = MixedPrecisionPolicy(
+            param_dtype=DTYPES[precision.compute] if precision.compute == "bf16" else None,
+            reduce_dtype=DTYPES[precision.reduce],
+            cast_forward_inputs=False,
+        )
+        fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        for module in modules:
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+        self._group = _group_of(modules[0])
+        self._group.gradient_divide_factor = 1.0
+        self._group.force_sum_reduction_for_comms = True
+        self._group.reshard_after_backward = False
+        self._places = places
+        self._holders = 0
+        self._asked = 0
+
+    def unshard(self) -> None:
+        """Start to gather the weights on the communication stream; nothing when they are there or on their way."""
+        self._holders += 1
+        with self._group.use_training_state(TrainingState.FORWARD):
+            self._group.unshard(False)
+
+    def wait(self) -> None:
+        """Let compute wait until the weights are gathered."""
+        with self._group.use_training_state(TrainingState.FORWARD):
+            self._group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Drop the gathered weights."""
+        self._holders -= 1
+        if self._holders == 0:
+            self.wait()  # a gather that nobody used must be through before its buffer goes
+            with self._group.use_training_state(TrainingState.IDLE):
+                self._group.reshard()
+
+    def accumulate(self) -> None:
+        """Add what a backward left in the gathered weights' gradients to a sum in the format that is reduced in."""
+        for parameter in self._group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+    def reduce(self) -> bool:
+        """Start to sum the whole gradients over ranks, each rank keeping its shard; added to the shard's sum so far.
+
+        False when another place of the unit has yet to add its part, and nothing was started.
+        """
+        self._asked += 1
+        if self._asked < self._places:
+            return False
+        self._asked = 0
+        self._group.post_backward()
+        self._group._training_state = TrainingState.IDLE
+        return True
+
+    def finish(self) -> None:
+        """Let compute wait for every reduction that was started."""
+        self._group.finalize_backward()
+        self._group.comm_ctx.all_gather_state = None
+
+    @property
+    def reduced(self) -> Any:
+        """The event after which the shards' gradients hold the last reduction (None on a CPU)."""
+        return self._group._post_reduce_event
+
+    @property
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """The gathered weights, to add gradients to. They exist from the first gather on, also while their memory is freed."""
+        return [parameter._unsharded_param for parameter in self._group.fsdp_params]
+
+    @property
+    def gradient_shards(self) -> list[torch.Tensor]:
+        """The rank's part of every gradient, as plain tensors."""
+        shards = (parameter.sharded_param.grad for parameter in self._group.fsdp_params)
+        return [shard.to_local() for shard in shards if shard is not None]
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
-    """Every FSDP unit of the model, outermost first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+class Streams:
+    """The communication streams that the units of one rank share."""
+
+    def __init__(self, units: Iterable[ShardedUnit], device: torch.device) -> None:
+        self._context = FSDPCommContext()
+        self._context.lazy_init(device)
+        self._device = device
+        for unit in units:
+            unit._group.comm_ctx = self._context
+            unit._group.lazy_init()
+
+    def follow_compute(self) -> None:
+        """Let gathers begin only after what compute was given until now: the optimizer's update."""
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream()
+            self._context.all_gather_copy_in_stream.wait_stream(current)
+            self._context.all_gather_stream.wait_stream(current)
+
+    @property
+    def lanes(self) -> dict[str, Any]:
+        """The stream of each lane of a timeline: unshard, reduce."""
+        return {"unshard": self._context.all_gather_stream, "reduce": self._context.reduce_scatter_stream}
 
 
-def accumulate_only(model: nn.Module, accumulate: bool) -> None:
-    """Whether the next backward keeps replicas' sums to itself: under HSDP only the last micro-batch crosses the replicas."""
-    cast(FSDPModule, model).set_requires_all_reduce(not accumulate)
-
-
-def _compute_dtype(plan: Plan) -> torch.dtype | None:
-    return DTYPES[plan.precision.compute] if plan.precision.compute == "bf16" else None
-
-
-def _prefetch(blocks: list[nn.Module]) -> None:
-    """Ask for the next block's weights while this one computes, in both directions."""
-    sharded = cast(list[FSDPModule], blocks)
-    for earlier, later in pairwise(sharded):
-        earlier.set_modules_to_forward_prefetch([later])
-        later.set_modules_to_backward_prefetch([earlier])
+def _group_of(module: nn.Module) -> Any:
+    """FSDP2's parameter group of a unit: a list of one from torch 2.12 on."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    assert len(groups) == 1
+    return groups[0]

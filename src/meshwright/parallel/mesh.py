@@ -1,30 +1,52 @@
-"""The Plan's mesh as process groups: made once from the layout and passed down."""
+"""The Plan's mesh as process groups: made once from the layout and passed down.
+
+Every group comes from one operation, the division of all ranks into parts: one split of the world's communicator for an axis, however many
+groups the axis has, and no barrier. So a rank makes O(axes) splits on any number of ranks (MegaScale, Jiang et al. 2024, §3.5, on what
+group creation costs otherwise). Axes get theirs at once, in the plan's order; other groups are made on first use.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.world import World
+from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import DATA_AXES, Plan
+
+Parts = tuple[tuple[int, ...], ...]
+"""All ranks, each in one part."""
 
 
-@dataclass(frozen=True)
 class Mesh:
-    """The job's ranks arranged by the plan's axes.
+    """The job's ranks arranged by the plan's axes, and the groups along them.
 
-    `devices` is torch's view with one dimension per axis, outermost first.
+    What is made on first use (`devices`, `group_over`, `pair`, `split`) is collective over all ranks of the job: all must ask for the same
+    things in the same order. An axis of one rank costs nothing.
     """
 
-    layout: Layout
-    rank: int
-    device: torch.device
-    devices: DeviceMesh
+    def __init__(self, layout: Layout, world: World) -> None:
+        self.layout = layout
+        self.world = world
+        self.coordinates = layout.coordinates(world.rank)
+        self._made: dict[Parts, dist.ProcessGroup] = {}
+        self._devices: DeviceMesh | None = None
+        for axis, size in layout.axes:
+            if size > 1:
+                self.group_over((axis,))
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
 
     @property
     def data_rank(self) -> int:
@@ -35,13 +57,68 @@ class Mesh:
     def data_ranks(self) -> int:
         return self.layout.data_ranks
 
+    def axis_size(self, axis: str) -> int:
+        """Ranks along `axis`; 1 when the mesh lacks it."""
+        return self.layout.size(axis)
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along `axis`; 0 when the mesh lacks it."""
+        return self.coordinates.get(axis, 0)
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group of `axis` this rank belongs to, or None when the mesh lacks the axis."""
-        names = self.devices.mesh_dim_names or ()
-        return self.devices.get_group(axis) if axis in names else None
+        """The ranks that differ from this one only along `axis`, in axis order; None when that is this rank alone."""
+        return self.group_over((axis,))
+
+    def group_over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along `axes` only, in rank order; None when that is this rank alone."""
+        long = tuple(axis for axis in axes if self.layout.size(axis) > 1)
+        return self.split(parts_over(self.layout, long), " × ".join(long)) if long else None
+
+    def pair(self, pipeline_a: int, pipeline_b: int) -> dist.ProcessGroup | None:
+        """This rank and the one at the same place of the other pipeline rank, for what two stages share (tied weights).
+
+        Collective over all ranks; None on the pipeline ranks that are neither.
+        """
+        found = self.split(pairs_along_pipeline(self.layout, ((pipeline_a, pipeline_b),)), "pair")
+        return found if self.coordinate("pipeline") in (pipeline_a, pipeline_b) else None
+
+    def split(self, parts: Parts, what: str) -> dist.ProcessGroup:
+        """This rank's group when `parts` divides all ranks; made once, then kept. Collective over all ranks."""
+        if parts not in self._made:
+            self._made[parts] = world_group() if len(parts) == 1 else self.world.split(parts, what)
+        return self._made[parts]
+
+    @property
+    def devices(self) -> DeviceMesh:
+        """torch's view of the data axes, for FSDP2: (replicate, shard), or (shard) when there is one replica."""
+        if self._devices is None:
+            self._devices = self._device_mesh()
+        return self._devices
+
+    def _device_mesh(self) -> DeviceMesh:
+        names = DATA_AXES if self.axis_size("replicate") > 1 else ("shard",)
+        groups = [self.group(name) or self._alone() for name in names]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+        ranks = [
+            [self.layout.rank({**self.coordinates, "replicate": i, "shard": j}) for j in range(self.axis_size("shard"))]
+            for i in range(self.axis_size("replicate"))
+        ]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+
+    def _alone(self) -> dist.ProcessGroup:
+        """A group of this rank: FSDP2 wants one even where there is nobody to talk to."""
+        return self.split(tuple((rank,) for rank in range(self.layout.ranks)), "alone")
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` in place over all ranks that read data (all ranks, while every axis is a data axis)."""
+        """Sum `values` in place over the ranks that read different samples."""
+        group = self.group_over(DATA_AXES)
+        if group is not None:
+            dist.all_reduce(values, group=group)
+        return values
+
+    def sum_over_all(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum `values` in place over all ranks of the job."""
         dist.all_reduce(values)
         return values
 
@@ -55,7 +132,29 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
         raise BadInput(
             f"the plan is for {plan.ranks} ranks and the job has {world.ranks}; plan again or change plan.mesh"
         )
-    layout = Layout.of(plan, world.place.local_ranks)
-    names, sizes = zip(*layout.axes, strict=True)
-    devices = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
-    return Mesh(layout, world.rank, world.device, devices)
+    return Mesh(Layout.of(plan, world.ranks_per_node), world)
+
+
+@lru_cache
+def parts_over(layout: Layout, axes: tuple[str, ...]) -> Parts:
+    """All ranks divided into those that differ along `axes` only."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.ranks):
+        others = tuple(place for axis, place in layout.coordinates(rank).items() if axis not in axes)
+        found.setdefault(others, []).append(rank)
+    return tuple(map(tuple, found.values()))
+
+
+def pairs_along_pipeline(layout: Layout, pairs: Sequence[tuple[int, int]]) -> Parts:
+    """All ranks divided into the given disjoint pairs of pipeline ranks, one for each place beside them; the rest are alone.
+
+    They too get a group: torch names groups after how many a rank has made, and members must agree on the name.
+    """
+    partner = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
+    found: dict[tuple[int, ...], None] = {}
+    for rank in range(layout.ranks):
+        place = layout.coordinates(rank)
+        here = place.get("pipeline", 0)
+        other = layout.rank({**place, "pipeline": partner.get(here, here)})
+        found[tuple(sorted({rank, other}))] = None
+    return tuple(found)

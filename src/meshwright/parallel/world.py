@@ -1,4 +1,4 @@
-"""Joining a job: who am I, on which device, and the store and process groups that connect the ranks.
+"""Joining a job: who am I, on which device and node, and the store and process groups that connect the ranks.
 
 A local launch hands rank 0 a socket that already listens on 127.0.0.1, so nothing listens beyond loopback. Under torchrun, Slurm or
 Kubernetes the usual environment variables are obeyed.
@@ -6,14 +6,18 @@ Kubernetes the usual environment variables are obeyed.
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
+from meshwright.spec.network import network_environment
 from meshwright.spec.place import Place
 
 STORE_SOCKET = "MESHWRIGHT_STORE_FD"
@@ -24,12 +28,16 @@ STORE_SOCKET = "MESHWRIGHT_STORE_FD"
 class World:
     """A joined job.
 
-    `control` is a Gloo group over all ranks for small messages between hosts' processors; the default group carries tensors.
+    `control` is a Gloo group over all ranks for small messages between hosts' processors; the default group carries tensors. `node_ranks`
+    is the number of ranks on a node, where that is not what the launcher started on a host (emulated nodes).
     """
 
     place: Place
     device: torch.device
     control: dist.ProcessGroup
+    node_ranks: int | None = None
+    limit: timedelta = timedelta(minutes=10)
+    """How long a collective may take."""
 
     @property
     def rank(self) -> int:
@@ -44,25 +52,102 @@ class World:
         """Whether this rank speaks for the job."""
         return self.place.rank == 0
 
+    @property
+    def ranks_per_node(self) -> int:
+        return self.node_ranks or self.place.local_ranks
+
+    def node(self, rank: int) -> int:
+        """The node `rank` lives on; nodes are filled in rank order."""
+        return rank // self.ranks_per_node
+
+    def same_node(self, rank: int) -> bool:
+        """Whether `rank` lives on this rank's node."""
+        return self.node(rank) == self.node(self.rank)
+
+    def refuse_across_nodes(self, ranks: Sequence[int], what: str) -> None:
+        """Raise BadInput when `ranks` live on several nodes.
+
+        Asked before any path between ranks that is not NCCL or a socket is set up (symmetric memory, CUDA IPC, shared host memory):
+        emulated nodes share one host's memory, and such a path would work between them where real nodes have none.
+        """
+        other = next((rank for rank in ranks if self.node(rank) != self.node(ranks[0])), None)
+        if other is not None:
+            raise BadInput(
+                f"{what} between rank {ranks[0]} (node {self.node(ranks[0])}) and rank {other} (node {self.node(other)}): "
+                f"nodes share no memory; keep it to the {self.ranks_per_node} ranks of one node"
+            )
+
+    def split(self, parts: Sequence[Sequence[int]], what: str) -> dist.ProcessGroup:
+        """This rank's group, where `parts` divides all ranks into groups; collective over all ranks, in one order.
+
+        NCCL splits the world's communicator once for all parts, whatever their number: no store, no barrier. `what` is for logs.
+        """
+        if self.device.type == "cuda":
+            return _present(dist.split_group(None, [list(part) for part in parts], timeout=self.limit, group_desc=what))
+        # Gloo cannot split. The members alone meet; torch names the group after its ranks and the number of groups made here before,
+        # which is why every rank must be in exactly one part.
+        mine = next(list(part) for part in parts if self.rank in part)
+        return _present(dist.new_group(mine, timeout=self.limit, use_local_synchronization=True, group_desc=what))
+
     def leave(self) -> None:
         dist.destroy_process_group()
 
 
-def join(place: Place, *, cpu: bool, timeout_seconds: int) -> World:
-    """Connect this process to the job and choose its device.
+def join(place: Place, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
+    """Connect this process to the job over the cluster's network, and choose its device.
 
-    Raises BadInput when the host has no device for the rank.
+    Raises BadInput when the host has no device for the rank, or when nodes are not equal blocks of ranks.
     """
-    device = _device(place, cpu)
-    store = _store(place, timeout_seconds)
-    limit = timedelta(seconds=timeout_seconds)
+    for name, value in network_environment(cluster, place.local_rank).items():
+        os.environ.setdefault(name, value)
+    # Transfers between two ranks have communicators of their own, which is what torch would advise at each of them.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    network = cluster.network
+    limit = timedelta(seconds=(network.timeout_seconds if network else None) or timeout_seconds)
+    device = _device(place, cluster.is_cpu)
+    store = _store(place, limit)
     if device.type == "cpu":
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=limit)
-        return World(place, device, _present(dist.group.WORLD))
-    dist.init_process_group(
-        "nccl", store=store, rank=place.rank, world_size=place.ranks, timeout=limit, device_id=device
-    )
-    return World(place, device, _present(dist.new_group(backend="gloo", timeout=limit)))
+        control = world_group()
+    else:
+        dist.init_process_group(
+            "nccl", store=store, rank=place.rank, world_size=place.ranks, timeout=limit, device_id=device
+        )
+        control = _present(dist.new_group(backend="gloo", timeout=limit))
+    return World(place, device, control, _ranks_per_node(place, control), limit)
+
+
+def _ranks_per_node(place: Place, control: dist.ProcessGroup) -> int:
+    """Ranks on a node as the launcher says, divided further where NCCL was told so (NCCL_HOSTID); collective.
+
+    Raises BadInput on every rank when nodes are not equal blocks of consecutive ranks.
+    """
+    name = f"{place.rank // place.local_ranks} {os.environ.get('NCCL_HOSTID', '')}"
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(place.ranks)]
+    dist.all_gather(found, torch.tensor([number]), group=control)
+    return block_size([int(answer) for answer in found])
+
+
+def block_size(nodes: Sequence[int]) -> int:
+    """Ranks on each node, from what every rank calls its node.
+
+    Raises BadInput when nodes are not equal blocks of consecutive ranks, on which all of the layout rests.
+    """
+    size = list(nodes).count(nodes[0])
+    blocks = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
+    if any(len(block) > 1 for block in blocks) or len(set.union(*blocks)) != len(blocks) or len(nodes) % size:
+        order = list(dict.fromkeys(nodes))
+        raise BadInput(
+            f"the ranks live on nodes {', '.join(str(order.index(node)) for node in nodes)}; expected the same number of ranks on every "
+            "node, and those of one node one after another"
+        )
+    return size
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks of a joined job."""
+    return _present(dist.group.WORLD)
 
 
 def _present(group: object) -> dist.ProcessGroup:
@@ -84,7 +169,7 @@ def _device(place: Place, cpu: bool) -> torch.device:
     return device
 
 
-def _store(place: Place, timeout_seconds: int) -> dist.Store:
+def _store(place: Place, limit: timedelta) -> dist.Store:
     """The key-value store ranks meet at.
 
     torch's TCPStore listens on all interfaces unless it is handed a socket; for ranks of one host it is.
@@ -97,7 +182,7 @@ def _store(place: Place, timeout_seconds: int) -> dist.Store:
         place.port,
         place.ranks,
         is_master=place.rank == 0 and not _agent_hosts_store(),
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=limit,
         master_listen_fd=None if descriptor is None else int(descriptor),
     )
 

@@ -1,8 +1,11 @@
-"""The planner's first floor: data-parallel plans that fit, best first.
+"""The planner's first floor: data-parallel plans that fit, best first, and what to make of a pinned pipeline.
 
 Every combination of replicas × shards, micro-batch, resharding and recompute is estimated; those that fit are ordered by what costs
 time, in this order: recompute (arithmetic done twice), resharding (weights gathered twice), shards across nodes where replicas would
-do, and small micro-batches (gathers that less arithmetic hides). The cost model does not decide yet.
+do, and small micro-batches (gathers that less arithmetic hides). The cost model does not decide these.
+
+Where a pipeline or layered accumulation is pinned it does, if it knows the chip (planner.clock): in which order micro-batches run, and
+how many, cannot be told from memory alone.
 """
 
 from __future__ import annotations
@@ -13,12 +16,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
-from meshwright.costs.memory import memory_by_kind
+from meshwright.costs.memory import fullest
+from meshwright.planner.clock import estimated_seconds, simulated_seconds
+from meshwright.planner.schedule_choice import pinned_refusal, schedules_for
+from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import (
+    RUNNABLE_AXES,
     BatchPlan,
+    Gradients,
     LayerStrategy,
     MeshAxis,
     Plan,
@@ -39,6 +47,10 @@ ORDER = (
     "smaller products to hide gathers under",
 )
 """What each place of a candidate's order stands for."""
+SIMULATED = 4
+"""Candidates that are simulated unit by unit where the cost model decides; the others are estimated."""
+PLENTY = 32
+"""Micro-batches for each pipeline rank beyond which more do not shorten the idle start and end: only a lack of memory asks for them."""
 RECOMPUTE_ORDER = {mode: cost for cost, mode in enumerate(get_args(Recompute))}
 
 
@@ -49,11 +61,22 @@ class Candidate:
     plan: Plan
     fits: bool
     order: tuple[float, ...]
+    seconds: float | None = None
+    """Step time by the cost model, where it decides."""
+    simulated: bool = False
+    """Whether `seconds` were simulated unit by unit, and not only estimated."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return not self.fits, not self.simulated, self.seconds or 0.0, self.order
 
     def reason_over(self, other: Candidate) -> str:
         """Why this one was preferred to `other`: the first thing in the order in which they differ."""
         if self.fits and not other.fits:
             return "does not fit"
+        if self.seconds and other.seconds:
+            # An estimate need not agree with a simulation to the last percent; the estimate only chose what to simulate.
+            return f"{other.seconds:.2f} s a step" + ("" if other.simulated else ", estimated")
         mine = (
             now
             for now, then in zip(ORDER, zip(self.order, other.order, strict=True), strict=True)
@@ -69,29 +92,97 @@ def choose(run: RunSpec, *, memory_bytes: int | None = None) -> tuple[Plan, tupl
     Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
     """
     budget = run.cluster.memory_bytes() or memory_bytes
-    candidates = sorted(_candidates(run, budget), key=lambda c: (not c.fits, c.order))
+    candidates = sorted(_candidates(run, budget), key=lambda c: c.key)
     if not candidates:
         raise BadInput(_no_candidate(run))
+    if clocked(run):
+        candidates = _timed(run, candidates)
     best = candidates[0]
     if not best.fits:
         raise OutOfResources(_nothing_fits(candidates, budget or 0))
-    return replace(best.plan, why=_reasons(best.plan, run, budget)), tuple(candidates)
+    return replace(best.plan, why=_reasons(best, candidates, run, budget)), tuple(candidates)
+
+
+def clocked(run: RunSpec) -> bool:
+    """Whether the cost model decides: a pipeline or layered accumulation is pinned, on chips and in a format it knows."""
+    pins = pins_of(run)
+    format_known = (pins.compute or "bf16") == "bf16" and not run.cluster.is_cpu
+    return staged(pins) and format_known and run.cluster.gpu in CHIPS and "bf16" in CHIPS[run.cluster.gpu].peak_flops
+
+
+def pins_of(run: RunSpec) -> PlanPins:
+    return run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+
+
+def staged(pins: PlanPins) -> bool:
+    """Whether more than the order of whole micro-batches on one rank is at stake."""
+    return (pins.pipeline or 1) > 1 or pins.schedule == "breadth_first"
+
+
+def _timed(run: RunSpec, candidates: list[Candidate]) -> list[Candidate]:
+    """Those that fit by estimated seconds, the first few of them simulated."""
+    known = [replace(c, seconds=estimated_seconds(run, c.plan)) if c.fits else c for c in candidates]
+    known.sort(key=lambda c: c.key)
+    leading = [replace(c, seconds=simulated_seconds(run, c.plan), simulated=True) for c in known[:SIMULATED] if c.fits]
+    return sorted([*leading, *known[len(leading) :]], key=lambda c: c.key)
 
 
 def _candidates(run: RunSpec, budget: int | None) -> Iterator[Candidate]:
-    pins = run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+    pins = pins_of(run)
     for mesh in _meshes(run.cluster, pins):
         ranks = mesh[0] * mesh[1]
         if run.train.global_batch % ranks:
             continue
-        for micro, layers in product(_micro_batches(run.train.global_batch // ranks, pins), _strategies(pins)):
-            yield _estimate(run, _plan(run, pins, mesh, micro, layers), budget)
+        per_rank = run.train.global_batch // ranks
+        found = False
+        for micro in _micro_batches(per_rank, pins):
+            few = per_rank // micro <= PLENTY * (pins.pipeline or 1)
+            if clocked(run) and found and not few:
+                continue
+            for candidate in _of_size(run, pins, mesh, micro, budget):
+                found = found or candidate.fits
+                yield candidate
+
+
+def _of_size(
+    run: RunSpec, pins: PlanPins, mesh: tuple[int, int], micro: int, budget: int | None
+) -> Iterator[Candidate]:
+    if staged(pins):
+        yield from _staged(run, pins, mesh, micro, budget)
+        return
+    for schedule in schedules_for(run, run.train.global_batch // (mesh[0] * mesh[1] * micro)):
+        for layers in _strategies(pins):
+            yield _estimate(run, _plan(run, pins, mesh, micro, layers, schedule), budget)
+
+
+def _staged(run: RunSpec, pins: PlanPins, mesh: tuple[int, int], micro: int, budget: int | None) -> Iterator[Candidate]:
+    """Of each schedule, with gradients whole and sharded, the first in the order that fits, or the smallest when none does."""
+    accumulate = run.train.global_batch // (mesh[0] * mesh[1] * micro)
+    for schedule, gradients in product(schedules_for(run, accumulate), _gradients(run, mesh[1], accumulate)):
+        if gradients == "whole" and schedule.name == "breadth_first" and pins.gradients is None:
+            continue  # reduced once a step in any case
+        tried = []
+        for layers in _strategies(pins, gradients):
+            tried.append(_estimate(run, _plan(run, pins, mesh, micro, layers, schedule), budget))
+            if tried[-1].fits:
+                break
+        fitting = [candidate for candidate in tried if candidate.fits]
+        yield fitting[0] if fitting else min(tried, key=lambda c: peak_bytes(c.plan))
+
+
+def _gradients(run: RunSpec, shards: int, accumulate: int) -> list[Gradients]:
+    pins = pins_of(run)
+    given = pins.gradients is not None or pins.layers is not None
+    if given or shards == 1 or accumulate == 1 or not clocked(run):
+        return [pins.gradients or "shard"]
+    return ["whole", "shard"]
 
 
 def _meshes(cluster: ClusterSpec, pins: PlanPins) -> list[tuple[int, int]]:
     """(replicate, shard) pairs: everything sharded, or whole copies per node; other pairs only when pinned."""
     ranks = cluster.ranks // math.prod(_others(pins).values())
-    nodes = math.gcd(ranks, cluster.nodes)
+    nodes = cluster.nodes * cluster.emulate_nodes
+    nodes = math.gcd(ranks, nodes // math.gcd(nodes, pins.pipeline or 1))  # those that one stage lies on
     pairs = {(1, ranks), (nodes, ranks // nodes)}
     if pins.replicate or pins.shard:
         pairs = {(ranks // shard, shard) for shard in range(1, ranks + 1) if ranks % shard == 0}
@@ -100,19 +191,30 @@ def _meshes(cluster: ClusterSpec, pins: PlanPins) -> list[tuple[int, int]]:
 
 
 def _micro_batches(per_rank: int, pins: PlanPins) -> list[int]:
-    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    return [size for size in sizes if pins.micro_batch in (None, size)]
+    """Sizes that divide a rank's sequences, largest first.
+
+    In a pipeline only those in steps of two, and that give every rank a micro-batch, where there are such: with fewer it mostly idles.
+    """
+    sizes = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
+    if pins.micro_batch is not None:
+        return [size for size in sizes if size == pins.micro_batch]
+    pipeline = pins.pipeline or 1
+    if staged(pins):
+        sizes = [size for size in sizes if per_rank // size >= pipeline] or sizes[-1:]
+        sizes = [size for size in sizes if size & (size - 1) == 0] or sizes
+    return sizes
 
 
-def _strategies(pins: PlanPins) -> list[tuple[LayerStrategy, ...]]:
+def _strategies(pins: PlanPins, gradients: Gradients | None = None) -> list[tuple[LayerStrategy, ...]]:
+    """Layer strategies by what they cost, cheapest first."""
     if pins.layers is not None:
         return [pins.layers]
     reshards = [False, True] if pins.reshard is None else [pins.reshard]
     recomputes = get_args(Recompute) if pins.recompute is None else [pins.recompute]
-    gradients = pins.gradients or "shard"
+    kept = gradients or pins.gradients or "shard"
     return [
-        (LayerStrategy(reshard=reshard, gradients=gradients, recompute=mode),)
-        for reshard, mode in product(reshards, recomputes)
+        (LayerStrategy(reshard=reshard, gradients=kept, recompute=mode),)
+        for mode, reshard in product(recomputes, reshards)
     ]
 
 
@@ -122,20 +224,27 @@ def _others(pins: PlanPins) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
-def _plan(run: RunSpec, pins: PlanPins, mesh: tuple[int, int], micro: int, layers: tuple[LayerStrategy, ...]) -> Plan:
+def _plan(
+    run: RunSpec,
+    pins: PlanPins,
+    mesh: tuple[int, int],
+    micro: int,
+    layers: tuple[LayerStrategy, ...],
+    schedule: SchedulePlan,
+) -> Plan:
     cluster, others = run.cluster, _others(pins)
     sizes = {"pipeline": others.pop("pipeline", 1), "replicate": mesh[0], "shard": mesh[1], **others}
     axes, inner = [], cluster.ranks
     for name, size in sizes.items():
         inner //= size  # ranks that one step along the axis passes over
-        crosses = "node" if size > 1 and inner * size > cluster.gpus_per_node else "device"
+        crosses = "node" if size > 1 and inner * size > cluster.ranks_per_node else "device"
         axes.append(MeshAxis(axis=name, size=size, crosses=crosses))  # type: ignore[arg-type]
     accumulate = run.train.global_batch // (mesh[0] * mesh[1] * micro)
     compute = pins.compute or ("fp32" if cluster.is_cpu else "bf16")
     return Plan(
         mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard"),
         batch=BatchPlan(global_batch=run.train.global_batch, micro_batch=micro, accumulate=accumulate),
-        schedule=_schedule(pins, run.model.layers),
+        schedule=schedule,
         layers=layers,
         precision=Precision(
             compute=compute,
@@ -146,18 +255,8 @@ def _plan(run: RunSpec, pins: PlanPins, mesh: tuple[int, int], micro: int, layer
     )
 
 
-def _schedule(pins: PlanPins, layers: int) -> SchedulePlan:
-    """The pinned schedule with its stages written out, or 1F1B."""
-    schedule = SchedulePlan(name=pins.schedule or "1f1b", stages=pins.stages or ())
-    table = stage_table(schedule, pins.pipeline or 1, layers)
-    if len(table) == len(table[0]) == 1:
-        return schedule
-    texts = tuple(tuple(f"{held.start}-{held.stop - 1}" for held in row) for row in table)
-    return replace(schedule, stages=texts)
-
-
 def _estimate(run: RunSpec, plan: Plan, budget: int | None) -> Candidate:
-    kinds = memory_by_kind(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    kinds = fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
     peak = sum(kinds.values())
     plan = replace(plan, predicted=Predicted(memory_peak_bytes=peak, memory_bytes=kinds))
     shard_axis = next(axis for axis in plan.mesh if axis.axis == "shard")
@@ -170,31 +269,65 @@ def _estimate(run: RunSpec, plan: Plan, budget: int | None) -> Candidate:
     return Candidate(plan, budget is None or peak <= HEADROOM * budget, order)
 
 
-def _reasons(plan: Plan, run: RunSpec, budget: int | None) -> tuple[str, ...]:
-    pins = run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+def _reasons(best: Candidate, candidates: list[Candidate], run: RunSpec, budget: int | None) -> tuple[str, ...]:
+    plan, pins = best.plan, pins_of(run)
     layer = plan.layers[0]
-    peak = plan.predicted.memory_peak_bytes if plan.predicted else 0
     room = f" of {budget / 1e9:.1f} GB" if budget else ""
-    reasons = [f"predicted peak {peak / 1e9:.1f} GB a rank{room}"]
+    reasons = [f"predicted peak {peak_bytes(plan) / 1e9:.1f} GB a rank{room}"]
+    if pins.schedule is None:
+        reasons += _other_schedules(best, candidates)
     if layer.recompute != "none" and pins.recompute is None and pins.layers is None:
         reasons.append(f"recompute {layer.recompute}: less does not fit")
     if layer.reshard and plan.axis_size("shard") > 1 and pins.reshard is None and pins.layers is None:
         reasons.append("reshard: keeping gathered weights does not fit")
     if plan.axis_size("replicate") > 1 and pins.replicate is None and pins.shard is None:
         reasons.append(f"replicate {plan.axis_size('replicate')}: only gradient sums cross the replicas")
+    if refused := untrainable(plan):
+        reasons.append(refused)
     pinned = [key for key, value in vars(pins).items() if value is not None]
     return (*reasons, "pinned by the run file: " + ", ".join(pinned)) if pinned else tuple(reasons)
 
 
+def _other_schedules(best: Candidate, candidates: list[Candidate]) -> list[str]:
+    """The best of each other schedule beside the chosen one, by the cost model."""
+    if best.seconds is None:
+        return []
+    first: dict[str, Candidate] = {}
+    for candidate in candidates:
+        if candidate.fits and candidate.seconds:
+            first.setdefault(candidate.plan.schedule.name, candidate)
+    others = [f"{name} {c.seconds:.2f}" for name, c in first.items() if name != best.plan.schedule.name]
+    said = f"schedule {best.plan.schedule.name}: {best.seconds:.2f} s a step by the cost model"
+    return [f"{said} ({', '.join(others[:3])} at their best)" if others else said]
+
+
+def untrainable(plan: Plan) -> str | None:
+    """What of the plan this release can plan and simulate but not train, or None."""
+    axes = [f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES]
+    if not axes:
+        return None
+    return f"this release cannot train {', '.join(axes)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
+
+
+def peak_bytes(plan: Plan) -> int:
+    """Predicted memory of the fullest rank; 0 when the plan does not say."""
+    return plan.predicted.memory_peak_bytes if plan.predicted else 0
+
+
 def _no_candidate(run: RunSpec) -> str:
+    pins = pins_of(run)
+    for replicas, shards in _meshes(run.cluster, pins):
+        accumulate, left = divmod(run.train.global_batch, replicas * shards * (pins.micro_batch or 1))
+        if not left and (refused := pinned_refusal(run, accumulate)):
+            return f"no plan: {refused}; they are train.global_batch ÷ data ranks ÷ micro-batch size"
     return (
-        f"no plan: train.global_batch {run.train.global_batch} must be a multiple of the data ranks (the cluster's {run.cluster.ranks} ranks "
-        "÷ pinned pipeline, tensor and context; times plan.micro_batch if pinned), and plan.replicate × plan.shard that number"
+        f"no plan: train.global_batch {run.train.global_batch} must be a multiple of the data ranks (the cluster's {run.cluster.ranks} "
+        "ranks ÷ pinned pipeline, tensor and context; times plan.micro_batch if pinned), and plan.replicate × plan.shard that number"
     )
 
 
 def _nothing_fits(candidates: list[Candidate], budget: int) -> str:
-    smallest = min(candidates, key=lambda c: c.plan.predicted.memory_peak_bytes if c.plan.predicted else 0)
+    smallest = min(candidates, key=lambda c: peak_bytes(c.plan))
     assert smallest.plan.predicted is not None
     kinds = sorted(smallest.plan.predicted.memory_bytes.items(), key=lambda item: -item[1])
     top = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds[:3])

@@ -85,6 +85,17 @@ class Action(NamedTuple):
         """The pair of an overlap, or the action alone."""
         return self.pair or (self,)
 
+    @property
+    def label(self) -> str:
+        """The kind, then where it works: `backward_input 3.2/1`. The name of its span in measured and predicted timelines."""
+        if self.pair:
+            return " & ".join(part.label for part in self.pair)
+        if self.stage < 0:
+            return self.kind
+        micro_batch = "" if self.micro_batch < 0 else f".{self.micro_batch}"
+        unit = "" if self.unit is None else f"/{self.unit}"
+        return f"{self.kind} {self.stage}{micro_batch}{unit}"
+
     def __str__(self) -> str:
         if self.kind == "overlap":
             return "&".join(map(str, self.pair))

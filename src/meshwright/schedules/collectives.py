@@ -20,7 +20,7 @@ Unit = tuple[int, int]
 
 
 def with_collectives(
-    actions: Sequence[Action], gather: Sequence[Sequence[Gather]], reduce: Reduce
+    actions: Sequence[Action], gather: Sequence[Sequence[Gather]], reduce: Sequence[Sequence[Reduce]]
 ) -> tuple[Action, ...]:
     """`actions` with unshard, reshard and reduce_grad among them. Sends go before them: another rank waits for those."""
     before, after = _gathers(actions, gather)
@@ -69,17 +69,16 @@ def _as_kept(natural: list[tuple[int, int]], gather: Gather) -> list[tuple[int, 
     return natural if gather == "stretch" else [(natural[0][0], natural[-1][1])]
 
 
-def _reductions(actions: Sequence[Action], reduce: Reduce) -> list[tuple[int, Unit]]:
+def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -> list[tuple[int, Unit]]:
     """Where to reduce which unit: the place of the backward it follows."""
-    if reduce == "never":
-        return []
     makes = [(place, _made(action)) for place, action in enumerate(actions) if _made(action)]
     stretches = _stretches([units for _, units in makes])
     ends = {unit: [last for _, last in found] for unit, found in stretches.items()}
+    chosen = {"never": slice(0), "once": slice(-1, None), "stretch": slice(None)}
     return [
-        (makes[last][0], unit)
-        for unit, lasts in ends.items()
-        for last in (lasts if reduce == "stretch" else lasts[-1:])
+        (makes[last][0], (stage, unit))
+        for (stage, unit), lasts in ends.items()
+        for last in lasts[chosen[reduce[stage][unit]]]
     ]
 
 

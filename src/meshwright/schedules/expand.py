@@ -28,19 +28,20 @@ def expand(
     *,
     order: Order = "depth_first",
     gather: Gather | Sequence[Sequence[Gather]] = "stretch",
-    reduce: Reduce = "once",
+    reduce: Reduce | Sequence[Sequence[Reduce]] = "once",
 ) -> Schedule:
     """The schedule in unit actions.
 
-    `gather` says for all units, or by stage and unit, how long gathered parameters stay; `reduce` says when gradients
-    are summed over the ranks that share them. Both are described in `schedules.collectives`.
+    `gather` says for all units, or by stage and unit, how long gathered parameters stay; `reduce` says likewise when
+    gradients are summed over the ranks that share them. Both are described in `schedules.collectives`.
     """
     count = [units_per_stage] * schedule.stages if isinstance(units_per_stage, int) else list(units_per_stage)
-    wanted = [[gather] * units for units in count] if isinstance(gather, str) else gather
+    gathers = [[gather] * units for units in count] if isinstance(gather, str) else gather
+    reduces = [[reduce] * units for units in count] if isinstance(reduce, str) else reduce
     actions = []
     for mine in schedule.actions:
         cut = _cut(_steps(mine), count, order)
-        actions.append(with_collectives(cut, wanted, reduce))
+        actions.append(with_collectives(cut, gathers, reduces))
     return replace(schedule, actions=tuple(actions), units=tuple(count))
 
 

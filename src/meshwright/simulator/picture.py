@@ -27,6 +27,41 @@ def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
     return "\n".join(f"{rank:{name}}  {''.join(row).rstrip()}" for rank, row in enumerate(rows))
 
 
+def draw_within(timeline: Timeline, characters: int) -> str | None:
+    """The same to scale in rows of at most `characters`, a step in units drawn by stage; None where a forward is less than one wide."""
+    schedule = timeline.schedule
+    name = len(str(schedule.ranks - 1))
+    spans = _by_stage(timeline)
+    end = max(last for *_, last in spans)
+    column = end / (characters - name - 2)
+    if characters < name + 12 or min(last - first for _, _, first, last in spans) < column:
+        return None
+    rows = [["."] * round(end / column) for _ in range(schedule.ranks)]
+    for rank, action, begin, through in spans:
+        first, last = round(begin / column), round(through / column)
+        text = "&".join(_label(part, schedule.placement[rank][0]) for part in action.parts)
+        room = last - first
+        rows[rank][first:last] = text[:room].ljust(room - 1, "-").ljust(room)
+    return "\n".join(f"{rank:{name}}  {''.join(row).rstrip()}" for rank, row in enumerate(rows))
+
+
+def _by_stage(timeline: Timeline) -> list[tuple[int, Action, float, float]]:
+    """(rank, action, start, end) of compute, with neighbouring units of one stage and micro-batch as one."""
+    joined: list[tuple[int, Action, float, float]] = []
+    latest: dict[int, int] = {}
+    for rank, _, action, start, end in timeline.records:
+        if action.kind not in COMPUTE:
+            continue
+        whole = action._replace(unit=None, pair=tuple(part._replace(unit=None) for part in action.pair))
+        at = latest.get(rank)
+        if at is not None and joined[at][1] == whole:
+            joined[at] = rank, whole, joined[at][2], end
+        else:
+            latest[rank] = len(joined)
+            joined.append((rank, whole, start, end))
+    return joined
+
+
 def _label(action: Action, first_stage: int) -> str:
     letter = LETTERS[action.kind]
     return f"{letter if action.stage == first_stage else letter.lower()}{action.micro_batch}"

@@ -8,7 +8,7 @@ message's sender has been followed that far: there is no shared clock, and the w
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from meshwright.schedules.action import COMPUTE, FORWARD, Action
@@ -77,6 +77,10 @@ class _Simulation:
         self.todo = list(range(schedule.ranks))
         self.arrived: dict[int, float] = {}
         """When each rank came to the gradient norm."""
+        self.reductions_left = Counter(
+            (a.stage, a.unit or 0) for mine in schedule.actions for a in mine if a.kind == "reduce_grad"
+        )
+        """Of each unit: replicas sum once a step, after the last."""
         self.records: list[Record] = []
         self.steps = dict.fromkeys(COMPUTE, self._compute) | {
             "send": self._send,
@@ -214,7 +218,8 @@ class _Simulation:
             way = self._collective(mine, lane, "shard", action, self.timing.reduce[stage][unit])
             mine.reductions.append(way)
             issued = way[2]
-        if self.timing.replicate:
+        self.reductions_left[stage, unit] -= 1
+        if self.timing.replicate and not self.reductions_left[stage, unit]:
             seconds = self.timing.replicate[stage][unit]
             mine.reductions.append(self._collective(mine, "replicate", "replicate", action, seconds, issued))
         return True

@@ -61,15 +61,4 @@ class Timeline:
     def spans(self, step: int = 0) -> Iterator[Span]:
         """Every action as a span called by its kind, stage and micro-batch: `forward 3.2`, unit 1 of it `forward 3.2/1`."""
         for rank, lane, action, start, end in self.records:
-            yield Span(span_name(action), start, end - start, step, rank, lane)
-
-
-def span_name(action: Action) -> str:
-    """The kind of an action, then where it works: the name of its span."""
-    if action.kind == "overlap":
-        return " & ".join(span_name(part) for part in action.pair)
-    if action.stage < 0:
-        return action.kind
-    micro_batch = "" if action.micro_batch < 0 else f".{action.micro_batch}"
-    unit = "" if action.unit is None else f"/{action.unit}"
-    return f"{action.kind} {action.stage}{micro_batch}{unit}"
+            yield Span(action.label, start, end - start, step, rank, lane)

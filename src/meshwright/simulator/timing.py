@@ -48,7 +48,7 @@ class Timing:
     reduce: Table = ()
     """Reducing a unit's gradients over the shard axis."""
     replicate: Table = ()
-    """Reducing a unit's gradient shards over the replicate axis, after `reduce`."""
+    """Summing a unit's gradient shards over the replicate axis, once a step: after its last `reduce`."""
     one_communicator: bool = True
     """Gathers and reductions of the shard axis wait for each other, as FSDP2's do in torch 2.11; false gives each its own."""
     collective_slowdown: float = 1.0

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from meshwright.events.span import Span
 from meshwright.simulator.timeline import Timeline
 
 MICROSECONDS = 1e6
+LANES = ("step", "compute", "unshard", "reduce", "replicate", "recv", "send")
+"""Lanes of a rank from the top, by the first word of their name; others come below."""
+UNNAMED: Mapping[int, str] = MappingProxyType({})
 
 
-def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the simulated step to `path` as JSON."""
-    trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(timeline.spans())}
-    path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+def write_trace(timeline: Timeline, path: Path, ranks: Mapping[int, str] = UNNAMED) -> None:
+    """Write the simulated step to `path` as JSON, compressed when its name ends in `.gz`. `ranks` names ranks by number."""
+    trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(timeline.spans(), ranks)}
+    text = json.dumps(trace, separators=(",", ":")).encode("utf-8")
+    # No file name and time inside, so that the same plan gives the same bytes.
+    path.write_bytes(gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
 
 
-def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
+def trace_events(spans: Iterable[Span], ranks: Mapping[int, str] = UNNAMED) -> list[dict[str, Any]]:
     """Spans, predicted or measured, as Chrome trace events; the category is the span's first word.
 
     Format: "Trace Event Format" (Google), complete events (`ph` X) with times in microseconds, metadata events (`ph` M).
@@ -40,14 +47,24 @@ def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
                 "args": {"step": span.step},
             }
         )
-    return _names(lanes) + events
+    return _names(lanes, ranks) + events
 
 
-def _names(lanes: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
-    ranks = sorted({rank for rank, _ in lanes})
-    processes = [_metadata("process_name", rank, 0, f"rank {rank}") for rank in ranks]
-    return processes + [_metadata("thread_name", rank, number, lane) for (rank, lane), number in lanes.items()]
+def _names(lanes: dict[tuple[int, str], int], ranks: Mapping[int, str]) -> list[dict[str, Any]]:
+    events = []
+    for rank in sorted({rank for rank, _ in lanes}):
+        events.append(_metadata("process_name", rank, 0, name=ranks.get(rank, f"rank {rank}")))
+        events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+    for (rank, lane), number in lanes.items():
+        events.append(_metadata("thread_name", rank, number, name=lane))
+        events.append(_metadata("thread_sort_index", rank, number, sort_index=_place(lane)))
+    return events
 
 
-def _metadata(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _place(lane: str) -> int:
+    word = lane.partition(" ")[0]
+    return LANES.index(word) if word in LANES else len(LANES)
+
+
+def _metadata(what: str, process: int, thread: int, **arguments: str | int) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": arguments}

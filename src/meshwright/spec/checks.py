@@ -33,6 +33,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _data,
         _chip,
         _ranks,
+        _emulated,
         _global_batch,
         _pins,
         _layers,
@@ -171,6 +172,17 @@ def _chip(run: _Run) -> Iterator[Mistake]:
 def _rank_count(run: _Run) -> int | None:
     nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
     return nodes * per_node if nodes and per_node else None
+
+
+def _emulated(run: _Run) -> Iterator[Mistake]:
+    nodes, per_node, emulated = run("cluster.nodes"), run("cluster.gpus_per_node"), run("cluster.emulate_nodes")
+    if not emulated or emulated == 1:
+        return
+    if nodes and nodes > 1:
+        yield run.broken("cluster.emulate_nodes", f"1, as the cluster has {nodes} hosts: one host plays nodes", "1")
+    elif per_node and per_node % emulated:
+        divisor = min((n for n in range(1, per_node + 1) if per_node % n == 0), key=lambda n: abs(n - emulated))
+        yield run.broken("cluster.emulate_nodes", f"a divisor of cluster.gpus_per_node = {per_node}", str(divisor))
 
 
 _OTHER_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")

@@ -31,10 +31,17 @@ class ClusterSpec:
     """What joins the devices; none takes the chip's reference machine."""
     groups: tuple[NodeGroup, ...] = ()
     """Nodes, of those counted above, that differ from the rest."""
+    emulate_nodes: Positive = 1
+    """Nodes that this one host plays: that many equal groups of its ranks, in order, that reach one another only over TCP."""
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a node, where an emulated node counts as one."""
+        return self.gpus_per_node // self.emulate_nodes
 
     @property
     def is_cpu(self) -> bool:

@@ -105,7 +105,7 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
 
 
 def _even_stages(name: str, pipeline: int, layers: int) -> tuple[tuple[range, ...], ...]:
-    per_rank = STAGES_PER_RANK.get(name, 1) if pipeline > 1 else 1
+    per_rank = STAGES_PER_RANK.get(name, 1)
     stages = pipeline * per_rank
     if layers < stages:
         raise ValueError(f"{layers} layers cannot fill {stages} stages")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from meshwright.data.loader import DataSource, Loader
+from meshwright.data.loader import DataSource, Loader, MicroBatch
+from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
-from meshwright.parallel.fsdp import units
+from meshwright.parallel.apply import Engine
 from meshwright.parallel.mesh import Mesh
-from meshwright.train.step import forward
 
 
 @dataclass(frozen=True)
@@ -41,37 +41,69 @@ class HeldOut:
         return cls(source, min(wanted, source.windows))
 
 
+def evaluate(engine: Engine, held_out: HeldOut, *, mesh: Mesh, micro_batch: int, device: torch.device) -> Evaluation:
+    """Mean loss on the held-out samples under the plan of the run; collective."""
+    # As many micro-batches at a time as fill the pipeline.
+    at_once = mesh.layout.size("pipeline")
+    schedule = engine.evaluating(at_once)
+
+    def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
+        return engine.executor.play(schedule, batches, NullRecorder())
+
+    sums = _sums(held_out, measure, mesh.data_rank, mesh.data_ranks, micro_batch, at_once, device)
+    if not engine.holds_loss:
+        sums.zero_()
+    return _evaluation(held_out, mesh.sum_over_all(sums))
+
+
 @torch.no_grad()
-def evaluate(
-    model: Decoder, held_out: HeldOut, *, mesh: Mesh | None, micro_batch: int, device: torch.device
-) -> Evaluation:
-    """Mean loss of `model` on the held-out samples; collective when there is a mesh. Sharded parameters are sharded again after."""
+def evaluate_plain(model: Decoder, held_out: HeldOut, *, micro_batch: int, device: torch.device) -> Evaluation:
+    """The same for a whole model on one device."""
+
+    def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
+        return torch.stack([plain_loss(model, batch).double() for batch in batches]).sum()
+
+    return _evaluation(held_out, _sums(held_out, measure, 0, 1, micro_batch, 1, device))
+
+
+def plain_loss(model: Decoder, batch: MicroBatch) -> torch.Tensor:
+    """The summed loss of one micro-batch."""
+    return model(batch.tokens, targets=batch.targets, positions=batch.positions, documents=batch.documents)
+
+
+def _sums(
+    held_out: HeldOut,
+    measure: Callable[[Sequence[MicroBatch]], torch.Tensor],
+    rank: int,
+    ranks: int,
+    micro_batch: int,
+    at_once: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """[summed loss, valid tokens] of one data rank's part of the samples, float64. All ranks run every pass, as it is collective."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    rank, ranks = (mesh.data_rank, mesh.data_ranks) if mesh else (0, 1)
-    together = ranks * micro_batch
+    share = at_once * micro_batch
     loader = Loader(
         held_out.source,
-        global_batch=together,
+        global_batch=ranks * share,
         data_rank=rank,
         data_ranks=ranks,
         micro_batch=micro_batch,
         device=device,
     )
     with loader:
-        for first in range(0, held_out.samples, together):
-            (batch,) = next(loader)
-            # All ranks run every forward, as it is collective; what lies past the last sample does not count.
-            batch.targets[max(held_out.samples - first - rank * micro_batch, 0) :] = -1
-            sums += torch.stack([forward(model, batch).double(), (batch.targets >= 0).sum().double()])
-    if mesh:
-        mesh.sum_over_data(sums)
-    reshard(model)
+        for first in range(0, held_out.samples, ranks * share):
+            batches = next(loader)
+            for number, batch in enumerate(batches):
+                # What lies past the last sample does not count.
+                own = first + rank * share + number * micro_batch
+                batch.targets[max(held_out.samples - own, 0) :] = -1
+            valid = torch.stack([(batch.targets >= 0).sum().double() for batch in batches]).sum()
+            sums += torch.stack([measure(batches), valid])
+    return sums
+
+
+def _evaluation(held_out: HeldOut, sums: torch.Tensor) -> Evaluation:
     loss, tokens = sums[0].item() / sums[1].item(), int(sums[1].item())
     per_byte = held_out.source.bytes_per_token
     return Evaluation(loss, tokens, loss / math.log(2) / per_byte if per_byte else None)
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what forward gathered and no backward released."""
-    for unit in units(model):
-        unit.reshard()

@@ -95,7 +95,7 @@ def _one_step(
     with recorder.span("data"):
         micro_batches = next(loader)
     result = train_step(
-        session.model,
+        session.engine,
         session.optimizer,
         session.mesh,
         micro_batches,
@@ -129,7 +129,7 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
         return None
     with session.recorder.span("validate"):
         result = evaluate(
-            session.model,
+            session.engine,
             session.held_out,
             mesh=session.mesh,
             micro_batch=session.plan.batch.micro_batch,
@@ -145,7 +145,7 @@ def _save(session: Session, reporter: Reporter) -> None:
     texts = {name: (session.folder / name).read_text(encoding="utf-8") for name in ("config.yaml", "plan.yaml")}
     state = run_state(session.step, session.run.train.global_batch, session.tokens)
     with session.recorder.span("checkpoint"):
-        saved = session.store.save(session.step, run_tensors(session.model, session.optimizer), state, texts)
+        saved = session.store.save(session.step, run_tensors(session.engine.model, session.optimizer), state, texts)
         session.store.retain(session.run.checkpoint.keep)
     if saved.written:
         seconds = time.perf_counter() - started

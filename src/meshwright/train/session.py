@@ -10,11 +10,10 @@ from pathlib import Path
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
-from meshwright.models.decoder import Decoder
 from meshwright.observe.environment import environment
 from meshwright.observe.recorder import StepRecorder
 from meshwright.optim.adamw import AdamW
-from meshwright.parallel.apply import build_model
+from meshwright.parallel.apply import Engine, build_engine
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.world import World
 from meshwright.spec.errors import Damaged
@@ -38,7 +37,7 @@ class Session:
     folder: Path
     world: World
     mesh: Mesh
-    model: Decoder
+    engine: Engine
     optimizer: AdamW
     store: CheckpointStore
     data: DataSource
@@ -54,7 +53,7 @@ def open_session(assignment: Assignment, world: World) -> Session:
     run, plan = assignment.run, assignment.plan
     folder = Path(assignment.folder)
     mesh = build_mesh(plan, world)
-    model = build_model(run.model, plan, mesh, loss_chunk=run.train.loss_chunk, seed=run.seed)
+    engine = build_engine(run.model, plan, mesh, loss_chunk=run.train.loss_chunk, seed=run.seed)
     data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
     recorder = StepRecorder(world.device, world.rank)
     session = Session(
@@ -63,8 +62,8 @@ def open_session(assignment: Assignment, world: World) -> Session:
         folder=folder,
         world=world,
         mesh=mesh,
-        model=model,
-        optimizer=AdamW(model, run.model, run.train),
+        engine=engine,
+        optimizer=AdamW(engine.model, run.model, run.train),
         store=CheckpointStore(folder / "checkpoints", group=world.control, recorder=recorder),
         data=data,
         held_out=_held_out(run),
@@ -72,7 +71,7 @@ def open_session(assignment: Assignment, world: World) -> Session:
         profile=assignment.profile,
     )
     if not _resume(session):
-        load_initial(model, run.model, run.model.init)
+        load_initial(engine.model, run.model, run.model.init)
     if world.leads:
         _write_environment(folder)
     return session
@@ -91,7 +90,7 @@ def _resume(session: Session) -> bool:
     if newest is None:
         _refuse_if_all_damaged(session.folder)
         return False
-    state = session.store.load(newest, run_tensors(session.model, session.optimizer))
+    state = session.store.load(newest, run_tensors(session.engine.model, session.optimizer))
     session.step, session.tokens = state["step"], state["tokens"]
     session.optimizer.set_steps(session.step)
     log.info("resumed from %s", newest)

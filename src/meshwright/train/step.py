@@ -1,4 +1,4 @@
-"""One optimizer step: count the tokens, run the micro-batches, clip, update.
+"""One optimizer step: count the tokens, play the schedule, clip, update.
 
 The number of valid tokens is summed over all ranks before the first backward and every micro-batch's loss is divided by it; gradients
 are then summed, never averaged. So the update is that of the global batch's mean token loss for any number of ranks and micro-batches,
@@ -14,12 +14,12 @@ import torch
 
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
-from meshwright.models.decoder import Decoder
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import clip_gradients
-from meshwright.optim.shards import local_gradients
-from meshwright.parallel.fsdp import accumulate_only
+from meshwright.parallel.apply import Engine
+from meshwright.parallel.executor import Closing
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.plan import DATA_AXES
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StepFigures:
 
 
 def train_step(
-    model: Decoder,
+    engine: Engine,
     optimizer: AdamW,
     mesh: Mesh,
     micro_batches: Sequence[MicroBatch],
@@ -46,41 +46,27 @@ def train_step(
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device."""
     valid = count_valid(micro_batches, stop_flag, mesh)
-    loss = backward_all(model, micro_batches, valid[0], recorder)
-    with recorder.span("reduce"):
-        norm = clip_gradients(local_gradients(model), clip_norm, mesh.group("shard"))
-        mesh.sum_over_data(loss)
-    with recorder.span("optim"):
+    norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+    def clip() -> None:
+        gradients, copies = engine.gradients()
+        norm.copy_(clip_gradients(gradients, clip_norm, mesh.group_over(("pipeline", "shard")), copies))
+
+    def update() -> None:
         optimizer.step(learning_rate, norm)
+
+    closing: Closing = {"norm_barrier": clip, "optim": update}
+    loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)
+    mesh.sum_over_all(loss)
     return StepFigures(torch.stack([loss, norm, *valid]))
 
 
 def count_valid(micro_batches: Sequence[MicroBatch], stop_flag: int, mesh: Mesh) -> torch.Tensor:
-    """[valid tokens, stop flag, sum of token ids] summed over all ranks, float64."""
+    """[valid tokens, stop flag, sum of token ids] summed over all ranks, float64. Ranks that read the same samples count them once."""
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-    sums[0] = sum(batch.valid_tokens for batch in micro_batches)
     sums[1] = stop_flag
-    for batch in micro_batches:
-        sums[2] += batch.tokens.sum()
-    return mesh.sum_over_data(sums)
-
-
-def backward_all(
-    model: Decoder, micro_batches: Sequence[MicroBatch], valid: torch.Tensor, recorder: Recorder
-) -> torch.Tensor:
-    """Forward and backward of every micro-batch; returns this rank's share of the mean loss (float64)."""
-    total = torch.zeros((), dtype=torch.float64, device=valid.device)
-    for number, batch in enumerate(micro_batches, start=1):
-        accumulate_only(model, number < len(micro_batches))
-        with recorder.span("forward"):
-            loss = forward(model, batch)
-            loss = loss / valid.to(loss.dtype)
-        with recorder.span("backward"):
-            loss.backward()
-        total += loss.detach()
-    return total
-
-
-def forward(model: Decoder, batch: MicroBatch) -> torch.Tensor:
-    """The summed loss of one micro-batch."""
-    return model(batch.tokens, targets=batch.targets, positions=batch.positions, documents=batch.documents)
+    if not any(place for axis, place in mesh.coordinates.items() if axis not in DATA_AXES):
+        sums[0] = sum(batch.valid_tokens for batch in micro_batches)
+        for batch in micro_batches:
+            sums[2] += batch.tokens.sum()
+    return mesh.sum_over_all(sums)

@@ -60,7 +60,7 @@ def end_process(code: int) -> NoReturn:
 
 def _joined(assignment: Assignment, stop: StopRequest) -> None:
     run = assignment.run
-    world = join(Place.from_environment(), cpu=run.cluster.is_cpu, timeout_seconds=run.train.timeout_seconds)
+    world = join(Place.from_environment(), run.cluster, timeout_seconds=run.train.timeout_seconds)
     run_rank(assignment, world, stop)
     world.leave()
 

@@ -1,0 +1,177 @@
+"""`meshwright simulate`: one step of a plan played before it is run. Needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import Json, Words, load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.simulator.timeline import Timeline
+    from meshwright.spec.plan import Plan
+    from meshwright.spec.run import RunSpec
+
+SMALLEST = 0.0005
+"""Share of a step below which a part is not printed; --json has them all."""
+PRINTED = {"compute": "compute", "closing": "norm, optimizer", "idle": "idle"}
+"""Parts of a step that are no communication."""
+CAUTION = "Meshwright's own runs are not fitted yet: good for comparing plans and networks, not as a promise"
+
+
+def simulate(
+    words: Words = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Where to write the timeline; compressed when the name ends in .gz. NAME.simulated.json.gz when left out.",
+            show_default=False,
+        ),
+    ] = None,
+    width: Annotated[
+        int | None,
+        typer.Option("--width", metavar="N", help="Characters in a row of the picture; the terminal's when left out."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Play one step of a run's plan on its cluster, and write the timeline as a trace.
+
+    The plan is the one the run names (`plan: FILE`), or the planner's choice round its pins (`plan.pipeline=2 plan.schedule=zbv`), or
+    without either the planner's own. Prints step time, tokens per second, bubble, where the time goes, and what each pipeline rank
+    computes and holds; the trace opens in ui.perfetto.dev. Nothing is trained.
+
+    Examples:
+
+        meshwright simulate run.yaml plan=plan.yaml
+
+        meshwright simulate model=llama3-8b cluster=dgx-h100-16 train.global_batch=512 plan.pipeline=4
+
+        meshwright simulate run.yaml plan.pipeline=2 plan.schedule=zbv --trace zbv.json.gz --json
+    """
+    from meshwright.launch.prepare import plan_for, with_vocabulary
+    from meshwright.simulator.of_plan import simulate_plan
+    from meshwright.simulator.trace import write_trace
+
+    run = with_vocabulary(load(words))
+    plan, candidates = plan_for(run)
+    timeline = simulate_plan(run.model, run.train, plan, run.cluster)
+    file = trace or Path(f"{run.name}.simulated.json.gz")
+    write_trace(timeline, file, _rank_names(run, plan))
+    answer = _answer(run, plan, timeline, chosen=bool(candidates), trace=file)
+    if as_json:
+        print(json.dumps(answer))
+    else:
+        _show(run, timeline, answer, width)
+
+
+def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
+    from meshwright.costs.of_plan import STACK, band
+    from meshwright.simulator.of_plan import memory_of
+    from meshwright.spec.fields import to_plain
+
+    seconds = timeline.step_seconds
+    low, high = band(seconds)
+    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    held = _layers(run, plan)
+    ranks = [
+        {
+            "rank": rank,
+            "layers": held[rank],
+            "compute_seconds": timeline.compute_seconds[rank],
+            "exposed_seconds": timeline.exposed_seconds[rank],
+            "peak_in_flight": timeline.peak_in_flight[rank],
+            "memory_bytes": rows[rank],
+        }
+        for rank in range(timeline.schedule.ranks)
+    ]
+    return {
+        "plan": to_plain(plan),
+        "chosen_by_planner": chosen,
+        "step_seconds": seconds,
+        "low_seconds": low,
+        "high_seconds": high,
+        "constants": STACK,
+        "tokens_per_second": run.train.global_batch * run.train.seq_len / seconds,
+        "bubble": timeline.bubble,
+        "breakdown": _breakdown(run, plan, timeline),
+        "ranks": ranks,
+        "trace": str(trace),
+    }
+
+
+def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]:
+    """Where a rank's step goes, with the communication inside its compute (tensor, context) apart."""
+    from meshwright.simulator.of_plan import inside_compute
+
+    inside = inside_compute(run.model, run.train, plan, run.cluster)
+    parts = timeline.breakdown
+    return {"compute": parts.pop("compute") - sum(inside.values()), **inside, **parts}
+
+
+def _layers(run: RunSpec, plan: Plan) -> list[str]:
+    """The layers of each pipeline rank, its virtual stages one after another."""
+    from meshwright.spec.layout import stage_table
+
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
+    return [" ".join(f"{s.start}-{s.stop - 1}" if len(s) > 1 else f"{s.start}" for s in row) for row in table]
+
+
+def _rank_names(run: RunSpec, plan: Plan) -> dict[int, str]:
+    return {rank: f"pipeline rank {rank}: layers {held}" for rank, held in enumerate(_layers(run, plan))}
+
+
+def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
+    from rich.console import Console
+
+    from meshwright.cli.plan import plan_line
+    from meshwright.simulator.picture import draw_within
+
+    console = Console(highlight=False)
+    said = " (the planner's choice; `meshwright plan` says why)" if answer["chosen_by_planner"] else ""
+    console.print(f"plan: {plan_line(run, answer['plan'])}{said}")
+    console.print(
+        f"step: [bold]{answer['step_seconds']:.3f} s[/bold], {answer['low_seconds']:.2f} to {answer['high_seconds']:.2f} s with "
+        f"{answer['constants']}'s constants; {answer['tokens_per_second']:,.0f} tokens/s, bubble {answer['bubble']:.1%}"
+    )
+    console.print(f"  {CAUTION}")
+    for name, seconds in answer["breakdown"].items():
+        share = seconds / answer["step_seconds"]
+        if share >= SMALLEST:
+            said = PRINTED.get(name, f"exposed {name}")
+            console.print(f"  {said:18s} {seconds:9.3f} s {share:6.1%} {'█' * round(40 * share)}")
+    _show_ranks(console, run, answer)
+    picture = draw_within(timeline, width or console.width)
+    if picture is not None:
+        print(picture)
+    else:
+        console.print(
+            "The picture needs a wider terminal (or --width N): a forward is less than one character in this one"
+        )
+    console.print(f"trace: {answer['trace']} (open it in ui.perfetto.dev)")
+
+
+def _show_ranks(console: Console, run: RunSpec, answer: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    budget = run.cluster.memory_bytes()
+    heads = ("rank", "layers", "compute", "in flight", "memory")
+    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+    for row in answer["ranks"]:
+        total = sum(row["memory_bytes"].values())
+        full = f" of {budget / 1e9:.0f}" if budget else ""
+        layers = row["layers"] if len(row["layers"]) <= 40 else row["layers"][:37] + "…"
+        table.add_row(
+            str(row["rank"]),
+            layers,
+            f"{row['compute_seconds']:.3f} s",
+            f"{row['peak_in_flight']:g}",
+            f"{total / 1e9:.1f}{full} GB",
+        )
+    console.print(table)

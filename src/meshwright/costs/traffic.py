@@ -1,0 +1,152 @@
+"""Bytes of one step that cross from node to node, summed over all ranks, each byte once.
+
+NCCL's rings pass through every node in one piece, so a ring over k > 1 nodes crosses k borders. Over each border an all-gather or
+reduce-scatter of B bytes among n ranks moves (n-1)/n·B, and an all-reduce twice that (Patarasuk and Yuan 2009). What the step sends beside
+parameters, gradients and activations (counts, norms, headers) is some kilobytes and left out; so is validation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshwright.costs.memory import bytes_of
+from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import Layout, shard_rows, stage_table
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.plan import RUNNABLE_AXES, Plan
+
+Counts = Mapping[tuple[int, int], tuple[int, int]]
+"""(stage, unit) → gathers and reductions in one step (`schedules.counts.collectives_of` the plan's schedule)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossNodeBytes:
+    """Bytes across nodes in one step, by what moves them."""
+
+    gather: float
+    """Parameters gathered over the shard axis."""
+    reduce: float
+    """Gradients reduced over the shard axis."""
+    replicas: float
+    """Gradients summed over replicas."""
+    pipeline: float
+    """Activations and their gradients between stages."""
+    tied: float
+    """The gradient of a weight that the first and the last pipeline rank share."""
+
+    @property
+    def total(self) -> float:
+        return self.gather + self.reduce + self.replicas + self.pipeline + self.tied
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is gathered and reduced together: its elements, padded to whole shards, and how often in a step."""
+
+    elements: int
+    gathers: int
+    reductions: int
+
+
+def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: Counts) -> CrossNodeBytes:
+    """What one training step of `plan` moves between the nodes of `layout`, at `seq_len` tokens a sequence.
+
+    Raises BadInput for a plan with an axis that is not counted here.
+    """
+    other = next((axis for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES), None)
+    if other is not None:
+        raise BadInput(f"bytes across nodes are known for {', '.join(RUNNABLE_AXES)}; the plan has {other.axis} too")
+    shard, precision = layout.size("shard"), plan.precision
+    rings = {axis: _ring_borders(layout, axis) for axis in ("shard", "replicate")}
+    along_shard, along_replicas = _ring_share(shard), _ring_share(layout.size("replicate"))
+    gather = reduce = replicas = 0.0
+    for rank in range(layout.size("pipeline")):
+        for unit in _units(model, plan, counts, rank):
+            sharded = rings["shard"][rank] * along_shard * unit.elements
+            gather += sharded * unit.gathers * bytes_of(precision.compute)
+            reduce += sharded * unit.reductions * bytes_of(precision.reduce)
+            sums = (
+                bool(unit.reductions) * unit.elements / shard * bytes_of(precision.reduce_replicas or precision.reduce)
+            )
+            replicas += 2 * rings["replicate"][rank] * along_replicas * sums
+    pipeline = _pipeline(model, plan, layout, seq_len)
+    return CrossNodeBytes(
+        gather=gather, reduce=reduce, replicas=replicas, pipeline=pipeline, tied=_tied(model, plan, layout)
+    )
+
+
+def _ring_share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _ring_borders(layout: Layout, axis: str) -> dict[int, int]:
+    """By pipeline rank, how often the rings of `axis` cross from node to node."""
+    borders: dict[int, int] = defaultdict(int)
+    for group in layout.groups(axis):
+        nodes = len({layout.node(rank) for rank in group})
+        borders[layout.coordinates(group[0]).get("pipeline", 0)] += nodes if nodes > 1 else 0
+    return borders
+
+
+def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[_Unit]:
+    """The units of one pipeline rank: the embedding, a block each, and the final norm with the head.
+
+    A tied weight's two ends are one unit on one rank, reduced once for both, and gathered once where the first keeps it for the step;
+    on two ranks each has its own.
+    """
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    order = sorted(stage.start for row in table for stage in row)
+    elements = _unit_elements(model, plan.axis_size("shard"))
+    starts = any(stage.start == 0 for stage in table[rank])
+    embed, head = elements["embed"] + elements["positions"], elements["head"]
+    if model.tied:
+        head += embed if starts else elements["embed"]
+        embed = head if any(stage.stop == model.layers for stage in table[rank]) else embed
+    for stage in table[rank]:
+        sizes = [elements[str(layer)] for layer in stage]
+        sizes = [embed] * (stage.start == 0) + sizes + [head] * (stage.stop == model.layers)
+        for unit, size in enumerate(sizes):
+            gathers, reductions = counts[order.index(stage.start), unit]
+            if model.tied and starts and stage.stop == model.layers and unit == len(sizes) - 1:
+                gathers, reductions = gathers * plan.strategy(0, model.layers).reshard, 0
+            yield _Unit(size, gathers, reductions)
+
+
+def _unit_elements(model: ModelSpec, shard: int) -> dict[str, int]:
+    """Elements of embed, positions, every layer by its number, and head, with each weight's rows filled up to a multiple of the shards."""
+    found: dict[str, int] = defaultdict(int)
+    for row in parameters(model):
+        part, _, rest = row.name.partition(".")
+        unit = rest.partition(".")[0] if part == "layers" else part if part in ("embed", "positions") else "head"
+        found[unit] += len(shard_rows(row.shape[0], shard, 0)) * shard * (row.count // row.shape[0])
+    return found
+
+
+def _pipeline(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
+    """Every micro-batch's activations once down the stages and its gradients once up, where neighbours live on different nodes."""
+    message = plan.batch.micro_batch * seq_len * model.hidden * bytes_of(plan.precision.compute)
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    holders = [rank for _, rank in sorted((stage.start, rank) for rank, row in enumerate(table) for stage in row)]
+    crossings = sum(_crossing(layout, a, b) for a, b in pairwise(holders))
+    return 2.0 * plan.batch.accumulate * message * crossings
+
+
+def _crossing(layout: Layout, a: int, b: int) -> int:
+    """Pairs of ranks, at the same place of pipeline ranks `a` and `b`, that live on different nodes."""
+    return sum(
+        layout.crosses_nodes((group[a], group[b])) for group in layout.groups("pipeline") if layout.size("pipeline") > 1
+    )
+
+
+def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
+    """Each shard of the shared weight's gradient there and back between the two pipeline ranks that hold it."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    first = next(rank for rank, row in enumerate(table) if any(stage.start == 0 for stage in row))
+    last = next(rank for rank, row in enumerate(table) if any(stage.stop == model.layers for stage in row))
+    if not model.tied or first == last:
+        return 0.0
+    stored = bytes_of("fp64" if plan.precision.compute == "fp64" else "fp32")
+    return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / layout.size("shard") * stored

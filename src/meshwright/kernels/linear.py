@@ -1,0 +1,188 @@
+"""The linear layer, whose backward can be split: gradients of the inputs at once, those of the weights when they are asked for.
+
+Zero-bubble pipelines (Qi et al. 2024) fill waiting time with weight gradients. What one needs, the layer's input X and its output's
+gradient dY, leaves the layer as the gradients of two extra inputs, the taps, and is parked in a WeightQueue outside of it. A compiled
+backward therefore has no side effect: X and dY are among its outputs, which the compiler may neither overwrite nor reuse. (An operator
+that parked them from inside the graph would hand out memory that Inductor holds for dead and writes the next result to.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """x · weightᵀ + bias: nn.Linear, which is also its plain twin, until `split_backward` of the block around it."""
+
+    taps: tuple[Tensor, Tensor] | None = None
+    """Two tensors of the input's and the output's shape that are never read; their gradients are X and dY."""
+
+    # pyrefly: ignore [bad-override-param-name]  # every block here calls its input x
+    def forward(self, x: Tensor) -> Tensor:
+        """`(…, out_features)` of x `(…, in_features)`."""
+        # The choice is made while tracing, so that a block that is not split compiles to what nn.Linear gives.
+        if self.taps is None or not torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        input_tap, output_tap = self.taps
+        assert x.shape == input_tap.shape, "every Linear of a split block takes the block's own rows"
+        return _Product.apply(x, self.weight, self.bias, input_tap, output_tap)
+
+
+def split_backward(block: nn.Module) -> None:
+    """Let the weight gradients of every Linear in the block be deferred, by wrapping its `forward` as it is now: last, after compilation.
+
+    `forward` takes x `(…, features)` first, every Linear inside sees the same leading dimensions, and runs once. Whether a backward
+    defers is decided when it runs: see `deferring`. Gradients of the weights then no longer pass through autograd's accumulation, so
+    hooks on a weight's gradient do not fire.
+    """
+    forward = block.forward
+    linears = [module for module in block.modules() if isinstance(module, Linear)]
+
+    def tapped(x: Tensor, *inputs: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            # Left in place afterwards: eager recompute runs the block once more during backward, with any taps of that shape.
+            for linear in linears:
+                linear.taps = _new_taps(linear.weight, x.shape[:-1])
+        return forward(x, *inputs, **options)
+
+    block.forward = tapped
+
+
+class WeightQueue:
+    """The weight gradients one backward has left to compute; an executor keeps one per stage and micro-batch in flight."""
+
+    def __init__(self) -> None:
+        self._parked: deque[_Parked] = deque()
+
+    @property
+    def pending(self) -> int:
+        """How many gradients wait. (Not `__len__`, which would make an empty queue look like none.)"""
+        return len(self._parked)
+
+    def park(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
+        """Keep x `(…, in)` and the output's gradient `(…, out)` of one product with weight `(out, in)`."""
+        # Detached, as an eager x would keep its whole graph.
+        self._parked.append(_Parked(weight, x.detach(), grad.detach(), (x._version, grad._version)))
+
+    def drain(self, parameters: Iterable[Tensor] | None = None, *, partial: bool = False) -> None:
+        """Add what is parked, dYᵀ · X, to the `.grad` of its weights, oldest first, and let go of it.
+
+        `parameters`: the weights it may belong to, any when None; under FSDP2 the unit's unsharded parameters, which need not be gathered,
+        as their values are not read. An entry of another weight raises RuntimeError before anything is computed, or with `partial` is
+        left for a later call. RuntimeError too if an in-place operator wrote to a parked tensor in the meantime; a collective that
+        receives into it is not noticed.
+        """
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        strangers = [entry for entry in self._parked if wanted is not None and id(entry.weight) not in wanted]
+        if strangers and not partial:
+            shapes = ", ".join(str(tuple(entry.weight.shape)) for entry in strangers)
+            raise RuntimeError(
+                f"deferred gradients of weights that are not among the {len(wanted or ())} given: {shapes}"
+            )
+        for _ in range(len(self._parked)):
+            entry = self._parked.popleft()
+            if wanted is None or id(entry.weight) in wanted:
+                entry.add()
+            else:
+                self._parked.append(entry)
+
+
+@contextmanager
+def deferring(queue: WeightQueue) -> Iterator[None]:
+    """Every backward inside parks the weight gradients of split blocks in `queue`, which must be empty; outside they are computed at once.
+
+    RuntimeError if the queue holds gradients that were never drained, or if another one is active.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("weight gradients are already being deferred: one queue at a time is active")
+    if queue.pending:
+        raise RuntimeError(
+            f"the queue still holds {queue.pending} weight gradients of an earlier backward: drain it first"
+        )
+    _active = queue
+    try:
+        yield
+    finally:
+        _active = None
+
+
+# One for the process, because autograd runs the backward of CUDA tensors on a thread of its own: a thread-local or context variable set
+# around `backward()` is not seen there.
+_active: WeightQueue | None = None
+
+
+class _Parked(NamedTuple):
+    # Under FSDP2 the weight is the unsharded parameter: one object, however often its storage is freed and filled again.
+    weight: Tensor
+    x: Tensor
+    grad: Tensor
+    versions: tuple[int, int]
+
+    @torch.no_grad()
+    def add(self) -> None:
+        if (self.x._version, self.grad._version) != self.versions:
+            raise RuntimeError(
+                f"what was parked for a weight of shape {tuple(self.weight.shape)} was overwritten before it was used"
+            )
+        grad, x = self.grad.flatten(0, -2).t(), self.x.flatten(0, -2)
+        if self.weight.grad is None:
+            self.weight.grad = grad @ x
+        else:
+            self.weight.grad.addmm_(grad, x)
+
+
+class _Product(torch.autograd.Function):
+    """F.linear that hands X and dY to the taps in place of the weight's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_tap: Tensor, output_tap: Tensor
+    ) -> Tensor:
+        del input_tap, output_tap
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        input_grad = grad @ weight if ctx.needs_input_grad[0] else None
+        bias_grad = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return input_grad, None, bias_grad, x, grad
+
+
+class _Taps(torch.autograd.Function):
+    """Makes the two taps of a weight; their gradients go to the active queue, or straight into the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, element: Tensor, rows: torch.Size) -> tuple[Tensor, Tensor]:
+        ctx.weight = weight
+        width, columns = weight.shape
+        return element.expand(*rows, columns), element.expand(*rows, width)
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
+    def backward(ctx: Any, x: Tensor, grad: Tensor) -> tuple[None, None, None]:
+        if _active is None:
+            at_once = WeightQueue()
+            at_once.park(ctx.weight, x, grad)
+            at_once.drain()
+        else:
+            _active.park(ctx.weight, x, grad)
+        return None, None, None
+
+
+def _new_taps(weight: Tensor, rows: torch.Size) -> tuple[Tensor, Tensor] | None:
+    if not weight.requires_grad:
+        return None
+    # Made anew in every forward: autograd runs the latest nodes first, so that without a queue the gradient is there before an older
+    # node at the block's input (such as FSDP2's hook) collects it.
+    return _Taps.apply(weight, weight.new_empty(()), rows)

@@ -1,0 +1,118 @@
+"""Pipeline transfers: a communicator of two ranks for each neighbour and direction.
+
+NCCL moves the messages of one communicator one after another, so what travels forward must not share one with what travels back, nor one
+neighbour's messages with another's. Pairs that share no rank are made by one split of the world, so a schedule's channels take at most
+six, for any number of pipeline ranks: even to odd, odd to even, and round the end of an odd ring, for each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.mesh import Mesh, pairs_along_pipeline
+
+Pair = tuple[int, int]
+"""Pipeline ranks (sender, receiver)."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way. It keeps the buffer alive; a send may be waited for long after it was begun."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> torch.Tensor:
+        """Let compute wait until the message is through (under Gloo the host waits), and return it."""
+        self.work.wait()
+        return self.tensor
+
+
+def open_channels(mesh: Mesh, pairs: Sequence[Pair]) -> Channels:
+    """The channels of `pairs` (`Schedule.channels`); collective over all ranks.
+
+    Each carries a first message at once: NCCL connects two ranks at their first message and both wait for it, which inside a step could be
+    a circle of ranks that wait for one another.
+    """
+    channels = Channels(mesh)
+    for number, matching in enumerate(matchings(pairs, mesh.axis_size("pipeline"))):
+        # Not `mesh.split`, which would give the two directions of a pair, the same two ranks, the same group.
+        group = mesh.world.split(pairs_along_pipeline(mesh.layout, matching), f"pipeline channel {number}")
+        for sender, receiver in matching:
+            channels.connect(sender, receiver, group)
+    return channels
+
+
+class Channels:
+    """This rank's ends of the channels, by the pipeline rank at the other end.
+
+    Messages of one channel match in the order both ends issue them.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._outgoing: dict[int, dist.ProcessGroup] = {}
+        self._incoming: dict[int, dist.ProcessGroup] = {}
+        self.sent_bytes: dict[int, int] = {}
+        """Bytes sent so far, by receiving pipeline rank."""
+
+    def connect(self, sender: int, receiver: int, group: dist.ProcessGroup) -> None:
+        """Let messages from one pipeline rank to another go over `group`, and send a first one; nothing where this rank is neither."""
+        if self._mesh.coordinate("pipeline") == sender:
+            self._outgoing[receiver] = group
+            _send(torch.tensor([sender], device=self._mesh.device), group).wait()
+        elif self._mesh.coordinate("pipeline") == receiver:
+            self._incoming[sender] = group
+            told = int(self.recv(sender, (1,), torch.int64).wait())
+            assert told == sender, f"pipeline rank {told} sends where {sender} should"
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Transfer:
+        """Begin to send `tensor` to pipeline rank `peer`; it must not be written to before the transfer is waited for."""
+        self.sent_bytes[peer] = self.sent_bytes.get(peer, 0) + tensor.nbytes
+        return _send(tensor.detach().contiguous(), self._outgoing[peer])
+
+    def recv(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> Transfer:
+        """Begin to receive a tensor from pipeline rank `peer` into a new buffer on the mesh's device."""
+        message = torch.empty(tuple(shape), dtype=dtype, device=self._mesh.device)
+        group = self._incoming[peer]
+        return Transfer(message, _begun(dist.irecv(message, group=group, group_src=1 - group.rank())))
+
+    def crosses_nodes(self, peer: int) -> bool:
+        """Whether pipeline rank `peer`, at this rank's other coordinates, lives on another node."""
+        other = self._mesh.layout.rank({**self._mesh.coordinates, "pipeline": peer})
+        return not self._mesh.world.same_node(other)
+
+    @property
+    def cross_node_bytes(self) -> int:
+        """Bytes sent so far to other nodes."""
+        return sum(count for peer, count in self.sent_bytes.items() if self.crosses_nodes(peer))
+
+
+def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:
+    """`pairs` divided into lists in which no rank occurs twice, few of them: 4 for a line of ranks or an even ring, 6 for an odd ring.
+
+    Pairs of one distance round the ring are divided by themselves, each taking the first list that has neither of its ranks.
+    """
+    by_distance: dict[int, list[list[Pair]]] = {}
+    for pair in sorted(set(pairs)):
+        lists = by_distance.setdefault((pair[1] - pair[0]) % ranks, [])
+        free = next((found for found in lists if not {*pair} & {rank for other in found for rank in other}), None)
+        if free is None:
+            lists.append([pair])
+        else:
+            free.append(pair)
+    return [found for distance in sorted(by_distance) for found in by_distance[distance]]
+
+
+def _send(message: torch.Tensor, group: dist.ProcessGroup) -> Transfer:
+    return Transfer(message, _begun(dist.isend(message, group=group, group_dst=1 - group.rank())))
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    """torch's types allow for a caller outside the group; these are inside."""
+    assert work is not None
+    return work

@@ -1,0 +1,254 @@
+"""One executor for every plan: it plays a rank's row of the schedule on the rank's stages, action by action.
+
+Every unit of a stage runs as a graph of its own: its input is cut off the unit before, and its gradient handed back by hand. So the
+schedule alone decides the order, down to single units, whether a pipeline is there or not. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from meshwright.data.loader import MicroBatch
+from meshwright.events.span import Recorder
+from meshwright.kernels.linear import WeightQueue, deferring
+from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.parallel.channels import Channels, Transfer
+from meshwright.parallel.fsdp import Streams
+from meshwright.parallel.replicas import ReplicaSums
+from meshwright.parallel.stages import Unit
+from meshwright.parallel.tied import TiedSum
+from meshwright.schedules.action import Action, Kind
+from meshwright.schedules.schedule import Schedule
+
+Where = tuple[int, int]
+"""(stage, micro-batch)."""
+Closing = Mapping[Kind, Callable[[], None]]
+"""What to do at norm_barrier and optim."""
+
+
+class Executor:
+    """Runs steps of one rank. `stages` maps the virtual stages of this pipeline rank to their units."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        stages: Mapping[int, Sequence[Unit]],
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        streams: Streams,
+        channels: Channels | None = None,
+        replicas: ReplicaSums | None = None,
+        tied: TiedSum | None = None,
+    ) -> None:
+        self.model, self.stages, self.rank = model, stages, rank
+        self.dtype, self.device = dtype, device
+        self._streams, self._channels, self._replicas, self._tied = streams, channels, replicas, tied
+
+    def play(
+        self,
+        schedule: Schedule,
+        batches: Sequence[MicroBatch],
+        recorder: Recorder,
+        valid: Tensor | None = None,
+        closing: Closing | None = None,
+    ) -> Tensor:
+        """Run this rank's row of an expanded schedule and return its share of the loss (float64; 0 without the last stage).
+
+        `batches` are the step's micro-batches by number. With `valid`, the number of valid tokens over all ranks, losses are divided by it.
+        Without, they are sums. Collective over every rank that the schedule or the mesh joins this one with.
+        """
+        return _Play(self, schedule, batches, recorder, valid, closing or {}).run()
+
+
+class _Play:
+    """One step under way: what is kept between forward and backward, and what is travelling."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        schedule: Schedule,
+        batches: Sequence[MicroBatch],
+        recorder: Recorder,
+        valid: Tensor | None,
+        closing: Closing,
+    ) -> None:
+        self.on, self.schedule, self.batches, self.recorder = executor, schedule, batches, recorder
+        self.valid, self.closing = valid, closing
+        self.rank_of = schedule.rank_of
+        self.row = schedule.actions[executor.rank]
+        self.loss = torch.zeros((), dtype=torch.float64, device=executor.device)
+        self.shared: dict[int, SharedInputs] = {}
+        self.inputs: dict[Where, Tensor] = {}
+        self.gradients: dict[Where, Tensor] = {}
+        self.kept: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
+        self.owed: dict[tuple[int, int, int], WeightQueue] = {}
+        self.arriving: dict[tuple[str, int, int], Transfer] = {}
+        self.leaving: dict[tuple[str, int, int], Tensor] = {}
+        self.sent: list[Transfer] = []
+        self.reductions_left: dict[tuple[int, int], int] = {}
+        for action in self.row:
+            if action.kind == "reduce_grad":
+                place = action.stage, action.unit or 0
+                self.reductions_left[place] = self.reductions_left.get(place, 0) + 1
+        self.do: dict[Kind, Callable[[Action], None]] = {
+            "forward": self.forward,
+            "forward_only": self.forward,
+            "backward": self.backward,
+            "backward_input": self.backward_input,
+            "backward_weight": self.backward_weight,
+            "send": self.send,
+            "recv": self.receive,
+            "unshard": lambda action: self.unit(action).sharded.unshard(),
+            "reshard": lambda action: self.unit(action).sharded.reshard(),
+            "reduce_grad": self.reduce,
+            "norm_barrier": self.norm_barrier,
+            "optim": self.optim,
+        }
+
+    def run(self) -> Tensor:
+        self.on._streams.follow_compute()
+        summed_next = _reduced_next(self.row)
+        for place, action in enumerate(self.row):
+            for part in action.parts:
+                self.do[part.kind](part)
+            if action.kind in _MAKES_GRADIENTS and place not in summed_next:
+                for part in action.parts:
+                    if part.kind in ("backward", "backward_weight"):
+                        self.unit(part).sharded.accumulate()
+        for transfer in self.sent:
+            transfer.wait()
+        return self.loss
+
+    def unit(self, action: Action) -> Unit:
+        return self.on.stages[action.stage][action.unit or 0]
+
+    def forward(self, action: Action) -> None:
+        stage, number, unit = action.stage, action.micro_batch, action.unit or 0
+        mine, batch = self.unit(action), self.batches[action.micro_batch]
+        mine.sharded.wait()
+        trains = action.kind == "forward"
+        with self.recorder.span(action.label, "compute"), torch.set_grad_enabled(trains):
+            x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
+            y = mine.run(x, batch, self.shared_inputs(number))
+            last_unit = unit + 1 == len(self.on.stages[stage])
+            if last_unit and stage + 1 == len(self.rank_of):
+                y = y if self.valid is None else y / self.valid.to(y.dtype)
+                self.loss += y.detach()
+        if trains:
+            self.kept[stage, number, unit] = x, y
+        if not last_unit:
+            self.inputs[stage, number] = y.detach()
+        elif stage + 1 < len(self.rank_of):
+            if self.rank_of[stage + 1] == self.on.rank:
+                self.inputs[stage + 1, number] = y.detach()
+            else:
+                self.leaving["activation", stage, number] = y.detach()
+
+    def input(self, stage: int, number: int, unit: int, trains: bool) -> Tensor:
+        """A unit's input as a leaf, from the unit before or from the rank that holds the stage before."""
+        arrived = self.arriving.pop(("activation", stage, number), None) if unit == 0 else None
+        x = arrived.wait() if arrived else self.inputs.pop((stage, number))
+        return x.requires_grad_(trains)
+
+    def shared_inputs(self, number: int) -> SharedInputs:
+        if number not in self.shared:
+            batch = self.batches[number]
+            self.shared[number] = self.on.model.shared(batch.tokens, batch.positions, batch.documents, self.on.dtype)
+        return self.shared[number]
+
+    def backward(self, action: Action, queue: WeightQueue | None = None) -> None:
+        stage, number, unit = action.stage, action.micro_batch, action.unit or 0
+        mine = self.unit(action)
+        mine.sharded.wait()
+        x, y = self.kept.pop((stage, number, unit))
+        with self.recorder.span(action.label, "compute"), deferring(queue) if queue is not None else nullcontext():
+            torch.autograd.backward(y, self.gradient(stage, number, unit))
+        if x is None:
+            return
+        assert x.grad is not None
+        if unit:
+            self.gradients[stage, number] = x.grad
+        elif self.rank_of[stage - 1] == self.on.rank:
+            self.gradients[stage - 1, number] = x.grad
+        else:
+            self.leaving["gradient", stage, number] = x.grad
+
+    def gradient(self, stage: int, number: int, unit: int) -> Tensor | None:
+        """The gradient of a unit's output; None for the loss itself."""
+        last_unit = unit + 1 == len(self.on.stages[stage])
+        if last_unit and stage + 1 == len(self.rank_of):
+            return None
+        arrived = self.arriving.pop(("gradient", stage, number), None) if last_unit else None
+        return arrived.wait() if arrived else self.gradients.pop((stage, number))
+
+    def backward_input(self, action: Action) -> None:
+        queue = self.owed[action.stage, action.micro_batch, action.unit or 0] = WeightQueue()
+        self.backward(action, queue)
+
+    def backward_weight(self, action: Action) -> None:
+        queue = self.owed.pop((action.stage, action.micro_batch, action.unit or 0))
+        with self.recorder.span(action.label, "compute"):
+            queue.drain(self.unit(action).sharded.whole_parameters)
+
+    def send(self, action: Action) -> None:
+        assert self.on._channels is not None and action.payload is not None
+        tensor = self.leaving.pop((action.payload, action.stage, action.micro_batch))
+        self.sent.append(self.on._channels.send(self.rank_of[action.peer], tensor))
+
+    def receive(self, action: Action) -> None:
+        assert self.on._channels is not None and action.payload is not None
+        shape = (*self.batches[action.micro_batch].tokens.shape, self.on.model.spec.hidden)
+        transfer = self.on._channels.recv(self.rank_of[action.peer], shape, self.on.dtype)
+        self.arriving[action.payload, action.stage, action.micro_batch] = transfer
+
+    def reduce(self, action: Action) -> None:
+        place = action.stage, action.unit or 0
+        self.reductions_left[place] -= 1
+        sharded = self.unit(action).sharded
+        started = sharded.reduce()
+        if started and not self.reductions_left[place] and self.on._replicas is not None:
+            self.on._replicas.begin(sharded.gradient_shards, sharded.reduced)
+
+    def norm_barrier(self, action: Action) -> None:
+        """Every gradient is complete: wait for what is travelling, then take the norm over all ranks."""
+        with self.recorder.span(action.label, "compute"):
+            for units in self.on.stages.values():
+                for unit in units:
+                    unit.sharded.finish()
+            if self.on._replicas is not None:
+                self.on._replicas.finish()
+            if self.on._tied is not None:
+                self.on._tied.sum()
+            self.closing.get("norm_barrier", _nothing)()
+
+    def optim(self, action: Action) -> None:
+        with self.recorder.span(action.label, "compute"):
+            self.closing.get("optim", _nothing)()
+
+
+_MAKES_GRADIENTS = frozenset[Kind](("backward", "backward_weight", "overlap"))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _reduced_next(row: Sequence[Action]) -> set[int]:
+    """Places of backward actions whose unit is reduced before it runs backward again: the reduction takes the gradient as it is."""
+    found: set[int] = set()
+    latest: dict[tuple[int, int], int] = {}
+    for place, action in enumerate(row):
+        if action.kind == "reduce_grad":
+            found.add(latest[action.stage, action.unit or 0])
+        elif action.kind in ("backward", "backward_weight"):
+            latest[action.stage, action.unit or 0] = place
+        else:
+            for part in action.pair:
+                latest[part.stage, part.unit or 0] = place
+    return found

@@ -1,0 +1,77 @@
+"""Which schedules a run may take, with their stages written out."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import get_args
+
+from meshwright.schedules.registry import refusal
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import stage_table
+from meshwright.spec.plan import PlanPins, ScheduleName, SchedulePlan
+from meshwright.spec.run import RunSpec
+
+
+def schedules_for(run: RunSpec, micro_batches: int) -> list[SchedulePlan]:
+    """The pinned schedule, or every one that can run so many micro-batches on the pinned pipeline; 1F1B where nothing would choose between
+    them. Empty when the pinned one needs more micro-batches.
+
+    Raises BadInput when the pinned stages are in no schedule's order.
+    """
+    pins = run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+    pipeline = pins.pipeline or 1
+    chosen: tuple[ScheduleName, ...] = ("1f1b",) if run.cluster.gpu not in CHIPS else get_args(ScheduleName)
+    names = (pins.schedule,) if pins.schedule else chosen if pipeline > 1 else ("1f1b",)
+    found, last = [], None
+    for name in names:
+        try:
+            schedule, per_rank = _with_stages(name, pins, pipeline, run.model.layers)
+        except ValueError as error:
+            last = error
+            continue
+        if not micro_batches or refusal(name, pipeline, micro_batches, per_rank) is None:
+            found.append(schedule)
+    if last is not None and not found and len(names) > 1:
+        raise BadInput(f"plan.stages: no schedule runs them on {pipeline} pipeline ranks: {last}")
+    return found
+
+
+def pinned_refusal(run: RunSpec, micro_batches: int) -> str | None:
+    """Why the pinned schedule cannot be made for so many micro-batches, or None when it can or none is pinned."""
+    pins = run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+    if pins.schedule is None:
+        return None
+    pipeline = pins.pipeline or 1
+    return refusal(
+        pins.schedule, pipeline, micro_batches, _with_stages(pins.schedule, pins, pipeline, run.model.layers)[1]
+    )
+
+
+def _with_stages(name: ScheduleName, pins: PlanPins, pipeline: int, layers: int) -> tuple[SchedulePlan, int]:
+    """The schedule with its stages written out, and the stages of each rank. Raises ValueError as `stage_table` does."""
+    stages = pins.stages or ()
+    if name == "breadth_first" and pipeline > 1 and not stages:
+        stages = _modular(pipeline, layers)
+    schedule = SchedulePlan(name=name, stages=stages)
+    table = stage_table(schedule, pipeline, layers)
+    if len(table) == len(table[0]) == 1:
+        return schedule, 1
+    texts = tuple(tuple(_text(held) for held in row) for row in table)
+    return SchedulePlan(name=name, stages=texts), len(table[0])
+
+
+def _modular(pipeline: int, layers: int) -> tuple[tuple[str, ...], ...]:
+    """A stage for every layer, dealt round (the modular pipeline, arXiv 2106.02679): larger ones would keep all micro-batches to
+    themselves until their last layer, and the ranks behind them idle.
+    """
+    stages = layers // pipeline * pipeline
+    if not stages:
+        raise ValueError(f"{layers} layers cannot fill {pipeline} stages")
+    sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    held = [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
+    return tuple(tuple(_text(stage) for stage in held[rank::pipeline]) for rank in range(pipeline))
+
+
+def _text(held: range) -> str:
+    return f"{held.start}-{held.stop - 1}"

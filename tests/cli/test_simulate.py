@@ -1,0 +1,120 @@
+"""`meshwright simulate`: what it prints, the trace it writes, and what only simulation takes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import meshwright
+
+NODE = ["model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=8", "train.seq_len=4096", "train.global_batch=32"]
+PIPELINE = [*NODE, "plan.pipeline=2", "plan.schedule=1f1b", "plan.micro_batch=1"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "150")
+
+
+def test_json_has_the_step_its_parts_and_every_rank(tmp_path: Path) -> None:
+    answer = meshwright("simulate", *PIPELINE, "--trace", "one.json", "--json")
+    assert answer.code == 0, answer.err
+    found = answer.json
+    assert found["low_seconds"] < found["step_seconds"] < found["high_seconds"]
+    assert found["tokens_per_second"] == pytest.approx(32 * 4096 / found["step_seconds"])
+    assert sum(found["breakdown"].values()) == pytest.approx(found["step_seconds"])
+    assert 0 < found["bubble"] < 0.3 and found["chosen_by_planner"] is True
+    first, second = found["ranks"]
+    assert (first["layers"], second["layers"]) == ("0-15", "16-31")
+    assert (first["peak_in_flight"], second["peak_in_flight"]) == (2, 1)
+    assert first["memory_bytes"]["activations"] == 2 * second["memory_bytes"]["activations"]
+    events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "pipeline rank 0: layers 0-15", 1: "pipeline rank 1: layers 16-31"}
+    ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X"]
+    assert max(ends) / 1e6 == pytest.approx(found["step_seconds"])
+
+
+def test_a_plan_file_is_played_as_it_stands(tmp_path: Path) -> None:
+    assert meshwright("plan", *PIPELINE, "--out", "plan.yaml").code == 0
+    text = Path("plan.yaml").read_text().replace("0-15", "0-16").replace("16-31", "17-31")
+    Path("edited.yaml").write_text(text)
+    before = meshwright("simulate", *NODE, "plan=plan.yaml", "--json").json
+    after = meshwright("simulate", *NODE, "plan=edited.yaml", "--json").json
+    assert before["chosen_by_planner"] is after["chosen_by_planner"] is False
+    assert [rank["layers"] for rank in after["ranks"]] == ["0-16", "17-31"]
+    assert after["ranks"][0]["compute_seconds"] > before["ranks"][0]["compute_seconds"]
+
+
+def test_it_prints_a_summary_a_picture_and_where_the_trace_is() -> None:
+    answer = meshwright("simulate", *PIPELINE, "name=mine")
+    assert answer.code == 0, answer.err
+    for words in (
+        "plan: pipeline 2 × shard 4, 1f1b, 8 micro-batches of 1 × 4096 tokens",
+        "the planner's choice",
+        "bubble",
+    ):
+        assert words in answer.out
+    assert "torchtitan's constants" in answer.out and "mine.simulated.json.gz" in answer.out
+    rows = [line for line in answer.out.splitlines() if line.startswith(("0  F0", "1  ."))]
+    assert len(rows) == 2 and "B0-" in rows[0] and max(map(len, rows)) <= 150
+    events = json.loads(gzip.decompress(Path("mine.simulated.json.gz").read_bytes()))["traceEvents"]
+    assert any(event["name"] == "forward 1.7/3" for event in events)
+
+
+def test_too_narrow_a_terminal_gets_no_picture() -> None:
+    answer = meshwright("simulate", *NODE, "plan.micro_batch=1", "plan.pipeline=8", "--width", "40")
+    assert answer.code == 0 and "wider terminal" in answer.out
+    assert not [line for line in answer.out.splitlines() if line.startswith("0  F0")]
+
+
+def test_communication_inside_compute_is_told_apart() -> None:
+    found = meshwright("simulate", *NODE, "plan.tensor=2", "plan.context_ring=2", "--json").json
+    parts = found["breakdown"]
+    assert parts["tensor"] > 0 and parts["context"] > 0
+    assert sum(parts.values()) == pytest.approx(found["step_seconds"])
+    assert parts["compute"] + parts["tensor"] + parts["context"] == pytest.approx(found["ranks"][0]["compute_seconds"])
+
+
+def test_without_pins_the_planner_s_choice_is_played() -> None:
+    found = meshwright("simulate", *NODE, "--json").json
+    assert found["chosen_by_planner"] is True and len(found["ranks"]) == 1
+
+
+def test_a_cpu_is_told_what_to_ask(tmp_path: Path) -> None:
+    answer = meshwright("simulate", "model=llama3-1b", "cluster.gpu=cpu", "cluster.memory_gib=1000", "--json")
+    assert answer.code == 2 and "no figures for cpu" in answer.json["error"] and "H200" in answer.json["error"]
+    assert not list(tmp_path.glob("*.json*"))
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['meshwright', 'simulate', *{PIPELINE!r}]\n"
+        "from meshwright.cli.main import main; main()"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_what_only_simulation_takes_is_not_trained(tiny: Path, tmp_path: Path) -> None:
+    pins = ["plan.tensor=2", "cluster.gpus_per_node=2"]
+    planned = meshwright("plan", tiny, *pins, "--json")
+    assert planned.code == 0 and any("cannot train tensor 2" in reason for reason in planned.json["plan"]["why"])
+    for command in ("train", "check"):
+        refused = meshwright(command, tiny, *pins, "--runs", tmp_path / "runs")
+        assert refused.code == 2, refused.err
+        assert "cannot train tensor 2" in " ".join((refused.out + refused.err).split())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plan_shows_schedule_and_stages() -> None:
+    answer = meshwright("plan", *NODE, "plan.pipeline=2", "plan.schedule=zbv")
+    assert answer.code == 0, answer.err
+    for words in ("pipeline 2", "zbv", "layers 0-7, 24-31", "layers 8-15, 16-23", "pipeline rank 1, replica 0"):
+        assert words in answer.out

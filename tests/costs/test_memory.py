@@ -1,0 +1,123 @@
+"""Memory under pipelines, layered accumulation and whole gradients, against sums worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.costs.memory import FRAMEWORK_BYTES, activation_bytes, memory_by_kind, memory_by_rank
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, SchedulePlan
+
+HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
+MODEL = ModelSpec(
+    family="llama", layers=LAYERS, hidden=HIDDEN, heads=16, kv_heads=8, head_dim=64, ffn_hidden=FFN, vocab_size=VOCAB
+)
+TRAIN = TrainSpec(steps=1, global_batch=32, seq_len=2048, loss_chunk=1024)
+TOKENS, MICRO_BATCHES = 2 * 2048, 4
+BLOCK = HIDDEN * (1024 + 1024) + 1024 * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN
+"""qkv, out, gate-up and down, two norms."""
+TABLE = VOCAB * HIDDEN
+KEPT = 2 * (4 * HIDDEN + 2 * 1024 + 2 * 512 + 2 * FFN + FFN)
+"""bf16 bytes of one token in one block: two residuals, two norms' outputs, queries and attention's output, keys and values, the MLP."""
+STREAM = TOKENS * HIDDEN * 2
+"""One micro-batch's residual stream in bf16."""
+
+
+def plan(mesh: dict[str, int], schedule: str = "1f1b", stages=(), **layer) -> Plan:
+    return Plan(
+        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in mesh.items()),
+        batch=BatchPlan(global_batch=32, micro_batch=2, accumulate=MICRO_BATCHES),
+        schedule=SchedulePlan(name=schedule, stages=stages),
+        layers=(LayerStrategy(**layer),),
+    )
+
+
+def kinds(given: Plan, **options) -> dict[str, int]:
+    return memory_by_kind(MODEL, TRAIN, given, cpu=False, **options)
+
+
+def test_the_numbers_of_this_page_are_the_model_s() -> None:
+    assert parameter_count(MODEL) == LAYERS * BLOCK + 2 * TABLE + HIDDEN
+
+
+def test_one_rank_of_four_shards() -> None:
+    found = kinds(plan({"shard": 4}, reshard=True))
+    mine = parameter_count(MODEL) // 4
+    assert found == {
+        "weights": 4 * mine,
+        "gradients": 4 * mine,
+        "optimizer": 8 * mine,
+        "gathered": 2 * (2 * BLOCK + 2 * TABLE + HIDDEN) + 4 * 2 * TABLE,
+        "activations": TOKENS * LAYERS * KEPT,
+        "logits": 1024 * VOCAB * 6 + 4 * TABLE + 2 * STREAM,
+        "framework": FRAMEWORK_BYTES["cuda"],
+    }
+
+
+def test_a_pipeline_rank_holds_its_stages_and_its_end_of_the_model() -> None:
+    first, second = memory_by_rank(MODEL, TRAIN, plan({"pipeline": 2, "shard": 2}), cpu=False, alive=(7e9, 3e9))
+    half = LAYERS // 2 * BLOCK
+    assert first["weights"] == 4 * (half + TABLE) // 2
+    assert second["weights"] == 4 * (half + HIDDEN + TABLE) // 2
+    assert second["optimizer"] == 2 * second["weights"]
+    assert (first["activations"], second["activations"]) == (7_000_000_000, 3_000_000_000)
+    assert (first["logits"], second["logits"]) == (0, 1024 * VOCAB * 6 + 4 * TABLE + 2 * STREAM)
+    assert first["gathered"] == 2 * (2 * BLOCK + TABLE) + 4 * 2 * TABLE
+    assert first["transfers"] == second["transfers"] == 4 * STREAM
+
+
+def test_the_fullest_rank_is_reported() -> None:
+    given = plan({"pipeline": 2, "shard": 2})
+    rows = memory_by_rank(MODEL, TRAIN, given, cpu=False, alive=(9e9, 1e9))
+    assert kinds(given, alive=(9e9, 1e9)) == rows[0] != rows[1]
+    assert kinds(given, alive=(1e9, 9e9)) == memory_by_rank(MODEL, TRAIN, given, cpu=False, alive=(1e9, 9e9))[1]
+
+
+def test_a_middle_stage_has_no_end_of_the_model() -> None:
+    rows = memory_by_rank(MODEL, TRAIN, plan({"pipeline": 4, "shard": 1}), cpu=False)
+    assert rows[1]["weights"] == 4 * LAYERS // 4 * BLOCK
+    assert rows[1]["gathered"] == 2 * 2 * BLOCK + 4 * 2 * BLOCK
+    assert rows[1]["logits"] == 0
+
+
+def test_a_tied_table_is_held_at_both_ends() -> None:
+    tied = replace(MODEL, tied=True)
+    first, last = memory_by_rank(tied, TRAIN, plan({"pipeline": 2, "shard": 2}), cpu=False)
+    assert last["weights"] - first["weights"] == 4 * HIDDEN // 2  # the final norm
+    v_shaped = memory_by_rank(tied, TRAIN, plan({"pipeline": 2, "shard": 2}, "zbv"), cpu=False)
+    assert v_shaped[0]["weights"] - v_shaped[1]["weights"] == 4 * (TABLE + HIDDEN) // 2
+
+
+def test_activations_by_virtual_stage() -> None:
+    uneven = (("0-1", "6-7"), ("2-4", "5"))
+    found = activation_bytes(MODEL, TRAIN, plan({"pipeline": 2, "shard": 2}, "zbv", (uneven[0], uneven[1])))
+    assert found == tuple(TOKENS * layers * KEPT for layers in (2, 3, 1, 2))
+
+
+def test_layered_accumulation_keeps_every_micro_batch_and_two_units() -> None:
+    found = kinds(plan({"shard": 4}, "breadth_first", reshard=True, recompute="full"))
+    kept = MICRO_BATCHES * LAYERS * STREAM  # each block's input
+    between = MICRO_BATCHES * STREAM  # each micro-batch's gradient between two units
+    assert found["activations"] == kept + between + TOKENS * KEPT
+    assert found["gathered"] == kinds(plan({"shard": 4}, reshard=True))["gathered"]
+    # Every micro-batch's head has made its gradients before the first backward.
+    assert found["logits"] == 1024 * VOCAB * 6 + MICRO_BATCHES * (4 * TABLE + STREAM) + STREAM
+
+
+def test_whole_gradients_are_a_rank_s_own_sum_beside_its_shard() -> None:
+    sharded, whole = (kinds(plan({"shard": 4}, gradients=kept)) for kept in ("shard", "whole"))
+    assert whole["gradients"] - sharded["gradients"] == 4 * parameter_count(MODEL)
+    alone, summed = (kinds(plan({"shard": 1}, gradients=kept)) for kept in ("shard", "whole"))
+    assert alone == summed
+    layered = kinds(plan({"shard": 4}, "breadth_first", gradients="whole"))
+    assert layered["gradients"] == sharded["gradients"]
+
+
+@pytest.mark.parametrize("axis", ["context_ring", "context_ulysses", "tensor"])
+def test_splitting_a_sequence_or_a_matrix_splits_activations_and_states(axis: str) -> None:
+    one, two = kinds(plan({"shard": 2})), kinds(plan({"shard": 2, axis: 2}))
+    for kind in ("weights", "gradients", "optimizer", "activations"):
+        assert two[kind] == pytest.approx(one[kind] / 2, rel=1e-3), kind

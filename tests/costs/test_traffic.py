@@ -1,0 +1,131 @@
+"""Bytes across nodes against sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.costs.traffic import cross_node_bytes
+from meshwright.schedules.counts import collectives_of
+from meshwright.schedules.expand import expand
+from meshwright.schedules.registry import build
+from meshwright.schedules.schedule import Schedule
+from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import Layout, stage_table
+from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+
+SEQ = 16
+MODEL = ModelSpec(
+    family="llama", layers=8, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=64, max_seq_len=SEQ
+)
+TIED = ModelSpec(
+    family="llama", layers=8, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=64, max_seq_len=SEQ, tied=True
+)  # fmt: skip
+COUNT = parameter_count(MODEL)
+
+
+def plan(*axes: tuple[str, int], schedule: str = "1f1b", accumulate: int = 8, **layer: object) -> Plan:
+    data = 1
+    for axis, size in axes:
+        data *= size if axis in ("replicate", "shard") else 1
+    return Plan(
+        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in axes),  # type: ignore[arg-type]
+        batch=BatchPlan(global_batch=2 * accumulate * data, micro_batch=2, accumulate=accumulate),
+        schedule=SchedulePlan(name=schedule),  # type: ignore[arg-type]
+        layers=(LayerStrategy(**layer),),  # type: ignore[arg-type]
+        precision=Precision(reduce_replicas="bf16"),
+    )
+
+
+def played(chosen: Plan) -> Schedule:
+    """The plan's schedule in units, as the executor plays it."""
+    table = stage_table(chosen.schedule, chosen.axis_size("pipeline"), MODEL.layers)
+    stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
+    return expand(
+        build(chosen.schedule.name, len(table), chosen.batch.accumulate, len(table[0])),
+        [len(stage) + (stage.start == 0) + (stage.stop == MODEL.layers) for stage in stages],
+        order="layered" if chosen.layered else "depth_first",
+        gather="stretch" if chosen.layers[0].reshard else "step",
+        reduce="stretch" if chosen.layers[0].gradients == "shard" else "once",
+    )
+
+
+def crossing(model: ModelSpec, chosen: Plan, per_node: int = 4) -> dict[str, float]:
+    layout = Layout.of(chosen, per_node)
+    return vars(cross_node_bytes(model, chosen, layout, SEQ, collectives_of(played(chosen))))
+
+
+def test_one_node_sends_nothing() -> None:
+    for chosen in (plan(("shard", 4)), plan(("pipeline", 2), ("shard", 2)), plan(("replicate", 2), ("shard", 2))):
+        assert set(crossing(TIED, chosen).values()) == {0.0}
+
+
+def test_a_sharded_layered_step_gathers_twice_and_reduces_once() -> None:
+    """Over a ring of eight ranks on two nodes each byte crosses twice; the head alone stays gathered from forward to backward."""
+    found = crossing(MODEL, plan(("shard", 8), schedule="breadth_first"))
+    head = MODEL.vocab_size * MODEL.hidden + MODEL.hidden
+    assert found["gather"] == 2 * 7 / 8 * 2 * (2 * COUNT - head)
+    assert found["reduce"] == 2 * 7 / 8 * 4 * COUNT
+    assert found["replicas"] == found["pipeline"] == 0
+    kept = crossing(MODEL, plan(("shard", 8), schedule="breadth_first", reshard=False))
+    assert kept["gather"] == 2 * 7 / 8 * 2 * COUNT
+
+
+def test_depth_first_gathers_and_reduces_for_every_micro_batch() -> None:
+    layered = crossing(MODEL, plan(("shard", 8), schedule="breadth_first", accumulate=16))
+    depth_first = crossing(MODEL, plan(("shard", 8), accumulate=16))
+    assert depth_first["reduce"] == 16 * layered["reduce"]
+    # 32 gathers, but 16 of the head, which turns round, and 17 of the embedding, where one micro-batch ends and the next begins.
+    ends = MODEL.vocab_size * MODEL.hidden
+    assert depth_first["gather"] == 2 * 7 / 8 * 2 * (32 * COUNT - 16 * (ends + MODEL.hidden) - 15 * ends)
+    assert crossing(MODEL, plan(("shard", 8), gradients="whole"))["reduce"] == layered["reduce"]
+
+
+def test_replicas_on_two_nodes_send_each_shard_there_and_back() -> None:
+    found = crossing(MODEL, plan(("replicate", 2), ("shard", 4)))
+    assert found["replicas"] == 2 * COUNT * 2
+    assert found["gather"] == found["reduce"] == 0
+
+
+def test_a_pipeline_sends_activations_down_and_gradients_up() -> None:
+    message = 2 * SEQ * MODEL.hidden * 2
+    two_nodes = plan(("pipeline", 2), ("shard", 4))
+    assert crossing(MODEL, two_nodes) == {
+        "gather": 0,
+        "reduce": 0,
+        "replicas": 0,
+        "pipeline": 2 * 8 * 4 * message,
+        "tied": 0,
+    }
+    assert crossing(TIED, two_nodes)["tied"] == 2 * TIED.vocab_size * TIED.hidden * 4
+    four_stages = plan(("pipeline", 4), ("shard", 2))
+    assert crossing(MODEL, four_stages)["pipeline"] == 2 * 8 * 2 * message  # one border of three is a node's
+    looped = plan(("pipeline", 2), ("shard", 4), schedule="interleaved")
+    assert crossing(MODEL, looped)["pipeline"] == 3 * 2 * 8 * 4 * message
+    vee = plan(("pipeline", 2), ("shard", 4), schedule="zbv")
+    assert crossing(TIED, vee)["pipeline"] == 2 * 2 * 8 * 4 * message
+    assert crossing(TIED, vee)["tied"] == 0
+
+
+def test_a_shard_axis_outside_the_pipeline_crosses_nodes_in_every_stage() -> None:
+    found = crossing(MODEL, plan(("shard", 2), ("pipeline", 4), gradients="whole"))
+    assert found["reduce"] == 2 * 1 / 2 * 4 * COUNT
+    assert found["pipeline"] == 0
+
+
+def test_other_axes_are_not_counted() -> None:
+    with pytest.raises(BadInput, match="the plan has tensor too"):
+        crossing(MODEL, plan(("shard", 4), ("tensor", 2)))
+
+
+def test_tied_ends_are_one_unit_on_one_rank_and_two_on_two() -> None:
+    """On one rank either end gathers both ends' weights unless they are there, and one reduction serves both."""
+    count, end = parameter_count(TIED), TIED.vocab_size * TIED.hidden
+    kept = crossing(TIED, plan(("shard", 8), schedule="breadth_first", reshard=False))
+    assert kept["gather"] == 2 * 7 / 8 * 2 * count
+    assert kept["reduce"] == 2 * 7 / 8 * 4 * count
+    dropped = crossing(TIED, plan(("shard", 8), schedule="breadth_first"))
+    assert dropped["gather"] == 2 * 7 / 8 * 2 * (2 * count + end + TIED.hidden)  # forward, both at the head, backward
+    two = crossing(TIED, plan(("shard", 4), ("pipeline", 2), reshard=False, gradients="whole"))
+    assert two["gather"] == 2 * 3 / 4 * 2 * (count + end)
+    assert two["reduce"] == 2 * two["gather"]

@@ -1,0 +1,128 @@
+"""Checkpoints under pipeline plans: ranks hold different tensors, together each tensor once, and any plan loads any other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshwright.checkpoint.contents import read_checkpoint
+from meshwright.checkpoint.convert import export_checkpoint
+from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.verify import verify
+from meshwright.cli.checkpoint import app
+from meshwright.models.decoder import Decoder
+from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.load import resolved_yaml
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.run import ModelSection, RunSpec
+from meshwright.train.state import load_initial
+from tests.distributed import cases_checkpoint_stages as cases
+from tests.distributed.pool import Pool
+
+ORDER = list(cases.LAYOUTS)
+
+
+@pytest.mark.parametrize("written", ORDER)
+def test_every_plan_loads_every_other_bit_for_bit_reading_its_own_rows(pool: Pool, tmp_path: Path, written: str):
+    (path, *_) = pool.run(cases.save, cases.LAYOUTS[written].size, str(tmp_path), written, 7)
+    assert verify(Path(path)) == []
+    around = "pipeline2_shard2" if written != "pipeline2_shard2" else "shard4"
+    reads = ORDER if written in ("pipeline2_shard2", "shard4") else [written, around]
+    for read in reads:
+        for answer in pool.run(cases.load, cases.LAYOUTS[read].size, path, read):
+            assert answer == {"equal": True, "whole": True, "held": answer["held"], "read": answer["held"]}, read
+
+
+def test_a_tied_embedding_is_written_once_by_the_same_ranks_each_time(pool: Pool, tmp_path: Path):
+    (one, *_) = pool.run(cases.save, 1, str(tmp_path / "one"), "one", 7)
+    paths = [pool.run(cases.save, 4, str(tmp_path / part), "pipeline2_shard2", 7)[0] for part in "ab"]
+    first, second = (read_checkpoint(Path(path)) for path in paths)
+    assert first == second and first.keys() == read_checkpoint(Path(one)).keys()
+    assert [(chunk.offsets, chunk.sizes) for chunk in first[cases.EMBED].chunks] == [((0, 0), (7, 5)), ((7, 0), (6, 5))]
+    files = [file.read_bytes() for file in Path(paths[0]).glob("*.safetensors")]
+    data = [len(file) - 8 - int.from_bytes(file[:8], "little") for file in files]
+    assert sum(data) == sum(record.bytes for record in first.values()) and len(data) == 4
+
+
+def test_copies_on_meshes_of_their_own_are_shared_out(pool: Pool, tmp_path: Path):
+    (path, *_) = pool.run(cases.save, 4, str(tmp_path), "shard2_apart", 7)
+    sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
+    assert len(sizes) == 4 and max(sizes) < 1.5 * min(sizes)
+
+
+def test_a_rank_that_holds_nothing_takes_part(pool: Pool, tmp_path: Path):
+    (path, *_) = pool.run(cases.save, 4, str(tmp_path), "pipeline4_empty", 7)
+    files = sorted(file.name for file in Path(path).glob("*.safetensors"))
+    assert "tensors-00002.safetensors" not in files and len(files) == 3
+
+
+@pytest.mark.parametrize(
+    ("breakage", "says"),
+    [
+        ("missing piece", "model.layers.2.weight of shape (7, 5): 15 of its 35 elements are held by no rank; rank 2"),
+        ("missing with rows", "model.norm.weight of shape (5,): 3 of its 5 elements are held by no rank; rank 3"),
+        ("only an empty shard", "model.extra of shape (1, 5): 5 of its 5 elements are held by no rank; no rank holds"),
+        ("only outside its mesh", "model.extra is given by rank 0, which its mesh leaves out"),
+        ("overlap at the same row", "rank 0 holds (7, 5) at (0, 0) and rank 2 holds (13, 5) at (0, 0); pieces must"),
+        ("overlap in the middle", "model.embed.weight of shape (13, 5): rank 0 holds (7, 5) at (0, 0) and rank 2"),
+        ("another shape", "is F32 of shape (13, 5) on rank 0 and F32 of shape (13, 6) on rank 2"),
+        ("another dtype", "is F32 of shape (3, 5) on rank 0 and BF16 of shape (3, 5) on rank 1"),
+        ("unreduced", "model.norm.weight is a sum that its ranks have not taken yet"),
+    ],
+)
+def test_pieces_that_do_not_make_whole_tensors_are_refused_before_anything_is_visible(
+    pool: Pool, tmp_path: Path, breakage: str, says: str
+):
+    answers = pool.run(cases.broken_save, 4, str(tmp_path), breakage)
+    assert len(set(answers)) == 1 and answers[0].startswith("BadInput: rank ")
+    assert "saving step 1: " in answers[0] and says in answers[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_stages_full_disk_is_every_ranks_error(pool: Pool, tmp_path: Path):
+    pool.run(cases.save, 4, str(tmp_path), "pipeline2_shard2", 1)
+    answers = pool.run(cases.failing_save, 4, str(tmp_path))
+    assert len(set(answers)) == 1 and answers[0].startswith("OutOfResources: rank 3 of 4: saving step 2")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_names_that_one_rank_asks_in_vain_or_nobody_asks_are_told(pool: Pool, tmp_path: Path):
+    (path, *_) = pool.run(cases.save, 4, str(tmp_path), "pipeline2_shard2", 1)
+    answers = pool.run(cases.load_other_names, 4, path, 2, "model.layers.9.weight", None)
+    assert len(set(answers)) == 1 and answers[0].startswith("BadInput: rank 2 of 4: ")
+    assert "has no model.layers.9.weight; nearest to the first: model.layers." in answers[0]
+    answers = pool.run(cases.load_other_names, 4, path, 0, None, "model.layers.1.bias")
+    assert len(set(answers)) == 1 and "has model.layers.1.bias too, for which no rank gave a tensor" in answers[0]
+
+
+def test_no_tensor_travels_between_ranks(pool: Pool, tmp_path: Path):
+    assert all(0 < size < 20_000 for size in pool.run(cases.messages, 4, str(tmp_path)))
+
+
+def test_fsdp_stages_load_into_one_fsdp_model(pool: Pool, tmp_path: Path):
+    assert pool.run(cases.fsdp_stages, 4, str(tmp_path)) == [True] * 4
+
+
+def test_what_stages_wrote_is_read_from_files_alone(pool: Pool, tmp_path: Path):
+    """Verification, the Hugging Face export and `model.init: checkpoint:` need no ranks and no Plan."""
+    spec = ModelSpec(
+        family="qwen3", layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn_hidden=6, vocab_size=27,
+        max_seq_len=16, qk_norm=True, tied=True,
+    )  # fmt: skip
+    train = TrainSpec(steps=9, global_batch=4, seq_len=16)
+    config = resolved_yaml(RunSpec(name="staged", model=from_plain(ModelSection, to_plain(spec)), train=train))
+    (saved, *_) = pool.run(cases.save_model, 4, str(tmp_path / "staged" / "checkpoints"), spec, config)
+    run, weights = tmp_path / "staged", cases.model_values(spec)
+    assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 0
+    assert len(list(Path(saved).glob("*.safetensors"))) == 4
+    assert export_checkpoint(run, tmp_path / "hf", dtype="fp32") == Path(saved)
+    exported, reader = import_hf(tmp_path / "hf")
+    assert exported == spec
+    assert all(torch.equal(reader.read(row), weights[f"model.{row.name}"]) for row in parameters(spec))
+    model = Decoder(spec)
+    load_initial(model, spec, f"checkpoint:{run}")
+    assert all(torch.equal(each.detach(), weights[f"model.{name}"]) for name, each in model.named_parameters())

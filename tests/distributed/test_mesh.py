@@ -1,0 +1,241 @@
+"""Real groups and channels: the right members, messages in both directions and round the ring, and nothing else between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.channels import Channels, open_channels
+from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.parallel.world import World, _ranks_per_node
+from meshwright.schedules.registry import build
+from meshwright.schedules.schedule import looped, rank_of, vee
+from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
+from tests.distributed.pool import Pool
+
+AXES = {
+    "pipeline outermost": (("pipeline", 2), ("shard", 2)),
+    "shard outermost": (("shard", 2), ("pipeline", 2)),
+    "replicas": (("replicate", 2), ("shard", 2)),
+    "replicas inside": (("shard", 2), ("replicate", 2)),
+    "replicas only": (("replicate", 4),),
+    "one axis": (("shard", 4),),
+    "pipeline only": (("pipeline", 4), ("shard", 1)),
+}
+
+
+def plan(axes: tuple[tuple[str, int], ...]) -> Plan:
+    mesh = tuple(MeshAxis(axis=axis, size=size) for axis, size in axes)  # type: ignore[arg-type]
+    return Plan(mesh=mesh, batch=BatchPlan(global_batch=4, micro_batch=1, accumulate=1))
+
+
+def members(group: dist.ProcessGroup | None, rank: int) -> tuple[list[int], int]:
+    """The ranks of a group and their numbers summed over it."""
+    if group is None:
+        return [rank], rank
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=group)
+    return dist.get_process_group_ranks(group), int(total)
+
+
+def groups_of(world: World, axes: tuple[tuple[str, int], ...]) -> dict[str, Any]:
+    mesh = build_mesh(plan(axes), world)
+    found: dict[str, Any] = {axis: members(mesh.group(axis), world.rank) for axis, _ in axes}
+    found["all"] = members(mesh.group_over([axis for axis, _ in axes]), world.rank)
+    pipeline, shard = mesh.axis_size("pipeline"), mesh.axis_size("shard")
+    pair = mesh.pair(0, pipeline - 1) if pipeline > 1 else None
+    found["pair"] = members(pair, world.rank) if pair is not None else None
+    shards = mesh.devices if mesh.devices.ndim == 1 else mesh.devices["shard"]
+    found["shards"] = (members(shards.get_group(), world.rank), shards.size(), shards.get_local_rank())
+    found["names"] = mesh.devices.mesh_dim_names
+    found["devices"] = mesh.devices.mesh.tolist()
+    found["place"] = (mesh.coordinate("pipeline"), mesh.coordinate("shard"), pipeline, shard)
+    found["data"] = float(mesh.sum_over_data(torch.tensor([2.0**mesh.rank])))
+    found["sum"] = float(mesh.sum_over_all(torch.tensor([2.0**mesh.rank])))
+    return found
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_groups_have_the_members_the_layout_says(pool: Pool, name: str) -> None:
+    layout = Layout(AXES[name], 4)
+    for rank, found in enumerate(pool.run(groups_of, 4, AXES[name])):
+        place = layout.coordinates(rank)
+        for axis, _ in layout.axes:
+            group = list(layout.group(axis, rank))
+            assert found[axis] == (group, sum(group))
+        assert found["all"] == ([0, 1, 2, 3], 6)
+        shard = list(layout.group("shard", rank))
+        assert found["shards"] == ((shard, sum(shard)), layout.size("shard"), place.get("shard", 0))
+        replicas = layout.size("replicate")
+        assert found["names"] == (("replicate", "shard") if replicas > 1 else ("shard",))
+        rows = [list(layout.group("shard", other)) for other in layout.group("replicate", rank)]
+        assert found["devices"] == (rows if replicas > 1 else shard)
+        assert found["place"][:2] == (place.get("pipeline", 0), place.get("shard", 0))
+        data = {r for r in range(4) if layout.coordinates(r).get("pipeline", 0) == place.get("pipeline", 0)}
+        assert found["data"] == sum(2**r for r in data)
+        assert found["sum"] == 15
+        last = layout.size("pipeline") - 1
+        if last and place["pipeline"] in (0, last):
+            ends = sorted({layout.rank({**place, "pipeline": 0}), layout.rank({**place, "pipeline": last})})
+            assert found["pair"] == (ends, sum(ends))
+        else:
+            assert found["pair"] is None
+
+
+def stages_in_turn(
+    world: World, shape: str, ranks: int, stages_per_rank: int
+) -> tuple[list[float], int, dict[int, int]]:
+    """A number through all stages and back, twice, each stage adding its own; then the bytes sent to the other node, and to each rank."""
+    mesh = build_mesh(plan((("pipeline", ranks), ("shard", world.ranks // ranks))), replace(world, node_ranks=2))
+    placement = vee(ranks) if shape == "vee" else looped(ranks, stages_per_rank)
+    held, here = rank_of(placement), mesh.coordinate("pipeline")
+    path = [*range(len(held)), *reversed(range(len(held)))]
+    hops = [(held[a], held[b]) for a, b in pairwise(path)]
+    channels = open_channels(mesh, [hop for hop in hops if hop[0] != hop[1]])
+    values: list[float] = []
+    start = torch.tensor([[0.5 + mesh.coordinate("shard")]])
+    for _ in range(2):
+        x = _round(channels, path, hops, held, here, start)
+        values.append(float(x))
+    return values, channels.cross_node_bytes, dict(channels.sent_bytes)
+
+
+def _round(
+    channels: Channels, path: list[int], hops: list[tuple[int, int]], held: tuple[int, ...], here: int, x: torch.Tensor
+) -> torch.Tensor:
+    arriving = {n: channels.recv(a, (1, 1), torch.float32) for n, (a, b) in enumerate(hops) if b == here != a}
+    leaving = []
+    for number, stage in enumerate(path):
+        if held[stage] != here:
+            continue
+        if number - 1 in arriving:
+            x = arriving[number - 1].wait()
+        x = x + stage
+        if number < len(hops) and hops[number][1] != here:
+            leaving.append(channels.send(hops[number][1], x))
+    for transfer in leaving:
+        transfer.wait()
+    return x
+
+
+PLACEMENTS = [("looped", 4, 1), ("looped", 4, 3), ("looped", 2, 2), ("vee", 4, 2), ("vee", 2, 2)]
+
+
+@pytest.mark.parametrize(("shape", "ranks", "stages_per_rank"), PLACEMENTS)
+def test_messages_go_both_ways_and_round_the_ring(pool: Pool, shape: str, ranks: int, stages_per_rank: int) -> None:
+    """All receives are posted before the first send, so messages of one channel must match in order; shards do not mix."""
+    stages = ranks * stages_per_rank
+    answers = pool.run(stages_in_turn, 4, shape, ranks, stages_per_rank)
+    shards = 4 // ranks
+    for rank in range(shards):
+        assert answers[rank][0] == [0.5 + rank + 2 * sum(range(stages))] * 2
+    for rank, (_, crossing, sent) in enumerate(answers):
+        far = [peer for peer in sent if (peer * shards + rank % shards) // 2 != rank // 2]
+        assert crossing == sum(sent[peer] for peer in far)
+        assert all(count % 8 == 0 for count in sent.values())  # two rounds of 4-byte messages
+    hops = 2 * (stages - 1) - 2 * (shape == "vee")  # the two middle stages of a V are on one rank
+    assert sum(sum(sent.values()) for _, _, sent in answers) == 2 * 4 * hops * shards
+
+
+def schedules_in_turn(world: World) -> int:
+    """The channels of one schedule after another on one mesh, some of whose ranks are in none."""
+    mesh = build_mesh(plan((("pipeline", 4), ("shard", 1))), world)
+    opened = [open_channels(mesh, build(name, 4, 8).channels) for name in ("1f1b", "interleaved", "zbv")]
+    opened.append(open_channels(mesh, [(3, 1)]))
+    return len(opened)
+
+
+def test_channels_can_be_opened_again(pool: Pool) -> None:
+    assert pool.run(schedules_in_turn, 4) == [4] * 4
+
+
+def attempts(world: World, name: str) -> dict[str, str]:
+    """Each path beside NCCL, tried first with all ranks and then inside the node, on two nodes of two ranks."""
+    world = replace(world, node_ranks=2)
+    mesh = build_mesh(plan((("replicate", 2), ("shard", 2))), world)
+    everyone, node = list(range(4)), dist.get_process_group_ranks(mesh.group("shard"))  # type: ignore[arg-type]
+    found = {}
+    for path in (symmetric_memory, cuda_ipc, shared_host_memory):
+        for where, ranks in (("all", everyone), ("node", node)):
+            try:
+                found[f"{path.__name__} {where}"] = path(mesh, ranks, f"{name}-{ranks[0]}")
+            except BadInput as error:
+                found[f"{path.__name__} {where}"] = str(error)
+    return found
+
+
+def symmetric_memory(mesh: Mesh, ranks: list[int], name: str) -> str:
+    mesh.world.refuse_across_nodes(ranks, "symmetric memory")
+    import torch.distributed._symmetric_memory as symmetric
+
+    try:
+        symmetric.empty(4, dtype=torch.float32, device=mesh.device)
+    except RuntimeError:
+        return "torch has none here"
+    return "made"
+
+
+def cuda_ipc(mesh: Mesh, ranks: list[int], name: str) -> str:
+    mesh.world.refuse_across_nodes(ranks, "CUDA IPC")
+    try:
+        torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()
+    except (RuntimeError, AssertionError):
+        return "torch has none here"
+    return "made"
+
+
+def shared_host_memory(mesh: Mesh, ranks: list[int], name: str) -> str:
+    """The first rank writes and the others read what it wrote."""
+    mesh.world.refuse_across_nodes(ranks, "shared host memory")
+    group = mesh.group("shard")
+    first = mesh.rank == ranks[0]
+    if first:
+        memory = SharedMemory(name, create=True, size=8)
+        memory.buf[0] = 7 + ranks[0]
+    dist.barrier(group=group)
+    if not first:
+        memory = SharedMemory(name, track=False) if hasattr(SharedMemory, "_track") else SharedMemory(name)
+    seen = memory.buf[0]
+    dist.barrier(group=group)
+    memory.close()
+    if first:
+        memory.unlink()
+    return f"read {seen}"
+
+
+def test_nothing_but_nccl_and_sockets_joins_emulated_nodes(pool: Pool, tmp_path: Any) -> None:
+    answers = pool.run(attempts, 4, f"meshwright-{tmp_path.name}-{id(tmp_path)}")
+    for rank, found in enumerate(answers):
+        for path in ("symmetric memory", "CUDA IPC", "shared host memory"):
+            expected = f"{path} between rank 0 (node 0) and rank 2 (node 1): nodes share no memory; keep it to the 2 ranks of one node"
+            assert found[f"{path.replace(' ', '_').lower()} all"] == expected
+        assert found["shared_host_memory node"] == f"read {7 + rank // 2 * 2}"
+        assert "node 1" not in found["symmetric_memory node"] + found["cuda_ipc node"]
+
+
+def node_ranks(world: World, names: list[str], local_ranks: int) -> int | str:
+    with pytest.MonkeyPatch.context() as patch:
+        if names:
+            patch.setenv("NCCL_HOSTID", names[world.rank])
+        try:
+            return _ranks_per_node(replace(world.place, local_ranks=local_ranks), world.control)
+        except BadInput as error:
+            return str(error)
+
+
+def test_nodes_are_the_launchers_hosts_divided_as_nccl_was_told(pool: Pool) -> None:
+    assert pool.run(node_ranks, 4, [], 4) == [4] * 4
+    assert pool.run(node_ranks, 4, [], 2) == [2] * 4
+    assert pool.run(node_ranks, 4, ["node0", "node0", "node1", "node1"], 4) == [2] * 4
+    assert pool.run(node_ranks, 4, ["node0", "node1", "node0", "node1"], 2) == [1] * 4
+    mixed = pool.run(node_ranks, 4, ["node0", "node1", "node0", "node1"], 4)
+    assert len(set(mixed)) == 1
+    assert str(mixed[0]).startswith("the ranks live on nodes 0, 1, 0, 1; expected the same number")

@@ -1,0 +1,133 @@
+"""Every schedule, pipeline or layered, equals one device: loss, gradient norm, every gradient and every updated weight, over several steps.
+
+The oracle is that of test_equality: a plain decoder, torch's own AdamW and clipping. Ranks hold different numbers of valid tokens,
+documents begin anywhere, gradients are clipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import BATCH, GPT, LLAMA, compare, one_device, sharded
+
+DEEP = replace(LLAMA, layers=8, hidden=8, heads=2, kv_heads=1)
+DEEP_TIED = replace(GPT, layers=8, hidden=8, heads=2, kv_heads=2)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first")
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: str
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    micro: int = 1
+    reshard: bool = True
+    gradients: str = "shard"
+    recompute: str = "none"
+    stages: tuple[tuple[str, ...], ...] = ()
+    compile: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        sizes = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
+        data = self.replicate * self.shard
+        return Plan(
+            mesh=tuple(MeshAxis(axis=name, size=size) for name, size in sizes.items() if size > 1 or name == "shard"),
+            batch=BatchPlan(global_batch=BATCH, micro_batch=self.micro, accumulate=BATCH // (data * self.micro)),
+            schedule=SchedulePlan(name=self.schedule, stages=self.stages),
+            layers=(LayerStrategy(reshard=self.reshard, gradients=self.gradients, recompute=self.recompute),),
+            precision=Precision(compute="fp64", reduce="fp64"),
+            compile=self.compile,
+        )
+
+    def __str__(self) -> str:
+        default = Case(self.schedule)
+        changed = [f"{key}={value}" for key, value in vars(self).items() if value != getattr(default, key)]
+        return " ".join([self.schedule, *changed])
+
+
+UNEVEN = (("0-4",), ("5-7",))
+UNEVEN_V = (("0", "6-7"), ("1-2", "3-5"))
+ONE_STAGE = [
+    Case("breadth_first", shard=2),
+    Case("breadth_first", shard=2, reshard=False, gradients="whole"),
+    Case("breadth_first", replicate=2, shard=2, recompute="full"),
+    Case("1f1b", shard=2, gradients="whole"),
+    Case("1f1b", replicate=2, shard=2, gradients="whole", micro=2),
+]
+TWO_RANKS = [Case(name, pipeline=2) for name in SCHEDULES]
+FOUR_RANKS = [
+    *(Case(name, pipeline=2, shard=2) for name in SCHEDULES),
+    *(Case(name, pipeline=2, shard=2, reshard=False, gradients="whole") for name in SCHEDULES),
+    *(Case(name, pipeline=4) for name in SCHEDULES),
+    Case("1f1b", pipeline=2, shard=2, stages=UNEVEN, recompute="full"),
+    Case("zb_h1", pipeline=2, shard=2, stages=UNEVEN, recompute="selective"),
+    Case("zbv", pipeline=2, replicate=2, stages=UNEVEN_V, gradients="whole", micro=2),
+    Case("breadth_first", pipeline=2, shard=2, stages=tuple(tuple(str(s) for s in range(r, 8, 2)) for r in range(2))),
+]
+EIGHT_RANKS = [
+    Case("1f1b", pipeline=8),
+    Case("zb_h1", pipeline=4, shard=2),
+    Case("interleaved", pipeline=4, shard=2, reshard=False),
+    Case("zbv", pipeline=2, replicate=2, shard=2, gradients="whole"),
+    Case("dualpipe_v", pipeline=4, shard=1, replicate=1),
+    Case("breadth_first", pipeline=2, replicate=2, shard=2),
+]
+
+
+def check(pool: Pool, case: Case, tied: bool) -> None:
+    spec = DEEP_TIED if tied else DEEP
+    compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["llama", "gpt2-tied"])
+@pytest.mark.parametrize("case", [*ONE_STAGE, *TWO_RANKS], ids=str)
+def test_few_ranks(pool: Pool, case: Case, tied: bool) -> None:
+    check(pool, case, tied)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["llama", "gpt2-tied"])
+@pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
+def test_four_ranks(pool: Pool, case: Case, tied: bool) -> None:
+    check(pool, case, tied)
+
+
+@pytest.mark.parametrize("case", EIGHT_RANKS, ids=str)
+def test_eight_ranks(pool: Pool, case: Case) -> None:
+    check(pool, case, tied=True)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(name, pipeline=2, compile=True) for name in ("1f1b", "zbv", "breadth_first")], ids=str
+)
+def test_compiled(pool: Pool, case: Case) -> None:
+    check(pool, case, tied=False)
+
+
+def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
+    case = Case("zbv", pipeline=2, shard=2)
+    results = [steps[:1] for steps in pool.run(sharded, 4, DEEP, case.plan, 2.0)]
+    with pytest.raises(AssertionError):
+        compare(results, one_device(DEEP)[:1], 1e-9, weights=False)
+
+
+def refused(world, plan: Plan) -> str:
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    try:
+        build_engine(DEEP, plan, build_mesh(plan, world), loss_chunk=5, seed=0)
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def test_too_few_micro_batches_are_refused(pool: Pool) -> None:
+    plan = Case("dualpipe_v", pipeline=2, micro=4).plan
+    assert "needs at least 4 micro-batches" in pool.run(refused, 2, plan)[0]

@@ -1,0 +1,62 @@
+"""What two ranks, each a node, really send over loopback in a step is what is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.costs.traffic import cross_node_bytes
+from meshwright.data.loader import MicroBatch
+from meshwright.events.span import NullRecorder
+from meshwright.observe import traffic
+from meshwright.observe.traffic import Traffic
+from meshwright.parallel.apply import build_engine
+from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.world import World
+from meshwright.schedules.counts import collectives_of
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision, SchedulePlan
+from tests.distributed.pool import Pool
+
+SEQ, MICRO, ACCUMULATE = 128, 4, 4
+MODEL = ModelSpec(
+    family="llama", layers=4, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn_hidden=256, vocab_size=512, max_seq_len=SEQ, tied=True
+)  # fmt: skip
+
+
+def counted_and_predicted(world: World, chosen: Plan, tries: int) -> tuple[int, float]:
+    """Bytes over loopback in the quietest of some steps (others use loopback too), and those that are predicted."""
+    mesh = build_mesh(chosen, replace(world, node_ranks=1))
+    engine = build_engine(MODEL, chosen, mesh, loss_chunk=256, seed=1)
+    tokens = torch.arange(MICRO * SEQ).view(MICRO, SEQ) % MODEL.vocab_size
+    batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * ACCUMULATE
+    valid = torch.tensor(1000.0, dtype=torch.float64)
+    counts = []
+    for _ in range(tries):
+        dist.barrier()
+        counting = Traffic.start()
+        engine.executor.play(engine.training, batches, NullRecorder(), valid)
+        dist.barrier()
+        assert counting is not None
+        counts.append(counting.bytes())
+    found = cross_node_bytes(MODEL, chosen, mesh.layout, SEQ, collectives_of(engine.training))
+    return min(counts), found.total
+
+
+@pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
+@pytest.mark.parametrize(("axis", "schedule"), [("replicate", "1f1b"), ("pipeline", "1f1b"), ("pipeline", "zbv")])
+def test_bytes_on_the_wire_are_those_predicted(pool: Pool, axis: str, schedule: str) -> None:
+    """Not the shard axis: Gloo's reduce-scatter sends twice what the rings of NCCL do."""
+    data = 2 if axis == "replicate" else 1
+    chosen = Plan(
+        mesh=(MeshAxis(axis=axis, size=2, crosses="node"),),  # type: ignore[arg-type]
+        batch=BatchPlan(global_batch=MICRO * ACCUMULATE * data, micro_batch=MICRO, accumulate=ACCUMULATE),
+        schedule=SchedulePlan(name=schedule),  # type: ignore[arg-type]
+        precision=Precision(compute="fp32"),
+        compile=False,
+    )
+    for counted, predicted in pool.run(counted_and_predicted, 2, chosen, 5):
+        assert predicted <= counted <= 1.1 * predicted

@@ -1,0 +1,196 @@
+"""Groups are made by few operations however many ranks there are, and have the members that the layout says."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.parallel import channels as channels_module
+from meshwright.parallel import mesh as mesh_module
+from meshwright.parallel import world as world_module
+from meshwright.parallel.channels import matchings, open_channels
+from meshwright.parallel.mesh import Mesh, pairs_along_pipeline, parts_over
+from meshwright.parallel.world import World
+from meshwright.schedules.registry import SCHEDULES, build
+from meshwright.spec.layout import Layout
+from meshwright.spec.place import Place
+
+SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
+LAYOUTS = {
+    "64": Layout((("pipeline", 4), ("replicate", 2), ("shard", 8)), 8),
+    "128": Layout((("replicate", 16), ("shard", 8)), 8),
+    "256": Layout((("pipeline", 7), ("replicate", 3), ("shard", 4), ("tensor", 3)), 4),
+    "512": Layout((("pipeline", 8), ("replicate", 2), ("shard", 8), ("context_ring", 1), ("tensor", 4)), 8),
+    "512 in one axis": Layout((("shard", 512),), 8),
+}
+
+
+class Recorded:
+    """torch.distributed for one rank of a job that is not there: it answers and keeps what it was asked, in order."""
+
+    class _Group:
+        def __init__(self, ranks: list[int], rank: int) -> None:
+            self.ranks, self._rank = ranks, rank
+
+        def rank(self) -> int:
+            return self.ranks.index(self._rank)
+
+    class _Work:
+        def wait(self) -> None: ...
+
+    ProcessGroup = _Group
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank = rank
+        self.group = type("group", (), {"WORLD": self._Group(list(range(ranks)), rank)})
+        self.calls: list[tuple[str, Any]] = []
+
+    def split_group(self, parent: object, parts: list[list[int]], *, timeout: timedelta, group_desc: str) -> _Group:
+        assert parent is None
+        assert timeout == timedelta(seconds=7)
+        self.calls.append(("split_group", parts))
+        return self._Group(next(part for part in parts if self._rank in part), self._rank)
+
+    def isend(self, message: torch.Tensor, *, group: _Group, group_dst: int) -> _Work:
+        self.calls.append(("isend", group.ranks[group_dst]))
+        return self._Work()
+
+    def irecv(self, message: torch.Tensor, *, group: _Group, group_src: int) -> _Work:
+        peer = group.ranks[group_src]
+        message.fill_(self.layout.coordinates(peer)["pipeline"])
+        self.calls.append(("irecv", peer))
+        return self._Work()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "Work":
+            return self._Work
+        raise AssertionError(f"dist.{name} is not among the operations that making groups may use")
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, layout: Layout, rank: int) -> tuple[Mesh, Recorded]:
+    fake = Recorded(rank, layout.ranks)
+    fake.layout = layout
+    for module in (world_module, mesh_module, channels_module):
+        monkeypatch.setattr(module, "dist", fake)
+    place = Place(rank, layout.ranks, rank % layout.ranks_per_node, layout.ranks_per_node, "host", 1)
+    world = World(place, torch.device("cuda", 0), cast(Any, fake.group.WORLD), limit=timedelta(seconds=7))
+    return Mesh(layout, world), fake
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_splits_once_an_axis(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All ranks split the world in one order, by the same divisions, and do nothing else: no barrier, no store, no loop over groups."""
+    layout = LAYOUTS[name]
+    seen = set()
+    for rank in range(layout.ranks):
+        mesh, fake = recorded(monkeypatch, layout, rank)
+        assert [call for call, _ in fake.calls] == ["split_group"] * sum(
+            1 < size < layout.ranks for _, size in layout.axes
+        )
+        for axis, size in layout.axes:
+            group = cast(Any, mesh.group(axis))
+            assert group.ranks == list(layout.group(axis, rank)) if size > 1 else group is None
+        seen.add(str(fake.calls))
+    assert len(seen) == 1
+    assert all(sorted(rank for part in parts for rank in part) == list(range(layout.ranks)) for _, parts in fake.calls)
+
+
+def test_other_groups_are_made_on_first_use_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS["512"]
+    mesh, fake = recorded(monkeypatch, layout, 200)
+    before = len(fake.calls)
+    found = cast(Any, mesh.group_over(("pipeline", "shard")))
+    place = layout.coordinates(200)
+    alike = [
+        r for r in range(512) if all(layout.coordinates(r)[axis] == place[axis] for axis in ("replicate", "tensor"))
+    ]
+    assert found.ranks == alike
+    assert mesh.group_over(("shard", "pipeline")) is found
+    assert mesh.group_over(("context_ring", "shard")) is mesh.group("shard")
+    assert mesh.group_over(("context_ring",)) is None
+    whole = cast(Any, mesh.group_over(("pipeline", "replicate", "shard", "tensor")))
+    assert whole is fake.group.WORLD
+    first_and_last = mesh.pair(0, 7)
+    assert (first_and_last is None) == (place["pipeline"] not in (0, 7))
+    assert len(fake.calls) == before + 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_channels_take_six_splits_at_most_and_one_group_each(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, ranks: int
+) -> None:
+    made = build(schedule, ranks, 2 * ranks)
+    layout = Layout((("pipeline", ranks), ("shard", 4)), 2)
+    orders = set()
+    for rank in range(layout.ranks):
+        mesh, fake = recorded(monkeypatch, layout, rank)
+        with monkeypatch.context() as patch:
+            patch.setattr(channels_module, "torch", _OnCpu())
+            channels = open_channels(mesh, made.channels)
+        splits = [parts for call, parts in fake.calls if call == "split_group"][2:]
+        assert len(splits) <= 6
+        here = mesh.coordinate("pipeline")
+        assert sorted(channels._outgoing) == sorted(b for a, b in made.channels if a == here)
+        assert sorted(channels._incoming) == sorted(a for a, b in made.channels if b == here)
+        groups = [*channels._outgoing.values(), *channels._incoming.values()]
+        assert len({id(group) for group in groups}) == len(groups)
+        assert all(len(cast(Any, group).ranks) == 2 for group in groups)
+        assert channels.sent_bytes == {}
+        orders.add(str(splits))
+    assert len(orders) == 1
+
+
+class _OnCpu:
+    """torch, whatever device is asked for."""
+
+    int64, Tensor, dtype = torch.int64, torch.Tensor, torch.dtype
+
+    @staticmethod
+    def tensor(values: list[int], device: object) -> torch.Tensor:
+        return torch.tensor(values)
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: object) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+@given(st.integers(2, 12), st.data())
+def test_matchings_hold_every_pair_once_and_no_rank_twice(ranks: int, data: st.DataObject) -> None:
+    everyone = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    pairs = data.draw(st.lists(st.sampled_from(everyone), unique=True))
+    lists = matchings(pairs, ranks)
+    assert sorted(pair for found in lists for pair in found) == sorted(pairs)
+    for found in lists:
+        held = [rank for pair in found for rank in pair]
+        assert len(set(held)) == len(held)
+
+
+@given(st.sampled_from(list(LAYOUTS.values())), st.sets(st.sampled_from(["pipeline", "replicate", "shard", "tensor"])))
+def test_parts_hold_every_rank_once_in_order(layout: Layout, axes: set[str]) -> None:
+    parts = parts_over(layout, tuple(sorted(axes)))
+    assert sorted(rank for part in parts for rank in part) == list(range(layout.ranks))
+    for part in parts:
+        assert list(part) == sorted(part)
+        assert len({tuple(p for axis, p in layout.coordinates(r).items() if axis not in axes) for r in part}) == 1
+
+
+def test_pairs_along_the_pipeline_leave_the_others_alone() -> None:
+    layout = Layout((("pipeline", 3), ("shard", 2)), 2)
+    assert set(pairs_along_pipeline(layout, ((2, 0),))) == {(0, 4), (1, 5), (2,), (3,)}
+
+
+PATHS_BESIDE_NCCL = ("_symmetric_memory", "shared_memory", "share_memory_", "_share_cuda_", "_share_filename_cpu_")
+"""How torch and Python name symmetric memory, CUDA IPC and memory that processes of one host share."""
+
+
+def test_no_code_reaches_another_ranks_memory_without_asking_for_its_node() -> None:
+    for file in SOURCE.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert not any(name in text for name in PATHS_BESIDE_NCCL) or "refuse_across_nodes(" in text, file

@@ -1,0 +1,208 @@
+"""A Plan played on a cluster: one rank takes the closed form's time, pipelines idle as in the papers, collectives run as the plan says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from meshwright.costs.of_plan import plan_time
+from meshwright.schedules.check import check
+from meshwright.simulator.of_plan import memory_of, schedule_of, simulate_plan, stages_of, timing_of
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import BadInput
+from meshwright.spec.fields import from_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec, layer_parameters
+from meshwright.spec.network import NetworkSpec, NodeGroup
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.presets import MODEL_PRESETS
+
+LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+NARROW = replace(LLAMA, vocab_size=128)
+"""Its ends cost next to nothing, so that even numbers of layers make even stages."""
+NODE = ClusterSpec(gpu="H200", gpus_per_node=8)
+TCP = NetworkSpec(fabric="tcp", port_gb_per_s=1.5)
+
+
+def plan(mesh: dict[str, int], micro: int = 1, accumulate: int = 8, schedule: str = "1f1b", stages=(), **layer) -> Plan:
+    data = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    return Plan(
+        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in mesh.items()),
+        batch=BatchPlan(global_batch=data * micro * accumulate, micro_batch=micro, accumulate=accumulate),
+        schedule=SchedulePlan(name=schedule, stages=stages),
+        layers=(LayerStrategy(**layer),),
+    )
+
+
+def job(given: Plan, seq: int = 4096) -> TrainSpec:
+    return TrainSpec(steps=1, global_batch=given.batch.global_batch, seq_len=seq)
+
+
+def play(given: Plan, cluster: ClusterSpec = NODE, model: ModelSpec = LLAMA):
+    return simulate_plan(model, job(given), given, cluster)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("mesh", [{"shard": 1}, {"shard": 1, "tensor": 2}, {"shard": 1, "context_ring": 2}])
+def test_one_rank_without_sharding_takes_what_the_closed_form_says(mesh: dict[str, int], recompute: str) -> None:
+    given = plan(mesh, micro=2, recompute=recompute)
+    closed = plan_time(LLAMA, job(given), given, NODE)
+    assert closed is not None
+    close = (
+        0.001 if "context_ring" not in mesh else 0.05
+    )  # context ranks hold shards of the weights too, and gather them
+    assert play(given).step_seconds == pytest.approx(closed.seconds, rel=close)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_sharding_that_compute_hides_is_near_the_closed_form(reshard: bool) -> None:
+    given = plan({"shard": 8}, reshard=reshard)
+    closed = plan_time(LLAMA, job(given), given, NODE)
+    assert closed is not None
+    # The closed form has gradients travel in bf16; the plan sums in fp32.
+    assert play(given).step_seconds == pytest.approx(closed.seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize("accumulate", [8, 16])
+def test_even_stages_idle_as_the_papers_say(pipeline: int, accumulate: int) -> None:
+    """(p − 1) / (m + p − 1) under 1F1B, (p − 1) / (2 m + p − 1) interleaved with two stages (arXiv 2104.04473)."""
+    ends = pipeline - 1
+    plain = play(plan({"pipeline": pipeline, "shard": 1}, accumulate=accumulate), model=NARROW)
+    assert plain.bubble == pytest.approx(ends / (accumulate + ends), abs=0.01)
+    mixed = play(plan({"pipeline": pipeline, "shard": 1}, 1, accumulate, "interleaved"), model=NARROW)
+    assert mixed.bubble == pytest.approx(ends / (2 * accumulate + ends), abs=0.02)
+    assert mixed.step_seconds < plain.step_seconds
+
+
+def test_uneven_stages_follow_the_head() -> None:
+    """The rank with the head has more to do than its layers; a layer less there makes the step shorter."""
+    even = play(plan({"pipeline": 4, "shard": 1}, accumulate=32))
+    moved = play(plan({"pipeline": 4, "shard": 1}, 1, 32, "1f1b", (("0-8",), ("9-17",), ("18-25",), ("26-31",))))
+    assert even.compute_seconds[-1] > 1.05 * even.compute_seconds[0]
+    assert moved.step_seconds < 0.97 * even.step_seconds
+
+
+GATHERS = {("1f1b", True): 16, ("1f1b", False): 1, ("breadth_first", True): 2, ("breadth_first", False): 1}
+"""Of one block in a step of 8 micro-batches, by schedule and resharding."""
+
+
+@pytest.mark.parametrize(("schedule", "reshard"), GATHERS)
+def test_gathers_and_reductions_are_as_many_as_the_plan_says(schedule: str, reshard: bool) -> None:
+    whole = plan({"shard": 8}, 1, 8, schedule, reshard=reshard, gradients="whole")
+    sharded = plan({"shard": 8}, 1, 8, schedule, reshard=reshard, gradients="shard")
+    for given, reductions in ((whole, 1), (sharded, 1 if schedule == "breadth_first" else 8)):
+        count = Counter((a.kind, a.unit) for a in schedule_of(LLAMA, given).actions[0])
+        assert count["unshard", 7] == GATHERS[schedule, reshard]
+        assert count["reduce_grad", 7] == reductions
+
+
+def test_nothing_is_gathered_where_nothing_is_sharded() -> None:
+    kinds = {a.kind for a in schedule_of(LLAMA, plan({"shard": 1})).actions[0]}
+    assert not kinds & {"unshard", "reduce_grad"}
+    kinds = {a.kind for a in schedule_of(LLAMA, plan({"replicate": 8, "shard": 1})).actions[0]}
+    assert "unshard" not in kinds and "reduce_grad" in kinds
+
+
+def test_replicas_sum_once_a_step_and_unit() -> None:
+    timeline = play(plan({"replicate": 2, "shard": 4}, gradients="shard"))
+    lanes = Counter(lane for _, lane, *_ in timeline.records)
+    assert lanes["replicate"] == LLAMA.layers + 2
+    last_reduction = max(
+        end for _, lane, a, _, end in timeline.records if lane == "unshard" and a.kind == "reduce_grad"
+    )
+    assert min(start for _, lane, _, start, _ in timeline.records if lane == "replicate") < last_reduction
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"])
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_every_schedule_of_a_plan_is_complete_and_does_all_the_work(schedule: str, pipeline: int) -> None:
+    given = plan({"pipeline": pipeline, "shard": 2}, 1, 8, schedule)
+    made = schedule_of(LLAMA, given)
+    check(made)
+    assert sum(made.units or ()) == LLAMA.layers + 2
+    timing, timeline = timing_of(LLAMA, job(given), given, NODE), play(given)
+    columns = (timing.forward, timing.backward_input, timing.backward_weight)
+    work = 8 * sum(sum(row) for column in columns for row in column)
+    slowed = sum(timeline.compute_seconds)
+    assert work <= slowed + 1e-9 and slowed <= work * timing.collective_slowdown
+
+
+def test_layered_accumulation_saves_a_slow_network() -> None:
+    """Weights cross TCP once a step and direction in place of once a micro-batch (arXiv 2106.02679)."""
+    cluster = replace(NODE, emulate_nodes=2)
+    each = play(plan({"shard": 8}, 1, 16, "1f1b", reshard=True), cluster)
+    layered = play(plan({"shard": 8}, 1, 16, "breadth_first", reshard=True), cluster)
+    assert each.exposed["shard"] > 3 * layered.exposed["shard"]
+    assert each.step_seconds > 2 * layered.step_seconds
+
+
+def test_boundaries_take_the_link_they_cross() -> None:
+    """A port of 1.5 GB/s each, 8 a node: over TCP the 4 devices that send share the node's 12 GB/s; each InfiniBand port serves its own."""
+    two = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=8)
+    across, inside = plan({"pipeline": 2, "shard": 8}), plan({"pipeline": 4, "shard": 4})
+    share = timing_of(LLAMA, job(across), across, replace(two, network=TCP)).between(0, 1).bytes_per_second
+    own = timing_of(LLAMA, job(across), across, replace(two, network=replace(TCP, fabric="infiniband"))).between(0, 1)
+    assert share == pytest.approx(own.bytes_per_second)  # all 8 send
+    timing = timing_of(LLAMA, job(inside), inside, replace(two, network=TCP))
+    assert timing.between(1, 2).bytes_per_second == pytest.approx(2 * share)
+    assert timing.between(0, 1).bytes_per_second > 20 * share
+    assert timing.boundary_bytes == [4096 * LLAMA.hidden * 2] * 3
+
+
+def test_a_host_that_plays_nodes_is_those_nodes() -> None:
+    played, real = replace(NODE, emulate_nodes=2), ClusterSpec(gpu="H200", nodes=2, gpus_per_node=4)
+    given = plan({"pipeline": 2, "shard": 4})
+    network = NetworkSpec(fabric="tcp", port_gb_per_s=13 / 4)
+    assert play(given, played).step_seconds == play(given, replace(real, network=network)).step_seconds
+    assert play(given, played).step_seconds > play(given).step_seconds
+
+
+def test_only_the_stage_on_slow_nodes_is_slow() -> None:
+    mixed = ClusterSpec(gpu="H100", nodes=2, gpus_per_node=4, groups=(NodeGroup(nodes=1, gpu="A100"),))
+    given = plan({"pipeline": 2, "shard": 4}, accumulate=16)
+    timeline = play(given, mixed, NARROW)
+    assert timeline.compute_seconds[1] > 2 * timeline.compute_seconds[0]
+    uneven = plan({"pipeline": 2, "shard": 4}, 1, 16, "1f1b", (("0-22",), ("23-31",)))
+    assert play(uneven, mixed, NARROW).step_seconds < 0.75 * timeline.step_seconds
+
+
+def test_memory_is_the_schedule_s() -> None:
+    """1F1B holds min(m, p − r) micro-batches on rank r; GPipe all of them (arXiv 2006.09503)."""
+    one, all_of_them = (plan({"pipeline": 4, "shard": 1}, 1, 8, name) for name in ("1f1b", "gpipe"))
+    rows, piled = (memory_of(NARROW, job(one), given, cpu=False) for given in (one, all_of_them))
+    first = rows[0]["activations"]
+    assert [row["activations"] / first for row in rows] == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
+    assert [row["activations"] / first for row in piled] == pytest.approx([2, 2, 2, 2])
+
+
+def test_units_hold_every_parameter_once() -> None:
+    given = plan({"pipeline": 2, "shard": 2}, 1, 4, "zbv")
+    assert [len(stage) for stage in stages_of(LLAMA, given)] == [8, 8, 8, 8]
+    timing = timing_of(LLAMA, job(given), given, NODE)
+    block = sum(row.count for row in layer_parameters(LLAMA, 0)) * 2 / 2  # bf16, half of it from the other rank
+    bandwidth = CHIPS["H200"].link
+    assert timing.unshard[1][0] == pytest.approx(block / bandwidth, rel=0.2)
+    assert timing.reduce[1][0] == pytest.approx(2 * timing.unshard[1][0], rel=0.1)  # fp32
+
+
+def test_narrow_replica_sums_take_half_the_time() -> None:
+    given = plan({"replicate": 2, "shard": 4}, accumulate=1)
+    narrow = replace(given, precision=Precision(reduce_replicas="bf16"))
+    cluster = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=4, network=TCP)
+    wide, half = (timing_of(LLAMA, job(given), one, cluster).replicate[0][5] for one in (given, narrow))
+    assert half == pytest.approx(wide / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("cluster", [ClusterSpec(gpu="cpu", gpus_per_node=2), ClusterSpec(gpu="V100", gpus_per_node=8)])
+def test_what_the_cost_model_does_not_know_is_refused(cluster: ClusterSpec) -> None:
+    with pytest.raises(BadInput, match=f"no figures for {cluster.gpu} in bf16.*H200"):
+        play(plan({"shard": 2}), cluster)
+
+
+def test_too_few_micro_batches_are_refused() -> None:
+    with pytest.raises(BadInput, match="dualpipe_v needs at least 8 micro-batches"):
+        play(plan({"pipeline": 4, "shard": 1}, 1, 4, "dualpipe_v"))
