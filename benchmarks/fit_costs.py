@@ -10,23 +10,25 @@ import argparse
 import csv
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import yaml
 
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
-from meshwright.costs.footprint import Keeping, footprint, keeping
+from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import Layouts, Machine, Shape, side_by_side
-from meshwright.costs.predict import band_class
+from meshwright.costs.predict import band_class, memory
 from meshwright.costs.published import Case, failed, measured_seconds, read_row
 from meshwright.costs.step import step_cost
 
-RUNS = Path(__file__).parent / "data" / "published-runs.csv"
+RUNS = tuple(sorted((Path(__file__).parent / "data").glob("*-runs.csv")))
+"""Tables of runs, all with the columns of published-runs.csv; this program's own belong in one beside it, with its name as source."""
 PRIORS: dict[str, tuple[float, float]] = {
     "gemm": (0.75, 0.1), "gemm_low": (0.8, 0.15), "gemm_block": (0.75, 0.15), "gemm_fp4": (0.6, 0.2),
     "attention": (0.5, 0.25), "hbm": (0.8, 0.1), "link": (0.7, 0.2), "narrow": (150.0, 0.5), "tail_us": (2.0, 0.5),
@@ -73,13 +75,17 @@ class Rows:
     machine: Machine
     layout: Layouts
     release: np.ndarray
+    filled: np.ndarray
     measured: np.ndarray
     weight: np.ndarray
 
 
-def read_runs(path: Path = RUNS) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+def read_runs(paths: Sequence[Path] = RUNS) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = []
+    for path in paths:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows += csv.DictReader(file)
+    return rows
 
 
 def usable(table: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, float]]:
@@ -109,9 +115,16 @@ def gather_rows(kept: list[tuple[int, dict[str, str], Case, float]]) -> Rows:
         side_by_side([case.machine for case in cases]),
         side_by_side([case.layout for case in cases]),
         np.array([case.release for case in cases]),
+        share_filled(cases),
         np.array([seconds for *_, seconds in kept]),
         weight,
     )
+
+
+def share_filled(cases: list[Case]) -> np.ndarray:
+    """Share of a device's memory that each case is predicted to need, under the memory constants of all rows."""
+    sizes = sum(memory(cases, {"memory": memory_constants()}, as_printed=False).values())
+    return sizes / np.array([case.machine.memory for case in cases])
 
 
 @cache
@@ -139,7 +152,9 @@ class Knob:
 
 def predict(rows: Rows, table: dict[str, Any]) -> np.ndarray:
     """Seconds of every row under a table."""
-    return step_cost(rows.shape, rows.machine, rows.layout, aged(per_row(rows.pairs, table), rows.release)).seconds
+    return step_cost(
+        rows.shape, rows.machine, rows.layout, aged(per_row(rows.pairs, table), rows.release), rows.filled
+    ).seconds
 
 
 def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -153,7 +168,11 @@ def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, 
         knobs.append(Knob(section, name, names, np.array(guesses), index, PRIORS[name][1]))
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
-        return np.log(step_cost(rows.shape, rows.machine, rows.layout, aged(Constants(**values), rows.release)).seconds)
+        return np.log(
+            step_cost(
+                rows.shape, rows.machine, rows.layout, aged(Constants(**values), rows.release), rows.filled
+            ).seconds
+        )
 
     return solve(knobs, evaluate, np.log(rows.measured), rows.weight, rounds, start)
 
@@ -177,6 +196,20 @@ def fit_memory(kept: list[tuple[dict[str, str], Case]], *, rounds: int = 40, lea
         return np.log(sum(footprint(shape, layout, Keeping(**values), first).values()) / 2**30)
 
     return solve(knobs, evaluate, measured, weight, rounds)["memory"]
+
+
+LAYOUT = ("model", "gpus", "tp", "pp", "dp", "micro_batch", "zero/fsdp")
+
+
+def memory_left_out(kept: list[tuple[dict[str, str], Case]]) -> np.ndarray:
+    """GiB of every row as its software prints it, under constants fitted without its fifth; a layout's repeats share one, by its hash."""
+    part = np.array([crc32("/".join(row[key] for key in LAYOUT).encode()) % 5 for row, _ in kept])
+    found = np.zeros(len(kept))
+    for fold in range(5):
+        table = fit_memory([some for some, at in zip(kept, part, strict=True) if at != fold])
+        cases = [case for (_, case), at in zip(kept, part, strict=True) if at == fold]
+        found[part == fold] = sum(memory(cases, {"memory": table}, as_printed=True).values()) / 2**30
+    return found
 
 
 def _columns(labels: list[str], least: int) -> tuple[list[str], np.ndarray]:
@@ -282,6 +315,7 @@ def take(rows: Rows, which: np.ndarray) -> Rows:
         part(rows.machine),
         part(rows.layout),
         rows.release[which],
+        rows.filled[which],
         rows.measured[which],
         rows.weight[which],
     )

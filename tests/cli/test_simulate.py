@@ -93,6 +93,11 @@ def test_a_cpu_is_told_what_to_ask(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.json*"))
 
 
+def test_a_trace_without_a_folder_is_a_mistake_of_the_caller() -> None:
+    answer = meshwright("simulate", *PIPELINE, "--trace", "nowhere/step.json")
+    assert answer.code == 2 and "nowhere" in answer.err
+
+
 def test_it_needs_no_torch() -> None:
     code = (
         f"import sys; sys.modules['torch'] = None; sys.argv = ['meshwright', 'simulate', *{PIPELINE!r}]\n"

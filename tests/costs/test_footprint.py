@@ -11,8 +11,8 @@ from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import Layouts
 
 MODEL = shape(by_name("Llama-3-8B"))
-PLAIN = Keeping(held=6.0, owned=12.0, sharding=0.0, wide=3.0, narrow=1.0, logits=8.0, gathered=2.0,
-                slack=0.0, base=0.0, base_rank=0.0)  # fmt: skip
+PLAIN = Keeping(held=6.0, owned=12.0, sharding=0.0, wide=3.0, hidden=0.0, narrow=1.0, live=0.0, logits=8.0,
+                gathered=2.0, slack=0.0, base=0.0, base_rank=0.0)  # fmt: skip
 ONE = Layouts(tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=8.0, zero=0.0, shards=8.0, micro_batch=1.0,
               global_batch=64.0, seq=4096.0, recompute=0.0)  # fmt: skip
 
@@ -46,3 +46,10 @@ def test_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
     one = float(footprint(MODEL, replace(ONE, recompute=0.0), PLAIN)["activations"])
     deep = float(footprint(replace(MODEL, vocab=8.0), replace(ONE, pipeline=4.0), PLAIN)["activations"])
     assert deep == pytest.approx(one)
+
+
+def test_splitting_the_sequence_splits_what_tensor_parallelism_leaves_whole() -> None:
+    """Of 3 hidden elements a token and layer whole and the split widths, only the first change: by 3 h (1 − 1/t) L."""
+    whole = replace(ONE, tensor=4.0)
+    saved = [float(footprint(MODEL, plan, PLAIN)["activations"]) for plan in (whole, replace(whole, sequence=1.0))]
+    assert saved[0] - saved[1] == pytest.approx(4096 * 32 * 2 * 3 * 4096 * (1 - 1 / 4))

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.costs.memory import memory_by_kind
-from meshwright.planner.data_parallel import HEADROOM, choose
+from meshwright.planner.candidate import HEADROOM
+from meshwright.planner.data_parallel import choose
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from meshwright.planner.candidate import untrainable
 from meshwright.planner.clock import estimated_seconds, simulated_seconds
-from meshwright.planner.data_parallel import choose, untrainable
+from meshwright.planner.data_parallel import choose
 from meshwright.simulator.of_plan import schedule_of, simulate_plan
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources

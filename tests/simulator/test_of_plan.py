@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -111,9 +112,7 @@ def test_replicas_sum_once_a_step_and_unit() -> None:
     timeline = play(plan({"replicate": 2, "shard": 4}, gradients="shard"))
     lanes = Counter(lane for _, lane, *_ in timeline.records)
     assert lanes["replicate"] == LLAMA.layers + 2
-    last_reduction = max(
-        end for _, lane, a, _, end in timeline.records if lane == "unshard" and a.kind == "reduce_grad"
-    )
+    last_reduction = max(end for _, lane, _, _, end in timeline.records if lane == "reduce")
     assert min(start for _, lane, _, start, _ in timeline.records if lane == "replicate") < last_reduction
 
 
@@ -129,6 +128,14 @@ def test_every_schedule_of_a_plan_is_complete_and_does_all_the_work(schedule: st
     work = 8 * sum(sum(row) for column in columns for row in column)
     slowed = sum(timeline.compute_seconds)
     assert work <= slowed + 1e-9 and slowed <= work * timing.collective_slowdown
+
+
+def test_gathers_and_reductions_share_a_communicator_and_not_a_row() -> None:
+    timeline = play(plan({"shard": 8}, accumulate=2))
+    rows = {lane: sorted((s, e) for _, at, _, s, e in timeline.records if at == lane) for lane in ("unshard", "reduce")}
+    assert rows["unshard"] and rows["reduce"]
+    both = sorted(rows["unshard"] + rows["reduce"])
+    assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(both))
 
 
 def test_layered_accumulation_saves_a_slow_network() -> None:

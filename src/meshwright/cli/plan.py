@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from meshwright.costs.of_plan import PlanTime
-    from meshwright.planner.data_parallel import Candidate
+    from meshwright.planner.candidate import Candidate
     from meshwright.spec.plan import LayerStrategy, Plan
     from meshwright.spec.run import RunSpec
 

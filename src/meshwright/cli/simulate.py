@@ -58,11 +58,14 @@ def simulate(
     from meshwright.launch.prepare import plan_for, with_vocabulary
     from meshwright.simulator.of_plan import simulate_plan
     from meshwright.simulator.trace import write_trace
+    from meshwright.spec.errors import BadInput
 
     run = with_vocabulary(load(words))
     plan, candidates = plan_for(run)
     timeline = simulate_plan(run.model, run.train, plan, run.cluster)
     file = trace or Path(f"{run.name}.simulated.json.gz")
+    if not file.parent.is_dir():
+        raise BadInput(f"--trace {file}: there is no folder {file.parent}")
     write_trace(timeline, file, _rank_names(run, plan))
     answer = _answer(run, plan, timeline, chosen=bool(candidates), trace=file)
     if as_json:

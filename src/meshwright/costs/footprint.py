@@ -88,7 +88,9 @@ def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str
         np.broadcast_arrays(whole, 0.8 * whole, shape.hidden * 2.0 / width),
     )
     working = np.where(layout.recompute == 2, whole, 0.0)
-    activations = tokens * (per_layer * layers * in_flight + working + 2.0 * k.live * shape.hidden)
+    # Offloaded, a rank has two layers of one micro-batch: the one that computes and the one on the link.
+    held_layers = np.where(layout.offload_activations > 0, np.minimum(2.0, layers), layers * in_flight)
+    activations = tokens * (per_layer * held_layers + working + 2.0 * k.live * shape.hidden)
     final = lone | last
     return {
         "weights_and_gradients": held * k.held,

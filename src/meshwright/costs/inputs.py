@@ -97,6 +97,8 @@ class Machine:
     domain: Array
     """Devices that see each other at link speed."""
     per_node: Array
+    host: Array = 25e9
+    """To host memory, one direction, when no other device of the node copies."""
     oversubscribed: Array = 1.0
     """Division of bandwidth above a pod."""
     pod: Array = np.inf
@@ -125,6 +127,10 @@ class Layouts:
     """1 when gathered weights stay after forward."""
     offload: Array = 0.0
     """1 when the optimizer runs in host memory."""
+    offload_activations: Array = 0.0
+    """1 when what backward needs waits in host memory, two layers excepted."""
+    slowest: Array = 1.0
+    """Compute time of the slowest rank over the mean (`stragglers.expected_slowest`): all others wait for it."""
     all_to_all: Array = 0.0
     """1 when context parallelism exchanges heads (Ulysses) rather than passing keys and values round a ring."""
     layered: Array = 0.0

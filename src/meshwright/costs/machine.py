@@ -36,6 +36,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         memory=min([given or first.memory_bytes, *others]),
         link=inside * 1e9 if inside else min(chip.link for chip in chips),
         nic=min(ports) * 1e9,
+        host=min(chip.host for chip in chips),
         domain=network.domain
         or max(cluster.gpus_per_node, first.domain if cluster.gpus_per_node == first.per_node else 1),
         per_node=cluster.gpus_per_node,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from meshwright.costs.of_plan import context_size, shard_size
 from meshwright.spec.job import TrainSpec
@@ -22,8 +23,8 @@ FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
 UNITS_IN_FLIGHT = 2
 """FSDP units whose gathered weights or unreduced gradients exist at once: the one computing and the one on the wire."""
-TRANSFERS_IN_FLIGHT = 4
-"""Boundary tensors of a pipeline rank that nothing else counts: a receive posted ahead and a send on its way, in each direction."""
+RECEIVES_AHEAD = 2
+"""Buffers of receives that are posted before their compute: one in each direction."""
 
 
 def bytes_of(number_format: str) -> int:
@@ -97,6 +98,8 @@ class _Part:
     """Those of the embedding and the head that are here."""
     sharded: int
     """Parameters of the whole part that the rank keeps for itself: its shard."""
+    sends: int
+    """Messages of one micro-batch to other ranks, activations and gradients."""
     has_head: bool
 
 
@@ -110,8 +113,16 @@ def _part(model: ModelSpec, width: int, shards: int, table: StageTable, rank: in
         block=sum(row.count for row in layer_parameters(model, 0)) // width,
         ends=sum(row.count for row in rows if not row.name.startswith("layers.")) // width,
         sharded=sum(len(shard_rows(row.shape[0], shards, 0)) * (row.count // row.shape[0]) for row in rows) // width,
+        sends=_sends(table, rank),
         has_head=model.layers - 1 in layers,
     )
+
+
+def _sends(table: StageTable, rank: int) -> int:
+    """Stages of `rank` whose next stage, and those whose stage before, is on another rank."""
+    held = sorted((stage.start, other) for other, row in enumerate(table) for stage in row)
+    borders = [(before, after) for (_, before), (_, after) in pairwise(held) if before != after]
+    return sum(border.count(rank) for border in borders)
 
 
 def _of_rank(
@@ -128,7 +139,9 @@ def _of_rank(
         "framework": framework,
     }
     if plan.axis_size("pipeline") > 1:
-        kinds["transfers"] = TRANSFERS_IN_FLIGHT * _boundary(model, train, plan)
+        # What is sent lives until the step ends, when sends are waited for.
+        messages = RECEIVES_AHEAD + plan.batch.accumulate * part.sends
+        kinds["transfers"] = messages * _boundary(model, train, plan)
     return kinds
 
 

@@ -24,7 +24,8 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import Plan
 
-STACK = "torchtitan"
+STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
+"""Whose constants price a plan: this program's own once constants.yaml has enough of its runs."""
 LOOPBACK_GB_PER_S = 13.0
 """What one emulated node sends, in all, when the cluster does not say (measured: NCCL over loopback, two groups of 4 H200s)."""
 RECOMPUTE = {"none": 0.0, "selective": 1.0, "full": 2.0}
@@ -58,7 +59,8 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     priced = pricing(model, train, plan, cluster)
     if priced is None:
         return None
-    cost = step_cost(priced.shape, priced.machine, priced.layout, priced.constants)
+    filled = plan.predicted.memory_peak_bytes / priced.machine.memory if plan.predicted else 0.0
+    cost = step_cost(priced.shape, priced.machine, priced.layout, priced.constants, filled)
     seconds = number(cost.seconds)
     low, high = band(seconds)
     parts = {"compute": cost.compute, "optimizer": cost.optimizer, "host": cost.host + cost.constant}
@@ -134,5 +136,6 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         context=float(context_size(plan)), all_to_all=float(plan.axis_size("context_ulysses") > 1), expert=1.0,
         data=float(plan.data_ranks), zero=3.0 if shards > 1 else 0.0, shards=float(shards),
         micro_batch=float(plan.batch.micro_batch), global_batch=float(plan.batch.global_batch), seq=float(train.seq_len),
-        recompute=RECOMPUTE[layer.recompute], sequence=float(plan.axis_size("tensor") > 1), keep_gathered=float(not layer.reshard), layered=float(plan.layered),
+        recompute=RECOMPUTE[layer.recompute], sequence=float(plan.axis_size("tensor") > 1),
+        keep_gathered=float(not layer.reshard), layered=float(plan.layered),
     )  # fmt: skip

@@ -12,10 +12,14 @@ from meshwright.costs.constants import aged, per_row, table
 from meshwright.costs.footprint import footprint, keeping
 from meshwright.costs.inputs import Layouts, Machine, Shape, side_by_side
 from meshwright.costs.published import Case, Reading, read_row
-from meshwright.costs.step import FULL, StepCost, step_cost
+from meshwright.costs.step import StepCost, step_cost
 
 LARGE_NODES = 16
 """Nodes from which a stack has a band of its own: networks misbehave more often there."""
+
+
+FITS = 0.89
+"""Share of a device's memory that a layout may need and still be said to fit; the rest is left to what is not accounted."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ def price(cases: Sequence[Case], given: dict[str, Any] | None = None) -> StepCos
     layout: Layouts = side_by_side([case.layout for case in cases])
     release = np.array([case.release for case in cases])
     constants = aged(per_row([(case.generation, case.stack) for case in cases], given), release)
-    return step_cost(shape, machine, layout, constants)
+    filled = sum(memory(cases, given, as_printed=False).values()) / machine.memory
+    return step_cost(shape, machine, layout, constants, filled)
 
 
 def memory(cases: Sequence[Case], given: dict[str, Any] | None = None, *, as_printed: bool) -> dict[str, np.ndarray]:
@@ -82,7 +87,7 @@ def _price(cases: Sequence[Case], given: dict[str, Any] | None) -> list[dict[str
                 "memory_gib": sum(bytes_of.values()) / 2**30,
                 "memory_by_kind": {kind: size / 2**30 for kind, size in bytes_of.items()},
                 "exposed": {axis: float(share[at]) for axis, share in cost.exposed.items()},
-                "fits": bool(least[at] <= FULL * case.machine.memory),
+                "fits": bool(least[at] <= FITS * case.machine.memory),
             }
         )
     return found
@@ -93,8 +98,8 @@ def _least_memory(cases: Sequence[Case], given: dict[str, Any] | None) -> np.nda
     saving = [
         replace(case, layout=replace(case.layout, recompute=2.0)) if case.may_recompute else case for case in cases
     ]
-    sizes = [sum(memory(some, given, as_printed=False).values()) for some in (cases, saving)]
-    return np.minimum(*sizes)
+    plain, least = (sum(memory(some, given, as_printed=False).values()) for some in (cases, saving))
+    return np.minimum(plain, least)
 
 
 def _prediction(reading: Reading, priced: dict[str, Any] | None) -> Prediction:

@@ -49,6 +49,7 @@ class _NotExpressed(Exception):
 
 
 STACKS = (
+    ("meshwright", r"meshwright"),
     ("jax", r"maxtext|paxml"),
     ("megatron_lm", r"sc21|korthikanti|mt-nlg|llama 3 herd|nemotron-4 340b|deepseek-v3 report|megatron-lm images"),
     ("megatron_tuned", r"megascale|mlcommons|mlperf"),
@@ -278,6 +279,7 @@ def _layout(row: Text, stack: str, assumed: list[str]) -> Layouts:
         recompute=_recompute(row.get("recompute") or "", assumed),
         keep_gathered=keep,
         offload=offload,
+        offload_activations=float("activation offload" in (row.get("note") or "").lower()),
         balanced=float(stack in BALANCED),
     )
 
@@ -330,6 +332,7 @@ def _machine(row: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Mach
         memory=chip.memory_bytes,
         link=chip.link,
         nic=nic,
+        host=chip.host,
         domain=domain,
         per_node=per_node,
         oversubscribed=float(oversubscription.group(1)) if oversubscription else 1.0,

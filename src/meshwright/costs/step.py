@@ -15,11 +15,13 @@ from meshwright.costs.collectives import all_reduce, all_to_all, crowding, gathe
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.offload import exposed_copies, host_optimizer
 from meshwright.costs.stages import stage_layers
 
 WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
-"""Share of an interleaved pipeline's last round under which gradients travel: half if chunks finished evenly, at most all."""
+"""Share of an interleaved pipeline's last round under which gradients travel. The schedule allows 1, a wire that is busy with
+activations less; set by hand (docs/cost-model.md, "Blind spots")."""
 RINGS = 10.0
 """Collectives of a layer, forward and backward, when tensor parallelism splits the sequence: six gathers and four scatters."""
 FULL = 0.92
@@ -39,8 +41,8 @@ class StepCost:
     exposed: dict[str, Array]
 
 
-def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> StepCost:
-    """What one step costs under each layout."""
+def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, filled: Array = 0.0) -> StepCost:
+    """What one step costs under each layout; `filled` is the share of a device's memory that it is predicted to need."""
     times = layer_times(shape, machine, layout, k)
     tensor = _tensor_traffic(shape, machine, layout, k)
     context = _context_traffic(shape, machine, layout, k)
@@ -52,7 +54,8 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> 
     layers_time = work + host_short
     hidden_room = layers_time * k.hide
     shard_exposed = np.maximum(0.0, sharded - hidden_room) + np.minimum(sharded, hidden_room) * k.overlap_tax
-    chain = layers_time + shard_exposed
+    copies = exposed_copies(shape, machine, layout, times.forward, times.backward)
+    chain = layers_time + shard_exposed + copies
     micro = k.host_micro_us * 1e-6
     stage, whole = _stages(shape, layout, chain, times)
     edge = _boundary(shape, machine, layout, k)
@@ -61,8 +64,9 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> 
     pipe = np.where(
         layout.pipeline > 1, edge * (2 * m * layout.virtual * k.pipe_exposed + 2 * (layout.pipeline - 1)), 0.0
     )
-    stalls = _stalls(machine, layout, k)
-    body = m * (stage + micro)
+    stalls = _stalls(machine, layout, k, filled)
+    waiting = m * (layout.slowest - 1) * stage
+    body = m * (stage + micro) + waiting
     data = _gradient_traffic(shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12))
     update = _optimizer(shape, machine, layout, k)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
@@ -76,6 +80,8 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> 
         "shard": shard_exposed * share,
         "pipeline": pipe + stalls,
         "data": data,
+        "host link": copies * share,
+        "slowest rank": waiting,
     }
     compute = (device + times.head + times.embed) * share
     return StepCost(seconds, compute, fill, host_short * share + m * micro, update, constant, exposed)
@@ -98,10 +104,15 @@ def _stages(shape: Shape, layout: Layouts, chain: Array, times: LayerTime) -> tu
     return np.where(layout.pipeline > 1, stage, whole), whole
 
 
-def _stalls(machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Seconds that the step loses at stage boundaries, at most two a micro-batch, to an overrun network."""
+def _stalls(machine: Machine, layout: Layouts, k: Constants, filled: Array) -> Array:
+    """Seconds that the step loses at stage boundaries, at most two a micro-batch, to an overrun network or a full memory.
+
+    Near its limit an allocator gives everything back and asks again, once for each activation that does not fit.
+    """
     boundaries = np.minimum(2.0, layout.pipeline - 1)
-    return crowding(machine, layout, k) * k.stall_s * boundaries * layout.micro_batches
+    full = 1 / (1 + (FULL / np.maximum(filled, 1e-3)) ** 40)
+    chance = 1 - (1 - crowding(machine, layout, k)) * (1 - full)
+    return chance * k.stall_s * boundaries * layout.micro_batches
 
 
 def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
@@ -172,8 +183,8 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     reduced = reduced + np.where(layout.zero == 0, layout.sequence * steps, 0.0)
     gathered = gather(where, k, dense * weight, messages) + gather(copies, k, expert_bytes * weight, messages)
     gathered = np.where((layout.zero >= 1) & (layout.zero < 3), gathered, 0.0)
-    # With several chunks a rank, a chunk's gradients travel while the others' last round of micro-batches is computed;
-    # weights are wanted at once by the first forward.
+    # An interleaved rank ends with p backward passes of one chunk after another (Narayanan et al. 2021, figure 4), so a chunk's gradients
+    # travel while the others' last round is computed; weights are wanted at once by the first forward.
     rounds = 1 + LAST_ROUND * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
     shown = 1 - np.minimum(k.hide, 1.0)
     late = np.maximum(reduced - k.hide * backward * rounds, shown * reduced / layout.virtual)
@@ -191,4 +202,5 @@ def _optimizer(shape: Shape, machine: Machine, layout: Layouts, k: Constants) ->
     dense, experts = _rank_params(shape, layout)
     owned = (dense + experts) / np.where(layout.zero >= 1, layout.shards, 1.0)
     sweep = owned * k.update / (machine.hbm * k.hbm)
+    sweep = np.where(layout.offload > 0, host_optimizer(machine, owned, k.reduce_bytes), sweep)
     return sweep + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

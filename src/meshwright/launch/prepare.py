@@ -15,7 +15,8 @@ from meshwright.data.corpus import STDLIB
 from meshwright.data.source import DataSource, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.launch.machine import host_memory_bytes
-from meshwright.planner.data_parallel import Candidate, choose, untrainable
+from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.data_parallel import choose
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml

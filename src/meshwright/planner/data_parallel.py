@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
 from meshwright.costs.memory import fullest
+from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of
 from meshwright.planner.clock import estimated_seconds, simulated_seconds
+from meshwright.planner.reasons import nothing_fits, reasons
 from meshwright.planner.schedule_choice import pinned_refusal, schedules_for
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import (
-    RUNNABLE_AXES,
     BatchPlan,
     Gradients,
     LayerStrategy,
@@ -38,51 +39,11 @@ from meshwright.spec.plan import (
 )
 from meshwright.spec.run import RunSpec
 
-HEADROOM = 0.92
-"""Share of a device's memory a plan may fill; the rest is left to fragmentation."""
-ORDER = (
-    "computes activations twice",
-    "gathers weights twice",
-    "shards across nodes",
-    "smaller products to hide gathers under",
-)
-"""What each place of a candidate's order stands for."""
 SIMULATED = 4
 """Candidates that are simulated unit by unit where the cost model decides; the others are estimated."""
 PLENTY = 32
 """Micro-batches for each pipeline rank beyond which more do not shorten the idle start and end: only a lack of memory asks for them."""
 RECOMPUTE_ORDER = {mode: cost for cost, mode in enumerate(get_args(Recompute))}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One plan, whether it fits, and its place in the order (lower is better)."""
-
-    plan: Plan
-    fits: bool
-    order: tuple[float, ...]
-    seconds: float | None = None
-    """Step time by the cost model, where it decides."""
-    simulated: bool = False
-    """Whether `seconds` were simulated unit by unit, and not only estimated."""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return not self.fits, not self.simulated, self.seconds or 0.0, self.order
-
-    def reason_over(self, other: Candidate) -> str:
-        """Why this one was preferred to `other`: the first thing in the order in which they differ."""
-        if self.fits and not other.fits:
-            return "does not fit"
-        if self.seconds and other.seconds:
-            # An estimate need not agree with a simulation to the last percent; the estimate only chose what to simulate.
-            return f"{other.seconds:.2f} s a step" + ("" if other.simulated else ", estimated")
-        mine = (
-            now
-            for now, then in zip(ORDER, zip(self.order, other.order, strict=True), strict=True)
-            if then[0] != then[1]
-        )
-        return next(mine, "equal")
 
 
 def choose(run: RunSpec, *, memory_bytes: int | None = None) -> tuple[Plan, tuple[Candidate, ...]]:
@@ -99,8 +60,8 @@ def choose(run: RunSpec, *, memory_bytes: int | None = None) -> tuple[Plan, tupl
         candidates = _timed(run, candidates)
     best = candidates[0]
     if not best.fits:
-        raise OutOfResources(_nothing_fits(candidates, budget or 0))
-    return replace(best.plan, why=_reasons(best, candidates, run, budget)), tuple(candidates)
+        raise OutOfResources(nothing_fits(candidates, budget or 0))
+    return replace(best.plan, why=reasons(best, candidates, run, budget)), tuple(candidates)
 
 
 def clocked(run: RunSpec) -> bool:
@@ -108,10 +69,6 @@ def clocked(run: RunSpec) -> bool:
     pins = pins_of(run)
     format_known = (pins.compute or "bf16") == "bf16" and not run.cluster.is_cpu
     return staged(pins) and format_known and run.cluster.gpu in CHIPS and "bf16" in CHIPS[run.cluster.gpu].peak_flops
-
-
-def pins_of(run: RunSpec) -> PlanPins:
-    return run.plan if isinstance(run.plan, PlanPins) else PlanPins()
 
 
 def staged(pins: PlanPins) -> bool:
@@ -269,51 +226,6 @@ def _estimate(run: RunSpec, plan: Plan, budget: int | None) -> Candidate:
     return Candidate(plan, budget is None or peak <= HEADROOM * budget, order)
 
 
-def _reasons(best: Candidate, candidates: list[Candidate], run: RunSpec, budget: int | None) -> tuple[str, ...]:
-    plan, pins = best.plan, pins_of(run)
-    layer = plan.layers[0]
-    room = f" of {budget / 1e9:.1f} GB" if budget else ""
-    reasons = [f"predicted peak {peak_bytes(plan) / 1e9:.1f} GB a rank{room}"]
-    if pins.schedule is None:
-        reasons += _other_schedules(best, candidates)
-    if layer.recompute != "none" and pins.recompute is None and pins.layers is None:
-        reasons.append(f"recompute {layer.recompute}: less does not fit")
-    if layer.reshard and plan.axis_size("shard") > 1 and pins.reshard is None and pins.layers is None:
-        reasons.append("reshard: keeping gathered weights does not fit")
-    if plan.axis_size("replicate") > 1 and pins.replicate is None and pins.shard is None:
-        reasons.append(f"replicate {plan.axis_size('replicate')}: only gradient sums cross the replicas")
-    if refused := untrainable(plan):
-        reasons.append(refused)
-    pinned = [key for key, value in vars(pins).items() if value is not None]
-    return (*reasons, "pinned by the run file: " + ", ".join(pinned)) if pinned else tuple(reasons)
-
-
-def _other_schedules(best: Candidate, candidates: list[Candidate]) -> list[str]:
-    """The best of each other schedule beside the chosen one, by the cost model."""
-    if best.seconds is None:
-        return []
-    first: dict[str, Candidate] = {}
-    for candidate in candidates:
-        if candidate.fits and candidate.seconds:
-            first.setdefault(candidate.plan.schedule.name, candidate)
-    others = [f"{name} {c.seconds:.2f}" for name, c in first.items() if name != best.plan.schedule.name]
-    said = f"schedule {best.plan.schedule.name}: {best.seconds:.2f} s a step by the cost model"
-    return [f"{said} ({', '.join(others[:3])} at their best)" if others else said]
-
-
-def untrainable(plan: Plan) -> str | None:
-    """What of the plan this release can plan and simulate but not train, or None."""
-    axes = [f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES]
-    if not axes:
-        return None
-    return f"this release cannot train {', '.join(axes)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
-
-
-def peak_bytes(plan: Plan) -> int:
-    """Predicted memory of the fullest rank; 0 when the plan does not say."""
-    return plan.predicted.memory_peak_bytes if plan.predicted else 0
-
-
 def _no_candidate(run: RunSpec) -> str:
     pins = pins_of(run)
     for replicas, shards in _meshes(run.cluster, pins):
@@ -323,16 +235,4 @@ def _no_candidate(run: RunSpec) -> str:
     return (
         f"no plan: train.global_batch {run.train.global_batch} must be a multiple of the data ranks (the cluster's {run.cluster.ranks} "
         "ranks ÷ pinned pipeline, tensor and context; times plan.micro_batch if pinned), and plan.replicate × plan.shard that number"
-    )
-
-
-def _nothing_fits(candidates: list[Candidate], budget: int) -> str:
-    smallest = min(candidates, key=lambda c: peak_bytes(c.plan))
-    assert smallest.plan.predicted is not None
-    kinds = sorted(smallest.plan.predicted.memory_bytes.items(), key=lambda item: -item[1])
-    top = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds[:3])
-    return (
-        f"no plan fits: the smallest needs {smallest.plan.predicted.memory_peak_bytes / 1e9:.1f} GB a rank and "
-        f"{HEADROOM * budget / 1e9:.1f} GB ({HEADROOM:.0%} of {budget / 1e9:.1f}) may be used; most of it: {top} (GB). "
-        "More ranks, a shorter train.seq_len or a smaller train.loss_chunk lower it"
     )

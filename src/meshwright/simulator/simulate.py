@@ -214,8 +214,8 @@ class _Simulation:
         stage, unit = action.stage, action.unit or 0
         issued = mine.clock
         if self.timing.reduce:
-            lane = "unshard" if self.timing.one_communicator else "reduce"
-            way = self._collective(mine, lane, "shard", action, self.timing.reduce[stage][unit])
+            seconds = self.timing.reduce[stage][unit]
+            way = self._collective(mine, "reduce", "shard", action, seconds, shares=self.timing.one_communicator)
             mine.reductions.append(way)
             issued = way[2]
         self.reductions_left[stage, unit] -= 1
@@ -225,11 +225,20 @@ class _Simulation:
         return True
 
     def _collective(
-        self, mine: _Rank, lane: str, axis: str, action: Action, seconds: float, issued: float | None = None
+        self,
+        mine: _Rank,
+        lane: str,
+        axis: str,
+        action: Action,
+        seconds: float,
+        issued: float | None = None,
+        shares: bool = False,
     ) -> Way:
+        """Run a collective in its lane, or, where it `shares` the gathers' communicator, when that is free too."""
         issued = mine.clock if issued is None else issued
-        start = max(issued, mine.lanes[lane])
-        mine.lanes[lane] = start + seconds
+        waits_for = "unshard" if shares else lane
+        start = max(issued, mine.lanes[waits_for])
+        mine.lanes[waits_for] = start + seconds
         if self.timing.collective_slowdown != 1.0:
             mine.busy.append((start, start + seconds))
         self.records.append((mine.number, lane, action, start, start + seconds))

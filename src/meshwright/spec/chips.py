@@ -13,7 +13,7 @@ class Chip:
 
     Peaks are dense FLOP/s by number format; memory in bytes; bandwidths in bytes/s and one direction of one device:
     `hbm` its own memory, `link` to its neighbours inside a node, `nic` across nodes in the vendor's reference machine.
-    `per_node` devices share a host; `domain` devices see each other at link speed.
+    `host` its memory to its host's. `per_node` devices share a host; `domain` devices see each other at link speed.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Chip:
     nic: float = 12.5e9
     per_node: int = 8
     domain: int = 8
+    host: float = 25e9
 
 
 def _table(*chips: Chip) -> dict[str, Chip]:
@@ -40,23 +41,24 @@ _GB300 = {"bf16": 2500e12, "fp8": 5000e12, "mxfp8": 5000e12, "nvfp4": 15000e12, 
 _CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "fp32": 163e12}
 
 CHIPS = _table(
-    Chip("V100", "volta", 32 * GiB, {"fp16": 125e12, "fp32": 15.7e12}, 0.9e12, 150e9, 12.5e9),
+    Chip("V100", "volta", 32 * GiB, {"fp16": 125e12, "fp32": 15.7e12}, 0.9e12, 150e9, 12.5e9, host=12.5e9),
     Chip("A100", "ampere", 80 * GiB, _AMPERE, 2.04e12, 300e9, 25e9),
     Chip("A100-40GB", "ampere", 40 * GiB, _AMPERE, 1.555e12, 300e9, 25e9),
-    Chip("H800", "hopper", 80 * GiB, _HOPPER, 3.35e12, 200e9, 50e9),
-    Chip("H100", "hopper", 80 * GiB, _HOPPER, 3.35e12, 450e9, 50e9),
-    Chip("H100-96GB", "hopper", 96 * GiB, _HOPPER, 2.4e12, 450e9, 50e9),
-    Chip("H200", "hopper", 140 * GiB, _HOPPER, 4.8e12, 450e9, 50e9),
-    Chip("B200", "blackwell", 179 * GiB, _B200, 8e12, 900e9, 50e9),
-    Chip("B300", "blackwell", 268 * GiB, _B300, 8e12, 900e9, 100e9),
-    Chip("GB200", "blackwell", 185 * GiB, _GB200, 8e12, 900e9, 50e9, 4, 64),
-    Chip("GB300", "blackwell", 277 * GiB, _GB300, 8e12, 900e9, 100e9, 4, 64),
-    Chip("MI300X", "cdna3", 192 * GiB, _CDNA3, 5.3e12, 448e9, 50e9),
+    Chip("H800", "hopper", 80 * GiB, _HOPPER, 3.35e12, 200e9, 50e9, host=50e9),
+    Chip("H100", "hopper", 80 * GiB, _HOPPER, 3.35e12, 450e9, 50e9, host=50e9),
+    Chip("H100-96GB", "hopper", 96 * GiB, _HOPPER, 2.4e12, 450e9, 50e9, host=50e9),
+    Chip("H200", "hopper", 140 * GiB, _HOPPER, 4.8e12, 450e9, 50e9, host=50e9),
+    Chip("B200", "blackwell", 179 * GiB, _B200, 8e12, 900e9, 50e9, host=50e9),
+    Chip("B300", "blackwell", 268 * GiB, _B300, 8e12, 900e9, 100e9, host=50e9),
+    Chip("GB200", "blackwell", 185 * GiB, _GB200, 8e12, 900e9, 50e9, 4, 64, host=225e9),
+    Chip("GB300", "blackwell", 277 * GiB, _GB300, 8e12, 900e9, 100e9, 4, 64, host=225e9),
+    Chip("MI300X", "cdna3", 192 * GiB, _CDNA3, 5.3e12, 448e9, 50e9, host=50e9),
     Chip("Ascend910", "ascend", 32 * GiB, {"fp16": 256e12, "bf16": 256e12}, 1.2e12, 30e9, 12.5e9),
     Chip("Ascend910B", "ascend", 64 * GiB, {"fp16": 313e12, "bf16": 313e12, "fp32": 75e12}, 1.6e12, 196e9, 25e9),
 )
 """Sources: NVIDIA's, AMD's and Huawei's datasheets, without sparsity; memory as the driver reports it, in whole GiB.
 
+Host links: PCIe 3, 4 or 5 with 16 lanes; NVLink-C2C, shared by two GPUs, in GB200 and GB300.
 GB200 and GB300 name one GPU of the NVL72 rack; its domain counts the 64 that a power-of-two mesh uses.
 """
 

@@ -1,0 +1,65 @@
+"""Activations in host memory: the longer of compute and copy shows, and two layers stay on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.costs.compute import layer_times
+from meshwright.costs.constants import constants
+from meshwright.costs.families import by_name, shape
+from meshwright.costs.footprint import Keeping, footprint
+from meshwright.costs.inputs import Layouts
+from meshwright.costs.machine import machine_of
+from meshwright.costs.offload import HOST_SHARE, copied_bytes
+from meshwright.costs.step import step_cost
+from meshwright.spec.cluster import ClusterSpec
+
+MODEL = shape(by_name("Llama-3-8B"))
+MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=1, gpus_per_node=8))
+K = constants("hopper", "torchtitan")
+PLAIN = Layouts(tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=8.0, zero=3.0, shards=8.0, micro_batch=1.0,
+                global_batch=32.0, seq=8192.0, recompute=0.0)  # fmt: skip
+AWAY = replace(PLAIN, offload_activations=1.0)
+
+
+def seconds(plan: Layouts, host: float) -> float:
+    return float(step_cost(MODEL, replace(MACHINE, host=host), plan, K).seconds)
+
+
+def test_a_fast_link_hides_all_of_it() -> None:
+    assert seconds(AWAY, 1e13) == pytest.approx(seconds(PLAIN, 1e13), rel=1e-12)
+
+
+def test_a_slow_link_shows_copies_less_compute() -> None:
+    times = layer_times(MODEL, MACHINE, AWAY, K)
+    each = 32 * float(copied_bytes(MODEL, AWAY)) / (1e9 * HOST_SHARE)
+    shown = AWAY.micro_batches * (2 * each - float(times.forward) - float(times.backward))
+    assert float(shown) > 0
+    assert seconds(AWAY, 1e9) - seconds(PLAIN, 1e9) == pytest.approx(float(shown), rel=1e-6)
+    assert float(step_cost(MODEL, replace(MACHINE, host=1e9), AWAY, K).exposed["host link"]) == pytest.approx(shown)
+
+
+def test_bytes_by_hand() -> None:
+    """Llama-3-8B: hidden 4096, queries and outputs 4096 each, keys and values 2048, feed-forward 14336 three times, 2 bytes an element."""
+    assert float(copied_bytes(MODEL, AWAY)) == 2 * 8192 * (2 * 4096 + 2 * 4096 + 2048 + 3 * 14336)
+    assert float(copied_bytes(MODEL, replace(AWAY, recompute=2.0, tensor=2.0))) == 2 * 8192 * 4096 / 2
+
+
+def test_an_optimizer_in_host_memory_costs_its_transfers_and_its_steps() -> None:
+    """One rank's share of 8.03e9 parameters: 4 bytes of gradient out and 2 of weight back at 20 GB/s, 1e9 parameters a second."""
+    here, away = (step_cost(MODEL, MACHINE, replace(PLAIN, offload=float(there)), K) for there in (0, 1))
+    share = (float(MODEL.dense_params) + 2 * float(MODEL.table_params)) / 8
+    launches = K.step_layer_us * 1e-6 * 32
+    assert float(away.optimizer) == pytest.approx(share * (6 / 20e9 + 1e-9) + launches)
+    assert float(away.seconds - here.seconds) == pytest.approx(float(away.optimizer - here.optimizer))
+
+
+def test_two_layers_stay() -> None:
+    keep = Keeping(held=6.0, owned=12.0, sharding=0.0, wide=3.0, hidden=0.0, narrow=1.0, live=0.0, logits=8.0, gathered=2.0, slack=0.0,
+                   base=0.0, base_rank=0.0)  # fmt: skip
+    whole, away = (float(footprint(MODEL, plan, keep)["activations"]) for plan in (PLAIN, AWAY))
+    assert away == pytest.approx(whole * 2 / 32)
+    deep = replace(PLAIN, pipeline=4.0, data=2.0, shards=2.0)
+    assert float(footprint(MODEL, replace(deep, offload_activations=1.0), keep)["activations"]) == pytest.approx(away)
