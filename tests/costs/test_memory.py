@@ -113,8 +113,8 @@ def test_layered_accumulation_keeps_every_micro_batch_and_two_units() -> None:
     between = MICRO_BATCHES * STREAM  # each micro-batch's gradient between two units
     assert found["activations"] == kept + between + TOKENS * KEPT
     assert found["gathered"] == kinds(plan({"shard": 4}, reshard=True))["gathered"]
-    # Every micro-batch's head has made its gradients before the first backward.
-    assert found["logits"] == 1024 * VOCAB * 6 + MICRO_BATCHES * (4 * TABLE + STREAM) + STREAM
+    # Every micro-batch's loss has made its gradients before the first backward; the head's are summed as they come.
+    assert found["logits"] == 1024 * VOCAB * 6 + 4 * TABLE + MICRO_BATCHES * STREAM + STREAM
 
 
 def test_whole_gradients_are_a_rank_s_own_sum_beside_its_shard() -> None:

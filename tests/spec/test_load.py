@@ -329,7 +329,7 @@ def test_differences_are_those_of_training_only() -> None:
 def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
     plan = load_plan(write("plan.yaml", PLAN))
     assert (plan.ranks, plan.batch.accumulate, plan.precision.compute, plan.precision.reduce) == (2, 2, "fp32", "fp32")
-    mesh = "mesh: [{axis: shard, size: 2}, {axis: tensor, size: 0}]"
+    mesh = "mesh: [{axis: shard, size: 2}, {axis: expert, size: 0}]"
     bad = f"{mesh}\nbatch: {{global_batch: 5, micro_batch: 1}}\npipeline: 2\nlayer: []"
     with pytest.raises(BadConfig) as caught:
         load_plan(write("plan.yaml", bad))
@@ -341,7 +341,7 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
         (4, "layer", "layers"),
     ]
     with pytest.raises(
-        BadConfig, match=r"plan\.yaml:2:23: batch\.global_batch: expected micro_batch × accumulate × ranks = 4"
+        BadConfig, match=r"plan\.yaml:2:23: batch\.global_batch: expected micro_batch × accumulate × replicate × shard = 4"
     ):
         load_plan(write("plan.yaml", PLAN.replace("global_batch: 4", "global_batch: 5")))
     with pytest.raises(BadConfig, match=r"mesh\.1\.axis: expected each axis once, got shard again"):

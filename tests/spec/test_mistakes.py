@@ -45,7 +45,7 @@ train:
 cluster: {gpu: h100, gpus_per_node: 3}
 plan:
   shard: 2
-  tensor: 2
+  expert: 2
   reshard: true
   layers:
     - {range: 0}
@@ -79,7 +79,7 @@ FOUND = [
     ("train.epsilon", ".inf", "number (> 0)", None),
     ("cluster.gpu", "h100", "H200", "H100"),
     ("plan.shard", "2", "divisor of the cluster's 3 ranks", "1"),
-    ("plan.tensor", "tensor", "(replicate, shard) only", None),
+    ("plan.expert", "expert", "plans replicate, shard, pipeline", None),
     ("plan.layers.0.range", "0}", "text", '"0"'),
     ("plan.layers.1.recompute", "ful}", "none | selective | full", "full"),
     ("checkpoint", "5", "a section (every, keep, at_end)", None),

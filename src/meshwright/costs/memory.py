@@ -195,7 +195,8 @@ def _kept_per_token(model: ModelSpec, strategy: LayerStrategy) -> int:
 def _logits(model: ModelSpec, train: TrainSpec, plan: Plan) -> int:
     """The loss: one chunk of logits in compute format and fp32, the head's gradient in fp32, hidden states and their gradient.
 
-    The head's forward makes both gradients; where all forwards run before the first backward, every micro-batch's are alive.
+    The head's forward makes both gradients, and the head's is added up at once; where all forwards run before the first backward, the
+    gradients of every micro-batch's hidden states are alive.
     """
     tokens, width = _tokens(train, plan), plan.axis_size("tensor")
     together = tokens * width  # the head sees the tokens of all tensor ranks, and its own part of the vocabulary
@@ -203,5 +204,5 @@ def _logits(model: ModelSpec, train: TrainSpec, plan: Plan) -> int:
     compute = bytes_of(plan.precision.compute)
     head = model.vocab_size * model.hidden // width * max(4, compute)
     piled = plan.layered or plan.schedule.name == "gpipe"
-    left = (head + tokens * model.hidden * compute) * (plan.batch.accumulate if piled else 1)
+    left = head + tokens * model.hidden * compute * (plan.batch.accumulate if piled else 1)
     return round(chunk * model.vocab_size / width * (compute + 4) + left + tokens * model.hidden * compute)

@@ -21,7 +21,7 @@ from meshwright.parallel.fsdp import Streams
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.stages import Unit
 from meshwright.parallel.tied import TiedSum
-from meshwright.schedules.action import Action, Kind
+from meshwright.schedules.action import COMPUTE, Action, Kind
 from meshwright.schedules.schedule import Schedule
 
 Where = tuple[int, int]
@@ -86,6 +86,7 @@ class _Play:
         self.shared: dict[int, SharedInputs] = {}
         self.inputs: dict[Where, Tensor] = {}
         self.gradients: dict[Where, Tensor] = {}
+        self.loss_gradients: dict[int, Tensor] = {}
         self.kept: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
         self.owed: dict[tuple[int, int, int], WeightQueue] = {}
         self.arriving: dict[tuple[str, int, int], Transfer] = {}
@@ -113,17 +114,35 @@ class _Play:
 
     def run(self) -> Tensor:
         self.on._streams.follow_compute()
-        summed_next = _reduced_next(self.row)
+        taken_as_it_is = self.reduced_next()
         for place, action in enumerate(self.row):
             for part in action.parts:
                 self.do[part.kind](part)
-            if action.kind in _MAKES_GRADIENTS and place not in summed_next:
-                for part in action.parts:
-                    if part.kind in ("backward", "backward_weight"):
-                        self.unit(part).sharded.accumulate()
+                if self.makes_gradients(part) and place not in taken_as_it_is:
+                    self.unit(part).sharded.accumulate()
         for transfer in self.sent:
             transfer.wait()
         return self.loss
+
+    def is_loss(self, stage: int, unit: int) -> bool:
+        return stage + 1 == len(self.rank_of) and unit + 1 == len(self.on.stages[stage])
+
+    def makes_gradients(self, part: Action) -> bool:
+        """Whether the action adds to its unit's weight gradients."""
+        if part.kind not in COMPUTE:
+            return False
+        kinds = ("forward",) if self.is_loss(part.stage, part.unit or 0) else ("backward", "backward_weight")
+        return part.kind in kinds
+
+    def reduced_next(self) -> set[int]:
+        """Places of actions whose gradients are reduced before their unit makes more: the reduction takes them as they are."""
+        found: set[int] = set()
+        latest: dict[Where, int] = {}
+        for place, action in enumerate(self.row):
+            if action.kind == "reduce_grad":
+                found.add(latest[action.stage, action.unit or 0])
+            latest |= {(part.stage, part.unit or 0): place for part in action.parts if self.makes_gradients(part)}
+        return found
 
     def unit(self, action: Action) -> Unit:
         return self.on.stages[action.stage][action.unit or 0]
@@ -136,19 +155,30 @@ class _Play:
         with self.recorder.span(action.label, "compute"), torch.set_grad_enabled(trains):
             x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
             y = mine.run(x, batch, self.shared_inputs(number))
-            last_unit = unit + 1 == len(self.on.stages[stage])
-            if last_unit and stage + 1 == len(self.rank_of):
-                y = y if self.valid is None else y / self.valid.to(y.dtype)
-                self.loss += y.detach()
+            if self.is_loss(stage, unit):
+                self.take_loss(y, x, stage, number)
+                return
         if trains:
             self.kept[stage, number, unit] = x, y
-        if not last_unit:
+        if unit + 1 < len(self.on.stages[stage]):
             self.inputs[stage, number] = y.detach()
-        elif stage + 1 < len(self.rank_of):
-            if self.rank_of[stage + 1] == self.on.rank:
-                self.inputs[stage + 1, number] = y.detach()
-            else:
-                self.leaving["activation", stage, number] = y.detach()
+        elif self.rank_of[stage + 1] == self.on.rank:
+            self.inputs[stage + 1, number] = y.detach()
+        else:
+            self.leaving["activation", stage, number] = y.detach()
+
+    def take_loss(self, y: Tensor, x: Tensor | None, stage: int, number: int) -> None:
+        """Add a micro-batch's summed loss; in training run its backward at once.
+
+        The loss makes its gradients in forward, chunk by chunk, so nothing is left to compute; waiting would hold one gradient of the
+        whole vocabulary for every micro-batch under way.
+        """
+        y = y if self.valid is None else y / self.valid.to(y.dtype)
+        self.loss += y.detach()
+        if y.requires_grad:
+            assert x is not None
+            y.backward()
+            self.loss_gradients[number] = _gradient_of(x)
 
     def input(self, stage: int, number: int, unit: int, trains: bool) -> Tensor:
         """A unit's input as a leaf, from the unit before or from the rank that holds the stage before."""
@@ -164,6 +194,9 @@ class _Play:
 
     def backward(self, action: Action, queue: WeightQueue | None = None) -> None:
         stage, number, unit = action.stage, action.micro_batch, action.unit or 0
+        if self.is_loss(stage, unit):
+            self.gradients[stage, number] = self.loss_gradients.pop(number)
+            return
         mine = self.unit(action)
         mine.sharded.wait()
         x, y = self.kept.pop((stage, number, unit))
@@ -171,19 +204,17 @@ class _Play:
             torch.autograd.backward(y, self.gradient(stage, number, unit))
         if x is None:
             return
-        assert x.grad is not None
+        gradient = _gradient_of(x)
         if unit:
-            self.gradients[stage, number] = x.grad
+            self.gradients[stage, number] = gradient
         elif self.rank_of[stage - 1] == self.on.rank:
-            self.gradients[stage - 1, number] = x.grad
+            self.gradients[stage - 1, number] = gradient
         else:
-            self.leaving["gradient", stage, number] = x.grad
+            self.leaving["gradient", stage, number] = gradient
 
-    def gradient(self, stage: int, number: int, unit: int) -> Tensor | None:
-        """The gradient of a unit's output; None for the loss itself."""
+    def gradient(self, stage: int, number: int, unit: int) -> Tensor:
+        """The gradient of a unit's output."""
         last_unit = unit + 1 == len(self.on.stages[stage])
-        if last_unit and stage + 1 == len(self.rank_of):
-            return None
         arrived = self.arriving.pop(("gradient", stage, number), None) if last_unit else None
         return arrived.wait() if arrived else self.gradients.pop((stage, number))
 
@@ -199,6 +230,7 @@ class _Play:
     def send(self, action: Action) -> None:
         assert self.on._channels is not None and action.payload is not None
         tensor = self.leaving.pop((action.payload, action.stage, action.micro_batch))
+        self.sent = [transfer for transfer in self.sent if not transfer.work.is_completed()]  # drops their buffers
         self.sent.append(self.on._channels.send(self.rank_of[action.peer], tensor))
 
     def receive(self, action: Action) -> None:
@@ -232,23 +264,10 @@ class _Play:
             self.closing.get("optim", _nothing)()
 
 
-_MAKES_GRADIENTS = frozenset[Kind](("backward", "backward_weight", "overlap"))
-
-
 def _nothing() -> None:
     pass
 
 
-def _reduced_next(row: Sequence[Action]) -> set[int]:
-    """Places of backward actions whose unit is reduced before it runs backward again: the reduction takes the gradient as it is."""
-    found: set[int] = set()
-    latest: dict[tuple[int, int], int] = {}
-    for place, action in enumerate(row):
-        if action.kind == "reduce_grad":
-            found.add(latest[action.stage, action.unit or 0])
-        elif action.kind in ("backward", "backward_weight"):
-            latest[action.stage, action.unit or 0] = place
-        else:
-            for part in action.pair:
-                latest[part.stage, part.unit or 0] = place
-    return found
+def _gradient_of(x: Tensor) -> Tensor:
+    assert x.grad is not None, "every unit's output depends on its input"
+    return x.grad

@@ -199,12 +199,13 @@ def _ranks(run: _Run) -> Iterator[Mistake]:
     ranks, replicate, shard = _rank_count(run), run("plan.replicate"), run("plan.shard")
     if ranks is None:
         return
-    for axis in (*_OTHER_AXES, "replicate", "shard"):
+    wrong = [axis for axis in (*_OTHER_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
+    for axis in wrong:
         size = run(f"plan.{axis}")
-        if size and ranks % size:
-            divisor = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
-            yield run.broken(f"plan.{axis}", f"a divisor of the cluster's {ranks} ranks", str(divisor))
-            return
+        divisor = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
+        yield run.broken(f"plan.{axis}", f"a divisor of the cluster's {ranks} ranks", str(divisor))
+    if wrong:
+        return
     others, said = _model_ranks(run)
     if ranks % others:
         worst = max(_OTHER_AXES, key=lambda axis: run(f"plan.{axis}") or 1)

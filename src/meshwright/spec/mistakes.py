@@ -25,11 +25,8 @@ from meshwright.spec.yaml_positions import Document, KeyPath, Place, dotted, say
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
 _DENSE = "no such key; this release trains dense models, without experts"
-_DATA_PARALLEL = "no such key; this release runs data parallelism (replicate, shard) only"
-_OTHER_PARALLELISM = (
-    "tensor", "sequence", "pipeline", "context", "context_ring", "context_ulysses", "expert", "experts", "schedule",
-    "offload",
-)  # fmt: skip
+_NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring and context_ulysses"
+_OTHER_PARALLELISM = ("sequence", "context", "expert", "experts", "offload")
 _SYNONYMS: dict[str, KeyPath] = {
     "lr": ("train", "learning_rate"),
     "max_steps": ("train", "steps"),
@@ -108,7 +105,7 @@ def _refusal(path: KeyPath) -> str | None:
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):
         return _DENSE
-    return _DATA_PARALLEL if section == "plan" and name in _OTHER_PARALLELISM else None
+    return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
 
 
 def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistake]:
