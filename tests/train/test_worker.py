@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meshwright.spec.errors import BadInput, Damaged, Interrupted, NumericalFailure, OutOfResources, Preempted
 from meshwright.train.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
-from meshwright.train.worker import _die_with_parent, guarded, log_to
+from meshwright.train.worker import die_with_parent, guarded, log_to
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_rank_does_not_outlive_its_launcher() -> None:
         try:
             os.environ["MESHWRIGHT_PARENT"] = str(os.getpid())
             if os.fork() == 0:
-                _die_with_parent()
+                die_with_parent()
                 os.write(theirs, b"ready")
             signal.pause()
         finally:
@@ -120,7 +120,7 @@ def test_a_rank_whose_launcher_is_gone_already_ends_at_once() -> None:
     if child == 0:
         try:
             os.environ["MESHWRIGHT_PARENT"] = "1"
-            _die_with_parent()
+            die_with_parent()
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

@@ -24,7 +24,7 @@ __all__ = ["Batch", "DataSource", "Loader", "MicroBatch", "has_validation", "ope
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """int64 tensors of `(micro_batch, seq)`; `targets` is -1 where nothing is to be learned.
+    """int64 tensors of `(micro_batch, seq)`; `targets` is -1 where nothing is to be learned, and None where logits are wanted instead.
 
     `positions` and `documents` are None without `data.document_mask`: a row is then one document, counted from 0.
 
@@ -32,7 +32,7 @@ class MicroBatch:
     """
 
     tokens: torch.Tensor
-    targets: torch.Tensor
+    targets: torch.Tensor | None
     positions: torch.Tensor | None
     documents: torch.Tensor | None
     valid_tokens: int

@@ -65,6 +65,15 @@ class Executor:
         """
         return _Play(self, schedule, batches, recorder, valid, closing or {}).run()
 
+    def logits(self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder) -> dict[int, Tensor]:
+        """Run this rank's row of a forward-only schedule on micro-batches without targets, which may differ in shape.
+
+        Returns the logits `(batch, seq, vocab)` by micro-batch on the ranks of the last stage, nothing elsewhere. Collective as `play` is.
+        """
+        play = _Play(self, schedule, batches, recorder, None, {})
+        play.run()
+        return play.logits
+
 
 class _Play:
     """One step under way: what is kept between forward and backward, and what is travelling."""
@@ -82,6 +91,7 @@ class _Play:
         self.valid, self.closing = valid, closing
         self.rank_of = schedule.rank_of
         self.row = schedule.actions[executor.rank]
+        self.logits: dict[int, Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.shared: dict[int, SharedInputs] = {}
         self.inputs: dict[Where, Tensor] = {}
@@ -156,7 +166,10 @@ class _Play:
             x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
             y = mine.run(x, batch, self.shared_inputs(number))
             if self.is_loss(stage, unit):
-                self.take_loss(y, x, stage, number)
+                if batch.targets is None:
+                    self.logits[number] = y
+                else:
+                    self.take_loss(y, x, stage, number)
                 return
         if trains:
             self.kept[stage, number, unit] = x, y

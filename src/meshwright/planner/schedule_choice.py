@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import get_args
 
 from meshwright.schedules.registry import refusal
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import stage_table
+from meshwright.spec.layout import balanced_stages, stage_table
+from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import PlanPins, ScheduleName, SchedulePlan
 from meshwright.spec.run import RunSpec
 
@@ -26,7 +28,7 @@ def schedules_for(run: RunSpec, micro_batches: int) -> list[SchedulePlan]:
     found, last = [], None
     for name in names:
         try:
-            schedule, per_rank = _with_stages(name, pins, pipeline, run.model.layers)
+            schedule, per_rank = _with_stages(name, pins, pipeline, run)
         except ValueError as error:
             last = error
             continue
@@ -43,22 +45,30 @@ def pinned_refusal(run: RunSpec, micro_batches: int) -> str | None:
     if pins.schedule is None:
         return None
     pipeline = pins.pipeline or 1
-    return refusal(
-        pins.schedule, pipeline, micro_batches, _with_stages(pins.schedule, pins, pipeline, run.model.layers)[1]
-    )
+    return refusal(pins.schedule, pipeline, micro_batches, _with_stages(pins.schedule, pins, pipeline, run)[1])
 
 
-def _with_stages(name: ScheduleName, pins: PlanPins, pipeline: int, layers: int) -> tuple[SchedulePlan, int]:
+def _with_stages(name: ScheduleName, pins: PlanPins, pipeline: int, run: RunSpec) -> tuple[SchedulePlan, int]:
     """The schedule with its stages written out, and the stages of each rank. Raises ValueError as `stage_table` does."""
-    stages = pins.stages or ()
+    layers, stages = run.model.layers, pins.stages or ()
     if name == "breadth_first" and pipeline > 1 and not stages:
         stages = _modular(pipeline, layers)
+    elif not stages:
+        table = balanced_stages(name, pipeline, layers, _head_in_layers(run))
+        stages = tuple(tuple(_text(held) for held in row) for row in table)
     schedule = SchedulePlan(name=name, stages=stages)
     table = stage_table(schedule, pipeline, layers)
     if len(table) == len(table[0]) == 1:
-        return schedule, 1
+        return SchedulePlan(name=name), 1
     texts = tuple(tuple(_text(held) for held in row) for row in table)
     return SchedulePlan(name=name, stages=texts), len(table[0])
+
+
+def _head_in_layers(run: RunSpec) -> float:
+    """How many blocks' arithmetic the head makes."""
+    model, seq = run.model, run.train.seq_len
+    one, two = (flops_per_token(replace(model, layers=layers), seq, causal=True) for layers in (1, 2))
+    return (2 * one - two) / (two - one)
 
 
 def _modular(pipeline: int, layers: int) -> tuple[tuple[str, ...], ...]:

@@ -87,7 +87,7 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
     Raises ValueError when the plan's stages are not in that order, leave a layer out, or are not laid out as the schedule runs them.
     """
     if not schedule.stages:
-        return _even_stages(schedule.name, pipeline, layers)
+        return balanced_stages(schedule.name, pipeline, layers, head=0.5)  # what does not divide goes to the first ones
     table = tuple(tuple(layer_range(text, layers) for text in row) for row in schedule.stages)
     if len(table) != pipeline:
         raise ValueError(f"{len(table)} rows of stages for {pipeline} pipeline ranks")
@@ -104,13 +104,21 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
     return table
 
 
-def _even_stages(name: str, pipeline: int, layers: int) -> tuple[tuple[range, ...], ...]:
+def balanced_stages(name: str, pipeline: int, layers: int, head: float) -> tuple[tuple[range, ...], ...]:
+    """Even stages, but for the last: it also has the head, which takes as long as `head` layers, and gets fewer layers for it.
+
+    Raises ValueError when there are more stages than layers.
+    """
     per_rank = STAGES_PER_RANK.get(name, 1)
     stages = pipeline * per_rank
     if layers < stages:
         raise ValueError(f"{layers} layers cannot fill {stages} stages")
-    # The last stage also has the head, so what does not divide goes to the first ones.
-    sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    last = min(
+        range(1, layers - stages + 2),
+        key=lambda size: (max(size + head, -(-(layers - size) // max(1, stages - 1))), -size),
+    )
+    others, last = (stages - 1, last) if stages > 1 else (0, layers)
+    sizes = [(layers - last) // others + (stage < (layers - last) % others) for stage in range(others)] + [last]
     ranges = [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
     rows: list[list[range]] = [[] for _ in range(pipeline)]
     for (rank, _), held in zip(_visits(name, pipeline, per_rank), ranges, strict=True):

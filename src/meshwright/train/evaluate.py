@@ -94,13 +94,19 @@ def _sums(
     with loader:
         for first in range(0, held_out.samples, ranks * share):
             batches = next(loader)
-            for number, batch in enumerate(batches):
-                # What lies past the last sample does not count.
-                own = first + rank * share + number * micro_batch
-                batch.targets[max(held_out.samples - own, 0) :] = -1
-            valid = torch.stack([(batch.targets >= 0).sum().double() for batch in batches]).sum()
+            own = first + rank * share
+            valid = torch.stack([
+                _valid(batch, held_out.samples - own - number * micro_batch) for number, batch in enumerate(batches)
+            ]).sum()
             sums += torch.stack([measure(batches), valid])
     return sums
+
+
+def _valid(batch: MicroBatch, rows: int) -> torch.Tensor:
+    """The batch's valid tokens, float64, after what lies past its first `rows` rows was taken out."""
+    assert batch.targets is not None, "a loader's batches have targets"
+    batch.targets[max(rows, 0) :] = -1
+    return (batch.targets >= 0).sum().double()
 
 
 def _evaluation(held_out: HeldOut, sums: torch.Tensor) -> Evaluation:

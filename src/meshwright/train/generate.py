@@ -1,38 +1,116 @@
-"""Sampling text from a model, by running it on all tokens so far for each new one."""
+"""Sampling text from a model, by running it on all tokens so far for each new one: on one device, or under a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
+import torch.distributed as dist
 
+from meshwright.data.loader import MicroBatch
+from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
+from meshwright.parallel.apply import Engine
+from meshwright.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a text goes on: by at most `tokens` tokens, ending early at token `stop`.
+
+    temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. The draws are a function of `seed`
+    alone, and the same for every prompt.
+    """
+
+    tokens: int
+    temperature: float
+    top_k: int
+    seed: int
+    stop: int | None
 
 
 @torch.no_grad()
-def generate(
-    model: Decoder, prompt: Sequence[int], *, tokens: int, temperature: float, top_k: int, seed: int, stop: int | None
-) -> list[int]:
-    """Up to `tokens` new token ids after `prompt`, ending early at `stop`.
-
-    temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. The draw is a function of `seed`.
-    """
+def generate(model: Decoder, prompts: Sequence[Sequence[int]], how: Sampling) -> list[list[int]]:
+    """The new token ids after each prompt, by a whole model on one device."""
     device = next(model.parameters()).device
-    draws = torch.Generator().manual_seed(seed)
-    sequence, limit = list(prompt), model.spec.max_seq_len
-    for _ in range(tokens):
-        window = torch.tensor([sequence[-limit:]], device=device)
-        chosen = _draw(model(window)[0, -1].float().cpu(), temperature, top_k, draws)
-        if chosen == stop:
+
+    def next_tokens(texts: Sequence[_Text]) -> list[int]:
+        windows = (torch.tensor([text.window], device=device) for text in texts)
+        return [text.draw(model(window)[0, -1]) for text, window in zip(texts, windows, strict=True)]
+
+    return _continued(prompts, how, model.spec.max_seq_len, next_tokens)
+
+
+def generate_under_plan(
+    engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[int]], how: Sampling
+) -> list[list[int]]:
+    """The same by a model that is spread over ranks; every rank returns all of it. Collective.
+
+    Each prompt is a micro-batch of its own, so several fill a pipeline. The data ranks all run the same ones: they share the weights'
+    memory, not the work.
+    """
+    schedule_for = cache(engine.evaluating)
+    source = mesh.layout.rank({"pipeline": engine.training.rank_of[-1]})
+
+    def next_tokens(texts: Sequence[_Text]) -> list[int]:
+        batches = [_without_targets(text.window, mesh.device) for text in texts]
+        logits = engine.executor.logits(schedule_for(len(texts)), batches, NullRecorder())
+        chosen = torch.zeros(len(texts), dtype=torch.int64)
+        for number, text in enumerate(texts):
+            if number in logits:
+                chosen[number] = text.draw(logits[number][0, -1])
+        dist.broadcast(chosen, source, group=mesh.world.control)
+        return chosen.tolist()
+
+    return _continued(prompts, how, engine.model.spec.max_seq_len, next_tokens)
+
+
+class _Text:
+    """One prompt and what was added to it."""
+
+    def __init__(self, prompt: Sequence[int], how: Sampling, longest: int) -> None:
+        self._prompt, self._how, self._longest = list(prompt), how, longest
+        self._draws = torch.Generator().manual_seed(how.seed)
+        self.new: list[int] = []
+        self.ended = False
+
+    @property
+    def window(self) -> list[int]:
+        """The tokens the model sees: the last ones that fit its positions."""
+        return [*self._prompt, *self.new][-self._longest :]
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """The next token by the logits `(vocab)` behind the last one."""
+        logits, how = logits.float().cpu(), self._how
+        if how.temperature == 0:
+            return int(logits.argmax())
+        if how.top_k:
+            floor = logits.topk(min(how.top_k, logits.numel())).values[-1]
+            logits = logits.masked_fill(logits < floor, -torch.inf)
+        return int(torch.multinomial(torch.softmax(logits / how.temperature, 0), 1, generator=self._draws))
+
+    def add(self, token: int) -> None:
+        self.ended = token == self._how.stop
+        self.new += [] if self.ended else [token]
+
+
+def _continued(
+    prompts: Sequence[Sequence[int]],
+    how: Sampling,
+    longest: int,
+    next_tokens: Callable[[Sequence[_Text]], list[int]],
+) -> list[list[int]]:
+    texts = [_Text(prompt, how, longest) for prompt in prompts]
+    for _ in range(how.tokens):
+        going_on = [text for text in texts if not text.ended]
+        if not going_on:
             break
-        sequence.append(chosen)
-    return sequence[len(prompt) :]
+        for text, token in zip(going_on, next_tokens(going_on), strict=True):
+            text.add(token)
+    return [text.new for text in texts]
 
 
-def _draw(logits: torch.Tensor, temperature: float, top_k: int, draws: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    if top_k:
-        floor = logits.topk(min(top_k, logits.numel())).values[-1]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    return int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=draws))
+def _without_targets(tokens: Sequence[int], device: torch.device) -> MicroBatch:
+    return MicroBatch(torch.tensor([tokens], device=device), None, None, None, valid_tokens=0)

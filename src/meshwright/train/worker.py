@@ -42,7 +42,7 @@ log = logging.getLogger("meshwright")
 
 def main() -> None:
     """Entry of a locally launched rank."""
-    _die_with_parent()
+    die_with_parent()
     assignment = Assignment.read(Path(sys.argv[1]))
     folder, rank = Path(assignment.folder), Place.from_environment().rank
     log_to(folder, rank)
@@ -156,7 +156,7 @@ class _Warnings(logging.Handler):
             sys.stderr.write(f"meshwright: {record.getMessage()}\n")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to end this process when its launcher dies, so that no rank keeps a device for nobody."""
     parent = os.environ.get("MESHWRIGHT_PARENT")
     if parent is None or sys.platform != "linux":

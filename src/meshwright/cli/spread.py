@@ -1,0 +1,135 @@
+"""`--plan` of `generate` and `eval`: the model spread over ranks by a plan file, here or by a launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import EXIT_DONE, BadInput
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from meshwright.train.spread import Answer, Continuation, Measurement
+
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        help="Spread the model over ranks by this plan, for one that does not fit a device: a run's plan.yaml, or what "
+        "`meshwright plan … --out` wrote. Starts the plan's ranks on this host, or joins them under a launcher.",
+    ),
+]
+
+
+def ask_ranks(
+    folder: Path,
+    plan_file: Path,
+    *,
+    continuation: Continuation | None = None,
+    measurement: Measurement | None = None,
+) -> Answer:
+    """What the ranks of a plan answer about the model in `folder`: a run, one checkpoint, or a Hugging Face folder.
+
+    Under a launcher every rank but the first ends here. Raises BadInput when the plan does not fit the model or this host.
+    """
+    from meshwright.spec.load import load_plan
+    from meshwright.spec.place import Place, started_by_launcher
+    from meshwright.train.spread import SpreadJob, join_and_answer
+
+    model, weights = _model_in(folder)
+    plan = load_plan(plan_file)
+    _check_fit(plan, model, plan_file)
+    cluster = _cluster(plan, plan_file, launched=started_by_launcher())
+    job = SpreadJob(
+        model=model, weights=weights, plan=plan, cluster=cluster, continuation=continuation, measurement=measurement
+    )
+    if not started_by_launcher():
+        return _asked_here(job)
+    place = Place.from_environment()
+    answer = join_and_answer(job, place)
+    if place.rank:
+        raise typer.Exit
+    return answer
+
+
+def _model_in(folder: Path) -> tuple[ModelSpec, str]:
+    """The model's dimensions, and where its weights are."""
+    from meshwright.checkpoint.hf import import_hf
+    from meshwright.checkpoint.verify import newest_checkpoint
+    from meshwright.spec.fields import from_plain, to_plain
+    from meshwright.spec.load import load_resolved
+
+    if (folder / "config.json").exists():
+        return import_hf(folder)[0], f"hf:{folder}"
+    checkpoint = newest_checkpoint(folder)
+    section = to_plain(load_resolved(checkpoint / "config.yaml").model)
+    names = ModelSpec.__dataclass_fields__
+    return from_plain(ModelSpec, {key: section[key] for key in names}), f"checkpoint:{checkpoint}"
+
+
+def _check_fit(plan: Plan, model: ModelSpec, file: Path) -> None:
+    from meshwright.planner.candidate import untrainable
+    from meshwright.spec.layout import stage_table
+    from meshwright.spec.plan import layer_range
+
+    if refused := untrainable(plan):
+        raise BadInput(f"{file}: {refused}")
+    try:
+        stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+        covered = {layer for strategy in plan.layers for layer in layer_range(strategy.range, model.layers)}
+    except ValueError as error:
+        raise BadInput(f"{file} is not for this model of {model.layers} layers: {error}") from error
+    if len(covered) < model.layers:
+        left = min(set(range(model.layers)) - covered)
+        raise BadInput(f"{file} is not for this model of {model.layers} layers: no strategy covers layer {left}")
+
+
+def _cluster(plan: Plan, file: Path, *, launched: bool) -> ClusterSpec:
+    from meshwright.launch.machine import found_cluster
+    from meshwright.spec.fields import from_plain
+
+    found = from_plain(ClusterSpec, found_cluster())
+    if launched:
+        return found
+    if not found.is_cpu and plan.ranks > found.gpus_per_node:
+        raise BadInput(
+            f"{file} is for {plan.ranks} ranks and this host has {found.gpus_per_node} GPUs; expected a plan for at most that many "
+            "(`meshwright plan … --out FILE`), or start this command under a launcher"
+        )
+    return replace(found, gpus_per_node=plan.ranks)
+
+
+def _asked_here(job: object) -> Answer:
+    """Start the ranks on this host. A failure's logs stay; the command ends with the ranks' code."""
+    from meshwright.launch.local import run_ranks
+    from meshwright.spec.fields import from_plain, to_plain
+    from meshwright.train.spread import Answer, SpreadJob
+
+    assert isinstance(job, SpreadJob)
+    place = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    question, destination = place / "job.json", place / "answer.json"
+    question.write_text(json.dumps(to_plain(job)), encoding="utf-8")
+    threads = max(1, (os.cpu_count() or 1) // job.plan.ranks)
+    code = run_ranks(
+        "meshwright.train.spread",
+        [str(question), str(destination)],
+        cluster=job.cluster,
+        logs=place / "logs",
+        threads=threads,
+    )
+    if code != EXIT_DONE:
+        sys.exit(code)
+    answer = from_plain(Answer, json.loads(destination.read_text(encoding="utf-8")))
+    shutil.rmtree(place)
+    return answer
