@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.options import Json, model_folder
+from meshwright.cli.spread import PlanFile, ask_ranks
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences read at a time.")] = 8,
     batches: Annotated[int, typer.Option(min=1, help="Batches read at most.")] = 1_000_000,
+    plan: PlanFile = None,
     as_json: Json = False,
 ) -> None:
     """Measure a model on held-out text: loss in nats per token, perplexity, and bits per byte of the text.
 
-    Runs on one device (a GPU when there is one).
+    Runs on one device (a GPU when there is one), or spread by a plan.
 
     Examples:
 
@@ -45,7 +47,7 @@ def evaluate(
 
         meshwright eval exported-model --data corpus/held_out --seq-len 1024 --json
     """
-    result = _evaluate(model_folder(model), data, seq_len, batch, batches)
+    result = _evaluate(model_folder(model), data, seq_len, batch, batches, plan)
     answer = {
         "loss": result.loss,
         "perplexity": result.perplexity,
@@ -59,7 +61,9 @@ def evaluate(
     print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}{bits} ({result.tokens:,} tokens)")
 
 
-def _evaluate(model: Path, data: str | None, seq_len: int | None, batch: int, batches: int) -> Evaluation:
+def _evaluate(
+    model: Path, data: str | None, seq_len: int | None, batch: int, batches: int, plan: Path | None
+) -> Evaluation:
     from dataclasses import replace
 
     from meshwright.data.loader import open_data
@@ -76,6 +80,13 @@ def _evaluate(model: Path, data: str | None, seq_len: int | None, batch: int, ba
     if data is not None:
         spec = replace(spec, validation=data)
     length = seq_len or (run.train.seq_len if run else 0)
+    if plan is not None:
+        from meshwright.train.spread import Measurement
+
+        asked = Measurement(data=spec, seq_len=length, samples=batch * batches, micro_batch=batch)
+        measured = ask_ranks(model, plan, measurement=asked).evaluation
+        assert measured is not None
+        return measured
     device, dtype = device_and_dtype()
     decoder = load_model(model, device, dtype)
     source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.evaluate import Model
 from meshwright.cli.options import Json, model_folder
+from meshwright.cli.spread import PlanFile, ask_ranks
 from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from meshwright.train.generate import Sampling
 
 
 def generate(
@@ -20,15 +25,19 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
+    plan: PlanFile = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt with a trained model, on one device. The same seed gives the same text.
+    """Continue a prompt with a trained model, on one device or spread by a plan. The same seed gives the same text.
 
-    Example:
+    Examples:
 
         meshwright generate runs/quickstart -p "def read_lines(path):" --tokens 80
+
+        meshwright generate runs/big --plan runs/big/plan.yaml -p "def read_lines(path):"
     """
-    samples = sample(model_folder(model), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    folder = model_folder(model)
+    samples = sample(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, plan=plan)
     if as_json:
         print(json.dumps({"samples": samples}))
         return
@@ -37,13 +46,22 @@ def generate(
 
 
 def sample(
-    folder: Path, prompts: list[str], *, tokens: int, temperature: float, top_k: int, seed: int
+    folder: Path,
+    prompts: list[str],
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    plan: Path | None = None,
 ) -> list[dict[str, str]]:
-    """`[{prompt, text}]`: each prompt with the model's continuation. Raises BadInput when the folder has no tokenizer."""
+    """`[{prompt, text}]`: each prompt with the model's continuation, by ranks of `plan` when one is given.
+
+    Raises BadInput when the folder has no tokenizer.
+    """
     from tokenizers import Tokenizer
 
-    from meshwright.train.generate import generate
-    from meshwright.train.load import device_and_dtype, load_model
+    from meshwright.train.generate import Sampling
 
     places = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((place for place in places if place.exists()), None)
@@ -51,10 +69,22 @@ def sample(
         raise BadInput(f"{folder} has no tokenizer.json to read the prompt with")
     tokenizer = Tokenizer.from_file(str(file))
     stop = tokenizer.token_to_id("<|endoftext|>")
-    model = load_model(folder, *device_and_dtype())
-    samples = []
-    for prompt in prompts:
-        start = tokenizer.encode(prompt).ids or [stop or 0]
-        made = generate(model, start, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
-        samples.append({"prompt": prompt, "text": tokenizer.decode(made)})
-    return samples
+    how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
+    made = _continued(folder, [tokenizer.encode(prompt).ids or [stop or 0] for prompt in prompts], how, plan)
+    return [{"prompt": prompt, "text": tokenizer.decode(list(new))} for prompt, new in zip(prompts, made, strict=True)]
+
+
+def _continued(
+    folder: Path, prompts: Sequence[Sequence[int]], how: Sampling, plan: Path | None
+) -> Sequence[Sequence[int]]:
+    from meshwright.train.generate import generate
+    from meshwright.train.load import device_and_dtype, load_model
+
+    if plan is None:
+        return generate(load_model(folder, *device_and_dtype()), prompts, how)
+    from meshwright.train.spread import Continuation
+
+    asked = Continuation(prompts=tuple(map(tuple, prompts)), sampling=how)
+    answer = ask_ranks(folder, plan, continuation=asked)
+    assert answer.tokens is not None
+    return answer.tokens

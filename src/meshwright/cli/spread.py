@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import EXIT_DONE, BadInput
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 
@@ -111,7 +111,7 @@ def _cluster(plan: Plan, file: Path, *, launched: bool) -> ClusterSpec:
 
 
 def _asked_here(job: object) -> Answer:
-    """Start the ranks on this host. A failure's logs stay; the command ends with the ranks' code."""
+    """Start the ranks on this host. When they fail the command ends with their code; logs with a traceback stay."""
     from meshwright.launch.local import run_ranks
     from meshwright.spec.fields import from_plain, to_plain
     from meshwright.train.spread import Answer, SpreadJob
@@ -128,8 +128,9 @@ def _asked_here(job: object) -> Answer:
         logs=place / "logs",
         threads=threads,
     )
-    if code != EXIT_DONE:
+    answer = json.loads(destination.read_text(encoding="utf-8")) if code == EXIT_DONE else None
+    if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):
+        shutil.rmtree(place)
+    if answer is None:
         sys.exit(code)
-    answer = from_plain(Answer, json.loads(destination.read_text(encoding="utf-8")))
-    shutil.rmtree(place)
-    return answer
+    return from_plain(Answer, answer)

@@ -95,9 +95,9 @@ def _sums(
         for first in range(0, held_out.samples, ranks * share):
             batches = next(loader)
             own = first + rank * share
-            valid = torch.stack([
-                _valid(batch, held_out.samples - own - number * micro_batch) for number, batch in enumerate(batches)
-            ]).sum()
+            valid = torch.stack(
+                [_valid(batch, held_out.samples - own - number * micro_batch) for number, batch in enumerate(batches)]
+            ).sum()
             sums += torch.stack([measure(batches), valid])
     return sums
 

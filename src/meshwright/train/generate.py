@@ -43,9 +43,7 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], how: Sampling) ->
     return _continued(prompts, how, model.spec.max_seq_len, next_tokens)
 
 
-def generate_under_plan(
-    engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[int]], how: Sampling
-) -> list[list[int]]:
+def generate_under_plan(engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[int]], how: Sampling) -> list[list[int]]:
     """The same by a model that is spread over ranks; every rank returns all of it. Collective.
 
     Each prompt is a micro-batch of its own, so several fill a pipeline. The data ranks all run the same ones: they share the weights'

@@ -88,9 +88,7 @@ def answered(job: SpreadJob, world: World) -> Answer:
         tokens = tuple(map(tuple, generate_under_plan(engine, mesh, asked.prompts, asked.sampling)))
     if job.measurement:
         text = job.measurement
-        source = open_data(
-            text.data, seq_len=text.seq_len, seed=0, vocab_size=job.model.vocab_size, split="validation"
-        )
+        source = open_data(text.data, seq_len=text.seq_len, seed=0, vocab_size=job.model.vocab_size, split="validation")
         held_out = HeldOut.of(source, text.samples)
         measured = evaluate(engine, held_out, mesh=mesh, micro_batch=text.micro_batch, device=world.device)
     return Answer(tokens=tokens, evaluation=measured)

@@ -1,0 +1,106 @@
+"""The four verbs of a sharded unit, each seen at work on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.parallel.fsdp import ShardedUnit, Streams
+from meshwright.parallel.replicas import ReplicaSums
+from meshwright.spec.plan import Precision
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import plan
+
+ROWS, COLUMNS = 5, 3  # five rows on two ranks: uneven shards
+
+
+def unit_of(world, places: int = 1, precision: Precision | None = None) -> tuple[nn.Linear, ShardedUnit]:
+    from meshwright.parallel.mesh import build_mesh
+
+    layer = nn.Linear(COLUMNS, ROWS, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS))
+    mesh = build_mesh(plan(1, world.ranks, 1), world)
+    unit = ShardedUnit([layer], mesh.devices, precision or Precision(compute="fp32"), places)
+    Streams([unit], world.device)
+    return layer, unit
+
+
+def freed(unit: ShardedUnit) -> bool:
+    return all(weight.untyped_storage().size() == 0 for weight in unit.whole_parameters)
+
+
+def gathered(world) -> dict[str, Any]:
+    layer, unit = unit_of(world)
+    unit.unshard()
+    unit.unshard()
+    unit.wait()
+    whole = layer.weight.detach().clone()
+    unit.reshard()
+    held = freed(unit)
+    unit.reshard()
+    return {"whole": whole, "freed while held": held, "freed": freed(unit), "shard": len(layer.weight.to_local())}
+
+
+def test_unshard_wait_reshard(pool: Pool) -> None:
+    for rank, seen in enumerate(pool.run(gathered, 2)):
+        assert torch.equal(seen["whole"], torch.arange(15.0).view(5, 3))
+        assert not seen["freed while held"], "a unit is dropped when everybody who gathered it let go"
+        assert seen["freed"]
+        assert seen["shard"] == (3, 2)[rank]
+
+
+def reduced(world, places: int, precision: Precision) -> dict[str, Any]:
+    layer, unit = unit_of(world, places, precision)
+    unit.unshard()
+    unit.wait()
+    kind = layer.weight.dtype
+    for factor in (1.0, 2.0):  # two micro-batches, summed before they travel
+        layer(torch.full((1, COLUMNS), factor * (world.rank + 1), dtype=kind)).sum().backward()
+        unit.accumulate()
+    unit.reshard()
+    started = [unit.reduce() for _ in range(places)]
+    unit.finish()
+    once = layer.weight.grad.to_local().clone()
+    unit.unshard()
+    unit.wait()
+    layer(torch.ones(1, COLUMNS, dtype=kind)).sum().backward()
+    unit.reshard()
+    for _ in range(places):
+        unit.reduce()
+    unit.finish()
+    return {"started": started, "once": once, "twice": layer.weight.grad.to_local(), "grad type": once.dtype}
+
+
+@pytest.mark.parametrize("precision", [Precision(compute="fp32"), Precision(compute="bf16"), Precision(reduce="bf16")])
+@pytest.mark.parametrize("places", [1, 2])
+def test_gradients_are_summed_and_added_to_the_shard(pool: Pool, places: int, precision: Precision) -> None:
+    for rank, seen in enumerate(pool.run(reduced, 2, places, precision)):
+        assert seen["started"] == [False] * (places - 1) + [True]
+        rows = (3, 2)[rank]
+        # (1 + 2) of rank 0, twice that of rank 1: a sum, not a mean.
+        assert torch.equal(seen["once"], torch.full((rows, COLUMNS), 9.0))
+        assert torch.equal(seen["twice"], torch.full((rows, COLUMNS), 11.0))
+        assert seen["grad type"] == torch.float32
+
+
+def across(world, kind: torch.dtype | None) -> list[torch.Tensor]:
+    flat = torch.arange(4.0) + 1 / 512 + world.rank
+    shards = [flat[:1], flat[1:]]  # two gradients in one buffer travel as one message
+    sums = ReplicaSums(dist.group.WORLD, kind, world.device)
+    sums.begin(shards, None)
+    sums.finish()
+    return shards
+
+
+@pytest.mark.parametrize("kind", [None, torch.bfloat16])
+def test_replicas_sum_in_the_format_asked_for(pool: Pool, kind: torch.dtype | None) -> None:
+    exact = 2 * (torch.arange(4.0) + 1 / 512) + 1
+    for first, rest in pool.run(across, 2, kind):
+        found = torch.cat([first, rest])
+        assert torch.equal(found, exact) == (kind is None)
+        assert torch.allclose(found, exact, rtol=1e-2)
