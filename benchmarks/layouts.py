@@ -1,122 +1,253 @@
 """The same work under several plans, one after another on one machine: step time, memory, loss, traffic, beside what was predicted.
 
-    python benchmarks/layouts.py benchmarks/layouts/pipeline-4.yaml --out pipeline-4.json
-    python benchmarks/layouts.py benchmarks/layouts/tcp-4.yaml --only hsdp,layered --steps 12
+    python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --out tcp-8b.json
+    python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --only 'hsdp*,layered-16' --gpus 8 --set train.steps=12
+    python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --list
 
-A file of layouts names a run file, what all runs share, and by name what each adds (key=value). A layout with `torchtitan:` is a run of
-torchtitan with those arguments instead. Prints one line a layout and writes one JSON object. Layouts that no longer fit into
---budget seconds are left out and named.
+Prints one line a layout, then every layout's speed over the reference's, and writes one JSON object after each run. --list says what the
+simulator expects of each and starts nothing. A file of layouts has these keys:
+
+    run        the run file beside this one that all take
+    gpus       how many, when --gpus does not say; in the file's texts `N*gpus`, `gpus/N` and `gpus` stand for the number,
+               and `here/` for the folder of this script
+    memory_gib by number of GPUs, what `memory_gib` stands for in the texts
+    against    the layout that the others are compared with
+    steps      of each run; skip: those at the start that do not count; limit: seconds for one run
+    script     what starts a run in place of `meshwright train`: a file beside this one and its options
+    all        key=value words of every run
+    sizes      name → sequences and steps: every layout runs at each size, as LAYOUT-SIZE
+    layouts    name → its own key=value words; or a mapping with `overrides` (the words) or `torchtitan` (the arguments of a run of
+               torchtitan), `env`, `steps`, `skip`, `limit`, `script`, and `least_gpus` below which it is left out
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 HERE = Path(__file__).resolve().parent
+SKIP, LIMIT = 4, 240.0
+MESHWRIGHT = (sys.executable, "-m", "meshwright")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One run to make."""
+
+    name: str
+    run: Path
+    words: list[str]
+    """Ours: key=value words. torchtitan's: its arguments."""
+    torchtitan: bool
+    gpus: int
+    script: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    skip: int = SKIP
+    limit: float = LIMIT
 
 
 def main() -> None:
+    options = arguments()
+    file = yaml.safe_load(options.layouts.read_text(encoding="utf-8"))
+    layouts = [layout for layout in layouts_of(file, options) if wanted(layout.name, options.only)]
+    if not layouts:
+        sys.exit(f"{options.layouts}: no layout is called {options.only}")
+    if options.list:
+        for layout in layouts:
+            print(f"{layout.name:24s} {expectation(layout)}", flush=True)
+        return
+    options.logs.mkdir(parents=True, exist_ok=True)
+    rows: dict[str, dict[str, Any]] = {}
+    environment: dict[str, Any] = {}
+    started = time.monotonic()
+    for layout in layouts:
+        left = options.budget - (time.monotonic() - started)
+        rows[layout.name] = measured(layout, options, left) if left > 0 else {"left_out": "no time"}
+        environment = rows[layout.name].pop("environment", None) or environment
+        show(layout.name, rows[layout.name])
+        facts = {"benchmark": options.layouts.stem, "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
+        body = {**facts, "against": file.get("against"), "environment": environment, "layouts": rows}
+        options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    compare(file.get("against"), rows, list(file.get("sizes", {})))
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", type=Path)
-    parser.add_argument("--only", default="", help="names of the layouts to run, by comma")
-    parser.add_argument("--steps", type=int, help="steps of each run")
-    parser.add_argument("--skip", type=int, default=4, help="steps at the start that do not count")
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds for everything")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one run")
+    parser.add_argument("--only", default="*", help="names of the layouts to run, by comma; * and ? stand for others")
+    parser.add_argument("--gpus", type=int, help="GPUs of this host to use; the file says how many when left out")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further words of all our runs")
+    parser.add_argument("--list", action="store_true", help="print what the simulator expects of each, run nothing")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, help="seconds for everything; what does not fit is left out"
+    )
     parser.add_argument("--runs", type=Path, default=Path("/dev/shm/meshwright-runs"))
     parser.add_argument("--logs", type=Path, default=Path("benchmark-logs"))
     parser.add_argument("--out", type=Path, default=Path("layouts.json"))
-    options = parser.parse_args()
-    options.logs.mkdir(parents=True, exist_ok=True)
-    file = yaml.safe_load(options.layouts.read_text(encoding="utf-8"))
-    wanted = [name for name in options.only.split(",") if name] or list(file["layouts"])
-    started, rows = time.monotonic(), {}
-    for name in wanted:
-        if time.monotonic() - started > options.budget:
-            rows[name] = {"left_out": "no time"}
-        else:
-            rows[name] = run(name, file, options)
-        show(name, rows[name])
-        facts = {"benchmark": options.layouts.stem, "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
-        options.out.write_text(json.dumps(facts | {"layouts": rows}, indent=1) + "\n", encoding="utf-8")
+    return parser.parse_args()
 
 
-def run(name: str, file: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    layout = file["layouts"][name]
-    if isinstance(layout, dict) and "torchtitan" in layout:
-        return torchtitan(name, layout, options)
-    overrides = [*file.get("all", []), *layout, f"name={name}"]
-    if options.steps:
-        overrides.append(f"train.steps={options.steps}")
-    command = [sys.executable, "-m", "meshwright", "train", str(HERE / file["run"]), "--runs", str(options.runs)]
-    log = options.logs / f"{name}.log"
+def wanted(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split(",") if pattern)
+
+
+def layouts_of(file: dict[str, Any], options: argparse.Namespace) -> Iterator[Layout]:
+    """Every layout of the file, at every size, with its numbers filled in."""
+    gpus = options.gpus or file["gpus"]
+    memory = file.get("memory_gib", {}).get(gpus)
+
+    def filled(value: Any) -> str:
+        text = re.sub(r"(\d+)\*gpus\b", lambda found: str(int(found[1]) * gpus), str(value))
+        text = re.sub(r"\bgpus/(\d+)", lambda found: str(gpus // int(found[1])), text)
+        text = re.sub(r"=memory_gib\b", f"={memory}", text)
+        return re.sub(r"\bgpus\b", str(gpus), text).replace("here/", f"{HERE}/")
+
+    for size, change in file.get("sizes", {"": {}}).items():
+        for name, given in file["layouts"].items():
+            own = {**file, **change, **(given if isinstance(given, dict) else {"overrides": given})}
+            if own.get("least_gpus", 0) > gpus:
+                continue
+            full = f"{name}-{size}" if size else name
+            titan = "torchtitan" in own
+            words = titan_words(own) if titan else [*our_words(own), *options.set, f"name={full}"]
+            yield Layout(
+                name=full,
+                run=HERE / file["run"],
+                words=[filled(word) for word in words],
+                torchtitan=titan,
+                gpus=gpus,
+                script=filled(own.get("script", "")).split(),
+                env={key: filled(value) for key, value in own.get("env", {}).items()},
+                skip=own.get("skip", SKIP),
+                limit=own.get("limit", LIMIT),
+            )
+
+
+def our_words(own: dict[str, Any]) -> list[str]:
+    steps = [f"train.steps={own['steps']}"] if "steps" in own else []
+    sequences = [f"train.global_batch={own['sequences']}"] if "sequences" in own else []
+    return [*own.get("all", []), *steps, *sequences, *own["overrides"]]
+
+
+def titan_words(own: dict[str, Any]) -> list[str]:
+    steps = ["--training.steps", own["steps"]] if "steps" in own else []
+    sequences = ["--training.global_batch_size", own["sequences"]] if "sequences" in own else []
+    return [str(word) for word in [*own["torchtitan"].split(), *steps, *sequences]]
+
+
+def expectation(layout: Layout) -> str:
+    """What the simulator says of a layout, or why it cannot."""
+    if layout.torchtitan:
+        return "torchtitan: not simulated"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*MESHWRIGHT, "simulate", str(layout.run), "--json", "--trace", f"{folder}/trace.json.gz"]
+        answer = subprocess.run([*command, *layout.words], text=True, capture_output=True, check=False)
+    if answer.returncode:
+        return " ".join(answer.stderr.split())
+    found = json.loads(answer.stdout)
+    plan = found["plan"]
+    mesh = " × ".join(f"{axis['axis']} {axis['size']}" for axis in plan["mesh"])
+    batch, layers = plan["batch"], plan["layers"][0]
+    memory = max(sum(rank["memory_bytes"].values()) for rank in found["ranks"])
+    rate = found["tokens_per_second"] / layout.gpus
+    kept = f"reshard {layers['reshard']}, gradients {layers['gradients']}, recompute {layers['recompute']}"
+    return (
+        f"{rate:9,.0f} tok/s/GPU {found['step_seconds']:7.2f} s bubble {found['bubble']:5.1%} {memory / 2**30:6.1f} GiB  {mesh}; "
+        f"{batch['micro_batch']} × {batch['accumulate']}; {plan['schedule']['name']}; {kept}"
+    )
+
+
+def measured(layout: Layout, options: argparse.Namespace, left: float) -> dict[str, Any]:
     began = time.perf_counter()
+    limit = min(layout.limit, left)
+    row = torchtitan(layout, options, limit) if layout.torchtitan else ours(layout, options, limit)
+    return row | {"wall_seconds": round(time.perf_counter() - began, 1)}
+
+
+def ours(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+    start = (
+        [sys.executable, str(HERE / layout.script[0]), *layout.script[1:]] if layout.script else [*MESHWRIGHT, "train"]
+    )
+    command = [*start, str(layout.run), "--runs", str(options.runs), "--fresh", *layout.words]
+    log, before = options.logs / f"{layout.name}.log", set(options.runs.glob(f"{layout.name}*"))
+    code = run_logged(command, log, {**os.environ, **layout.env}, limit)
+    made = [folder for folder in options.runs.glob(f"{layout.name}*") if folder not in before]
+    records = step_records(made[0]) if made else []
+    if len(records) <= layout.skip:
+        said = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+        return {"error": f"exit code {code}", "words": layout.words, "steps": len(records), "log": said}
+    return {"words": layout.words, "exit_code": code, **figures(made[0], records, layout.skip)}
+
+
+def run_logged(command: list[str], log: Path, env: dict[str, str], limit: float) -> int:
+    """Run to its end or its limit, and leave none of its processes behind."""
     with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
         try:
-            code = subprocess.run(
-                [*command, "--fresh", *overrides], stdout=output, stderr=output, timeout=options.limit, check=False
-            ).returncode
+            return process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            code = 124
-    folder = max(options.runs.glob(f"{name}*"), key=lambda path: path.stat().st_mtime, default=None)
-    records = step_records(folder) if folder else []
-    if len(records) <= options.skip:
-        return {"error": f"exit code {code}", "overrides": overrides, "log": log.read_text(encoding="utf-8")[-1500:]}
-    assert folder is not None
-    kept = records[options.skip :]
-    middle = kept[len(kept) // 2]
+            # Its ranks have sessions of their own and end with it: they ask the kernel to.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return 124
+
+
+def figures(folder: Path, records: list[dict[str, Any]], skip: int) -> dict[str, Any]:
+    kept = records[skip:]
+    middle = sorted(kept, key=lambda record: record["step_seconds"])[len(kept) // 2]
     plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
-    return {
-        "overrides": overrides,
-        "exit_code": code,
-        "tokens_per_second_per_gpu": statistics.median(record["tokens_per_second_per_gpu"] for record in kept),
-        "step_seconds": statistics.median(record["step_seconds"] for record in kept),
+    row = {
+        "tokens_per_second_per_gpu": round(statistics.median(r["tokens_per_second_per_gpu"] for r in kept), 1),
+        "step_seconds": round(statistics.median(record["step_seconds"] for record in kept), 4),
+        "step_seconds_all": [round(record["step_seconds"], 3) for record in records],
         "mfu_causal": middle.get("mfu"),
         "mfu_full": middle.get("mfu_full"),
-        "memory_allocated_peak_gib": max(record.get("memory_allocated_peak_bytes", 0) for record in records) / 2**30,
+        "memory_allocated_peak_gib": max(r.get("memory_allocated_peak_bytes", 0) for r in records) / 2**30,
         "memory_reserved_peak_gib": max(record["memory_peak_bytes"] for record in records) / 2**30,
         "loss_first": records[0]["loss"],
         "loss_last": records[-1]["loss"],
         "grad_norm_first": records[0]["grad_norm"],
         "steps": records[-1]["step"],
         "phases": middle["phases"],
-        "traffic": {key: middle[key] for key in middle if key.endswith("_wire_bytes")},
-        "wall_seconds": round(time.perf_counter() - began, 1),
+        "traffic": {key: statistics.mean(r[key] for r in kept) for key in middle if key.endswith("_wire_bytes")},
         "predicted": plan.get("predicted"),
         "plan": {key: plan[key] for key in ("mesh", "batch", "schedule", "layers", "precision")},
         "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
     }
+    slowed = sorted(folder.glob("slowed-rank-*.json"))
+    return row | ({"slowed": [json.loads(file.read_text(encoding="utf-8")) for file in slowed]} if slowed else {})
 
 
-def torchtitan(name: str, layout: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def torchtitan(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """One torchtitan run; its figures are what its own log says."""
-    arguments = str(layout["torchtitan"]).split()
-    if options.steps:
-        arguments += ["--training.steps", str(options.steps)]
-    env = {**os.environ, "LOGS": str(options.logs), **{key: str(value) for key, value in layout.get("env", {}).items()}}
-    command = ["bash", str(HERE / "peers" / "torchtitan.sh"), name, str(layout["gpus"]), *arguments]
+    env = {**os.environ, "LOGS": str(options.logs), "LIMIT": str(round(limit)), **layout.env}
+    command = ["bash", str(HERE / "peers" / "torchtitan.sh"), layout.name, str(layout.gpus), *layout.words]
     answer = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
-    log = (options.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+    log = (options.logs / f"{layout.name}.log").read_text(encoding="utf-8", errors="replace")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
     found = re.finditer(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", plain)
     steps = [(int(m[1]), float(m[2]), float(m[3]), float(m[4].replace(",", ""))) for m in found]
-    kept = [step for step in steps if step[0] > options.skip]
+    kept = [step for step in steps if step[0] > layout.skip]
     if not kept:
-        return {"error": (answer.stdout + plain)[-1500:], "arguments": arguments}
+        return {"error": (answer.stdout + plain)[-1500:], "arguments": layout.words}
     return {
         "torchtitan": "0.2.2",
-        "arguments": arguments,
+        "arguments": layout.words,
         "tokens_per_second_per_gpu": statistics.median(step[3] for step in kept),
         "memory_reserved_peak_gib": max(step[2] for step in steps),
         "loss_first": steps[0][1],
@@ -141,11 +272,25 @@ def show(name: str, row: dict[str, Any]) -> None:
     seconds = f"{row['step_seconds']:7.3f} s" if "step_seconds" in row else " " * 9
     memory = row.get("memory_allocated_peak_gib") or row["memory_reserved_peak_gib"]
     phases = " ".join(f"{key} {value:.3f}" for key, value in row.get("phases", {}).items() if value > 0.0005)
+    traffic = " ".join(f"{key} {value / 1e9:.2f} GB" for key, value in row.get("traffic", {}).items())
     print(
         f"{name:24s} {row['tokens_per_second_per_gpu']:9,.0f} tok/s/GPU {seconds} {memory:6.1f} GiB "
-        f"loss {row['loss_first']:.4f} {row['loss_last']:.4f}  {phases} {row.get('traffic') or ''}",
+        f"loss {row['loss_first']:.4f} {row['loss_last']:.4f}  {phases} {traffic}",
         flush=True,
     )
+
+
+def compare(against: str | None, rows: dict[str, dict[str, Any]], sizes: list[str]) -> None:
+    """Every layout's tokens per second over the reference's, of the same size; nothing without the reference."""
+    for size in sizes or [""]:
+        reference = f"{against}-{size}" if size else against
+        base = rows.get(str(reference), {}).get("tokens_per_second_per_gpu")
+        if base is None:
+            continue
+        print(f"\nover {reference}, {base:,.0f} tok/s/GPU")
+        for name, row in rows.items():
+            if name.endswith(f"-{size}" if size else "") and "tokens_per_second_per_gpu" in row:
+                print(f"{row['tokens_per_second_per_gpu'] / base:8.3f}  {name}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.costs.traffic import cross_node_bytes
@@ -129,3 +131,10 @@ def test_tied_ends_are_one_unit_on_one_rank_and_two_on_two() -> None:
     two = crossing(TIED, plan(("shard", 4), ("pipeline", 2), reshard=False, gradients="whole"))
     assert two["gather"] == 2 * 3 / 4 * 2 * (count + end)
     assert two["reduce"] == 2 * two["gather"]
+
+
+def test_replicas_are_sent_what_is_stored_unless_the_plan_narrows_it() -> None:
+    """The format of the sum inside a replica changes nothing there."""
+    narrow = plan(("replicate", 2), ("shard", 4))
+    wide = replace(narrow, precision=Precision(reduce="bf16"))
+    assert crossing(MODEL, wide)["replicas"] == 2 * crossing(MODEL, narrow)["replicas"] > 0

@@ -27,9 +27,10 @@ from meshwright.train.stop import StopRequest
 
 @dataclass
 class Seen:
-    """What one rank saw of a run. `tensors` are whole weights and moments, on rank 0 only."""
+    """What one rank saw of a run. `tensors` are the whole weights and moments of its stages, on the first data rank only."""
 
     began: int
+    pipeline_rank: int
     error: tuple[str, str] | None
     steps: list[dict[str, Any]]
     validations: list[tuple[int, Evaluation]]
@@ -66,11 +67,17 @@ class Watching(Reporter):
 
 
 def run(
-    world: World, assignment: Assignment, stop_at: int = 0, stop_rank: int = 0, flag: int = 1, poison: str = ""
+    world: World,
+    assignment: Assignment,
+    stop_at: int = 0,
+    stop_rank: int = 0,
+    flag: int = 1,
+    poison: str = "",
+    poison_rank: int = 1,
 ) -> Seen:
     """The run from where its folder is, to its end or (asked on `stop_rank` alone) to the end of step `stop_at`.
 
-    `poison` names a weight of which rank 1 makes one element not a number before the first step.
+    `poison` names a weight of which `poison_rank` makes one element not a number before the first step.
     """
     session = open_session(assignment, world)
     stop, began = StopRequest(), session.step
@@ -80,7 +87,7 @@ def run(
         if step == stop_at - 1 and world.rank == stop_rank:
             stop.flag = flag
 
-    if poison and world.rank == 1:
+    if poison and world.rank == poison_rank:
         with torch.no_grad():
             _part(session.engine.model.get_parameter(poison)).view(-1)[0] = torch.nan
     error = None
@@ -89,9 +96,16 @@ def run(
             train(session, reporter, stop)
         except MeshwrightError as raised:
             error = (type(raised).__name__, str(raised))
-    tensors = _whole(session)
+    tensors = _whole(session) if session.mesh.data_rank == 0 else _whole(session, keep=False)
     steps = assignment.plan.batch.accumulate * len(reporter.steps)
-    return Seen(began, error, reporter.steps, reporter.validations, indices[:steps], tensors if world.leads else {})
+    place = session.mesh.coordinate("pipeline")
+    return Seen(began, place, error, reporter.steps, reporter.validations, indices[:steps], tensors)
+
+
+def opened(world: World, assignment: Assignment) -> tuple[int, dict[str, torch.Tensor]]:
+    """The step a run resumes from and what this rank's stages then hold, whole."""
+    session = open_session(assignment, world)
+    return session.step, _whole(session)
 
 
 def initial(world: World, assignment: Assignment) -> tuple[Seen, list[tuple[str, int, int]]]:
@@ -174,12 +188,14 @@ def _recorded(session: Session) -> list[list[int]]:
     return seen
 
 
-def _whole(session: Session) -> dict[str, torch.Tensor]:
+def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Weights and moments of this rank's stages, gathered over its shards; collective, also where they are not kept."""
     tensors = run_tensors(session.engine.model, session.optimizer)
-    return {
+    whole = {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         for name, tensor in tensors.items()
     }
+    return whole if keep else {}
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from meshwright.train.stop import INTERRUPT, PREEMPT
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
-from tests.train.tiny import make_tiny, prepared, ranks, tiny_run
+from tests.train.tiny import make_tiny, prepared, ranks, staged, tiny_run
 
 BATCH, STEPS = 8, 6
 LAYOUT_BOUND = 1e-5
@@ -48,15 +48,25 @@ def trained(
     stop_rank: int = 0,
     flag: int = PREEMPT,
     poison: str = "",
+    poison_rank: int = 1,
 ) -> list[Seen]:
     """What every rank saw of the run in `runs/tiny`, from where its folder is; see `cases_training.run`."""
     assignment = prepared(tiny, runs, *overrides).assignment
-    return pool.run(cases.run, assignment.plan.ranks, assignment, stop_at, stop_rank, flag, poison)
+    return pool.run(cases.run, assignment.plan.ranks, assignment, stop_at, stop_rank, flag, poison, poison_rank)
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     assert one.keys() == other.keys() and one
     return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def held(ranks_seen: list[Seen]) -> dict[str, torch.Tensor]:
+    """All weights and moments at the end of a run, from the ranks of all stages. What two of them hold must be equal."""
+    found: dict[str, torch.Tensor] = {}
+    for seen in ranks_seen:
+        for name, tensor in seen.tensors.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), name
+    return found
 
 
 def steps_on_disk(runs: Path) -> list[int]:
@@ -69,6 +79,8 @@ PLANS = {
     "fsdp": ranks(2),
     "bf16, recompute, accumulate": [*ranks(2), "plan.compute=bf16", "plan.recompute=selective", "plan.micro_batch=1"],
     "replicas": ranks(2, replicate=2),
+    "pipeline": staged(2, "zbv"),
+    "layered": [*ranks(2), "plan.schedule=breadth_first", "plan.micro_batch=1"],
 }
 
 
@@ -83,8 +95,8 @@ def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Pa
         assert first[rank].losses + second[rank].losses == whole[rank].losses
         norms = [[record["grad_norm"] for record in seen[rank].steps] for seen in (whole, first, second)]
         assert norms[1] + norms[2] == norms[0]
-    assert same_bits(second[0].tensors, whole[0].tensors)
-    assert not same_bits(first[0].tensors, whole[0].tensors)
+    assert same_bits(held(second), held(whole))
+    assert not same_bits(held(first), held(whole))
     lines = [line for line in read_metrics(tmp_path / "parts" / "tiny" / "metrics.jsonl") if line["kind"] == "step"]
     assert [(line["step"], line["loss"]) for line in lines] == list(enumerate(whole[0].losses, start=1))
 
@@ -105,16 +117,24 @@ def compare(parts: list[list[Seen]], truth: Seen) -> None:
     for key in ("step", "token_sum", "tokens", "lr"):
         assert [record[key] for record in steps] == [record[key] for record in truth.steps]
     assert [record["loss"] for record in steps] == pytest.approx(truth.losses, rel=LAYOUT_BOUND)
-    weights = {name: tensor for name, tensor in parts[-1][0].tensors.items() if name.startswith("model.")}
+    ours = held(parts[-1])
+    assert ours.keys() == truth.tensors.keys()
+    weights = {name: tensor for name, tensor in ours.items() if name.startswith("model.")}
     for name, tensor in weights.items():
         assert torch.allclose(tensor, truth.tensors[name], rtol=1e-3, atol=1e-4), name
 
 
 def samples_by_step(ranks_seen: list[Seen]) -> list[list[int]]:
-    """The global indices all ranks together read in each step, sorted."""
-    accumulate = len(ranks_seen[0].indices) // len(ranks_seen[0].steps)
-    steps: list[list[int]] = [[] for _ in ranks_seen[0].steps]
-    for seen in ranks_seen:
+    """The global indices all data ranks together read in each step, sorted. Every pipeline rank reads the same."""
+    first, *others = [
+        [seen for seen in ranks_seen if seen.pipeline_rank == rank]
+        for rank in sorted({seen.pipeline_rank for seen in ranks_seen})
+    ]
+    for stage in others:
+        assert [seen.indices for seen in stage] == [seen.indices for seen in first]
+    accumulate = len(first[0].indices) // len(first[0].steps)
+    steps: list[list[int]] = [[] for _ in first[0].steps]
+    for seen in first:
         for number, micro_batch in enumerate(seen.indices):
             steps[number // accumulate] += micro_batch
     return [sorted(step) for step in steps]

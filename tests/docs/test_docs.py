@@ -264,7 +264,7 @@ def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Worksh
     paths = {code.rstrip("/") for row in table("docs/getting-started.md", "path") for code in codes(row["path"])}
     found = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert found <= paths
-    assert paths - found == {"traces", "tensorboard"}
+    assert paths - found == {"traces", "timelines", "tensorboard"}
     shown = {code for row in table("docs/getting-started.md", "key") for code in codes(row["key"])}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps[0]) - {"kind"} <= shown

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -163,6 +165,118 @@ def test_cpu_steps_are_known_at_once():
 def test_host_clock_measures_differences():
     clock = HostClock()
     assert clock.seconds(1.5, 4.0) == 2.5 and clock.seconds(clock.stamp(), clock.stamp()) >= 0
+
+
+def test_neighbours_of_one_phase_share_a_span():
+    recorder, clock = recorder_with_clock()
+    recorder.begin_step(1)
+    for name in (
+        "forward 0.0/0",
+        "forward 0.0/1",
+        "forward_only 0.1/0",
+        "backward_input 0.0/1",
+        "backward_weight 0.0/1",
+    ):
+        with recorder.span(name, "compute"):
+            clock.now += 1.0
+        clock.now += 0.5
+    recorder.gap()
+    clock.now += 7.0
+    with recorder.span("backward 0.1/0", "compute"):
+        clock.now += 1.0
+    recorder.end_step()
+    recorder.wait()
+    assert recorder.step_times() == {"forward": 4.5, "backward": 4.0, "host": 7.0}
+    assert [(span.name, span.duration) for span in recorder.spans()] == [
+        ("forward", 4.5),
+        ("backward", 3.0),
+        ("backward", 1.0),
+    ]
+    assert clock.made <= 8, "joined spans cost events"
+
+
+class Parcel:
+    """A message that its channel moves as soon as it is free."""
+
+    def __init__(self, clock, through, took, from_posting=False):
+        self.clock, self.through, self.took, self.from_posting = clock, through, took, from_posting
+
+    def seconds(self):
+        return self.took if self.clock.passed >= self.through else None
+
+
+def test_with_detail_every_action_and_all_communication_is_there():
+    recorder, clock = recorder_with_clock()
+    play_step(recorder, clock, 1, [("forward", 1.0)])
+    recorder.detail = True
+    recorder.begin_step(2)
+    start = clock.now
+    for name in ("forward 0.0/0", "forward 0.0/1"):
+        with recorder.aside(f"unshard {name[-3:]}", "unshard"):
+            clock.now += 0.25
+        with recorder.span(name, "compute"):
+            clock.now += 1.0
+    recorder.message("send 0.0", "send 1", Parcel(clock, start + 20.0, 4.0))
+    recorder.message("send 0.1", "send 1", Parcel(clock, start + 20.0, 3.0))
+    recorder.message("recv 0.0", "recv 1", Parcel(clock, start + 20.0, 1.5, from_posting=True))
+    clock.now += 1.0
+    recorder.message("recv 0.1", "recv 1", Parcel(clock, start + 20.0, 0.25, from_posting=True))
+    recorder.end_step()
+    with pytest.raises(RuntimeError, match="inside step 3"):
+        recorder.begin_step(3)
+        recorder.detail = False
+    recorder.end_step()
+    clock.passed = clock.now
+    assert recorder.take() == [], "a message under way was read"
+    clock.passed = start + 20.0
+    second, third = recorder.take()
+    assert (second.step, second.start, second.seconds) == (2, start, 3.5) and third.spans == ()
+    assert [(s.name, s.lane, s.start - start, s.duration) for s in second.spans] == [
+        ("unshard 0/0", "unshard", 0.0, 0.25),
+        ("forward 0.0/0", "compute", 0.25, 1.0),
+        ("unshard 0/1", "unshard", 1.25, 0.25),
+        ("forward 0.0/1", "compute", 1.5, 1.0),
+        ("send 0.0", "send 1", 2.5, 4.0),
+        ("send 0.1", "send 1", 6.5, 3.0),  # its channel was busy until then
+        ("recv 0.0", "recv 1", 2.5, 1.5),
+        ("recv 0.1", "recv 1", 3.5, 0.25),
+    ]
+    assert recorder.step_times(2) == {"forward": 2.0, "host": 1.5}
+    assert recorder.take() == []
+
+
+def test_a_message_that_is_through_is_let_go():
+    recorder, clock = recorder_with_clock()
+    recorder.detail = True
+    recorder.begin_step(1)
+    first = Parcel(clock, 1.0, 1.0)
+    kept = weakref.ref(first)
+    recorder.message("send 0.0", "send 1", first)
+    del first
+    assert kept() is not None
+    clock.now = clock.passed = 2.0
+    recorder.message("send 0.1", "send 1", Parcel(clock, 2.0, 1.0))
+    assert kept() is None
+    recorder.end_step()
+    clock.passed = clock.now
+    assert [span.duration for span in recorder.take()[0].spans] == [1.0, 1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_span_aside_is_stamped_on_the_stream_it_is_opened_on():
+    recorder, side, cycles = StepRecorder(torch.device("cuda")), torch.cuda.Stream(), 200_000_000
+    recorder.detail = True
+    recorder.begin_step(1)
+    with recorder.span("forward 0.0/0", "compute"):
+        torch.cuda._sleep(cycles)
+    with torch.cuda.stream(side), recorder.aside("unshard 0/1", "unshard"):
+        torch.cuda._sleep(cycles)
+    recorder.end_step()
+    recorder.wait()
+    compute, aside = recorder.take()[0].spans
+    assert aside.duration == pytest.approx(compute.duration, rel=0.2)
+    assert aside.start < compute.start + 0.5 * compute.duration, "they ran at the same time"
 
 
 @pytest.mark.gpu

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from meshwright.parallel.world import Place, World, block_size
+from meshwright.parallel.world import Place, World, block_size, keep_to
 from meshwright.spec.errors import BadInput
 
 MEET = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -89,3 +91,14 @@ def test_ranks_of_a_node(nodes: list[int], size: int) -> None:
 def test_nodes_that_are_no_equal_blocks_are_refused(nodes: list[int]) -> None:
     with pytest.raises(BadInput, match="expected the same number of ranks on every node"):
         block_size(nodes)
+
+
+@pytest.mark.parametrize(("memory", "share"), [(45, [45 / 141]), (141, []), (150, [])])
+def test_memory_that_a_device_has_beyond_the_cluster_s_stays_unused(
+    monkeypatch: pytest.MonkeyPatch, memory: int, share: list[float]
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=141 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: asked.append(part))
+    keep_to(memory << 30, torch.device("cuda", 0))
+    assert asked == pytest.approx(share)

@@ -42,6 +42,12 @@ def ranks(count: int, *, replicate: int = 1) -> list[str]:
     return [f"cluster.gpus_per_node={count}", f"plan.replicate={replicate}", f"plan.shard={count // replicate}"]
 
 
+def staged(count: int, schedule: str, *, pipeline: int = 2) -> list[str]:
+    """Overrides for a pipeline on `count` local ranks, over four layers."""
+    pins = [f"plan.pipeline={pipeline}", f"plan.schedule={schedule}", "plan.micro_batch=1"]
+    return [f"cluster.gpus_per_node={count}", f"plan.shard={count // pipeline}", *pins, "model.layers=4"]
+
+
 def tiny_run(file: Path, *overrides: str) -> RunSpec:
     return load_run(file, overrides)
 

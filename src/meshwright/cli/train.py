@@ -19,6 +19,14 @@ ProfileSteps = Annotated[
         "--profile-steps", metavar="A:B", help="Write one Perfetto trace per rank of steps A to B into RUN/traces/."
     ),
 ]
+Timeline = Annotated[
+    str | None,
+    typer.Option(
+        "--timeline",
+        metavar="A:B",
+        help="Write one Perfetto trace of what all ranks did in steps A to B, under what was predicted, into RUN/timelines/.",
+    ),
+]
 
 
 def train(
@@ -28,6 +36,7 @@ def train(
         bool, typer.Option("--fresh", help="Start a new run beside an earlier one of this name, as NAME-2, NAME-3, …")
     ] = False,
     profile_steps: ProfileSteps = None,
+    timeline: Timeline = None,
 ) -> None:
     """Train a model from a run file, or continue a run that was stopped.
 
@@ -48,14 +57,19 @@ def train(
     from meshwright.spec.place import started_by_launcher
 
     run = load(words, runs)
-    steps = parse_steps(profile_steps)
+    steps = parse_steps("--profile-steps", profile_steps)
+    drawn = parse_steps("--timeline", timeline)
+    if drawn and drawn[1] > run.train.steps:
+        raise BadInput(f"--timeline {timeline}: the run ends with step {run.train.steps}")
     if started_by_launcher():
-        join_ranks(run, runs, fresh, steps)
-    elif code := start_ranks(run, runs, fresh, steps):
+        join_ranks(run, runs, fresh, steps, drawn)
+    elif code := start_ranks(run, runs, fresh, steps, drawn):
         sys.exit(code)
 
 
-def start_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None) -> int:
+def start_ranks(
+    run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None, timeline: tuple[int, int] | None = None
+) -> int:
     """Prepare the run and start its local ranks; returns the job's exit code."""
     from meshwright.launch.local import run_ranks
     from meshwright.launch.prepare import prepare_run
@@ -66,7 +80,7 @@ def start_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] 
             f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
-    prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say)
+    prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say, timeline=timeline)
     announce(prepared.assignment, prepared.resumes)
     return run_ranks(
         "meshwright.train.worker",
@@ -83,7 +97,9 @@ def _threads(run: RunSpec) -> int:
     return share if run.cluster.is_cpu else min(8, share)
 
 
-def join_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None) -> NoReturn:
+def join_ranks(
+    run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None, timeline: tuple[int, int] | None
+) -> NoReturn:
     """Be one rank of a job that a launcher started, and end the process with its code; rank 0 prepares the run for all."""
     from meshwright.parallel.world import Place, join
     from meshwright.train.join import agreed_assignment
@@ -98,7 +114,7 @@ def join_ranks(run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] |
         from meshwright.launch.prepare import prepare_run
 
         def prepare() -> Assignment:
-            prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say)
+            prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say, timeline=timeline)
             announce(prepared.assignment, prepared.resumes)
             return prepared.assignment
 
@@ -131,13 +147,13 @@ def announce(assignment: Assignment, resumes: bool) -> None:
     )
 
 
-def parse_steps(text: str | None) -> tuple[int, int] | None:
+def parse_steps(option: str, text: str | None) -> tuple[int, int] | None:
     """`A:B` as two step numbers. Raises BadInput when it is not that."""
     if text is None:
         return None
     first, _, last = text.partition(":")
     if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise BadInput(f"--profile-steps {text}: expected A:B with 1 ≤ A ≤ B, e.g. 10:12")
+        raise BadInput(f"{option} {text}: expected A:B with 1 ≤ A ≤ B, e.g. 10:12")
     return int(first), int(last)
 
 

@@ -139,8 +139,7 @@ def _of_rank(
         "framework": framework,
     }
     if plan.axis_size("pipeline") > 1:
-        # What is sent lives until the step ends, when sends are waited for.
-        messages = RECEIVES_AHEAD + plan.batch.accumulate * part.sends
+        messages = RECEIVES_AHEAD + part.sends  # a message sent is let go when the next one goes out
         kinds["transfers"] = messages * _boundary(model, train, plan)
     return kinds
 

@@ -69,7 +69,7 @@ def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int,
             gather += sharded * unit.gathers * bytes_of(precision.compute)
             reduce += sharded * unit.reductions * bytes_of(precision.reduce)
             sums = (
-                bool(unit.reductions) * unit.elements / shard * bytes_of(precision.reduce_replicas or precision.reduce)
+                bool(unit.reductions) * unit.elements / shard * bytes_of(precision.reduce_replicas or precision.stored)
             )
             replicas += 2 * rings["replicate"][rank] * along_replicas * sums
     pipeline = _pipeline(model, plan, layout, seq_len)
@@ -148,5 +148,5 @@ def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
     last = next(rank for rank, row in enumerate(table) if any(stage.stop == model.layers for stage in row))
     if not model.tied or first == last:
         return 0.0
-    stored = bytes_of("fp64" if plan.precision.compute == "fp64" else "fp32")
+    stored = bytes_of(plan.precision.stored)
     return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / layout.size("shard") * stored

@@ -49,6 +49,19 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSpans:
+    """Everything one rank did in one step: `spans` in the order they were issued, on the time line that `start` is on.
+
+    Step 0 stands for what was recorded between steps.
+    """
+
+    step: int
+    start: float
+    seconds: float
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseTimes:
     """Where one step's time went: seconds by phase, `host` included, so that they add up to `total`."""
 
@@ -60,8 +73,29 @@ class PhaseTimes:
         return sum(self.seconds.values())
 
 
+class Travel(Protocol):
+    """A message on its way between two ranks."""
+
+    @property
+    def from_posting(self) -> bool:
+        """Whether `seconds` count from when the message was posted, or from when its channel began to move it."""
+        ...
+
+    def seconds(self) -> float | None:
+        """How long it took; None while it is under way. 0 when only the other end can tell."""
+        ...
+
+
 class Recorder(Protocol):
-    """Where events go. Every call returns at once: nothing here waits for a device."""
+    """Where events go. Every call returns at once: nothing here waits for a device.
+
+    Spans of the lane `compute` may be joined with their neighbours of the same phase, unless `detail` is on.
+    """
+
+    @property
+    def detail(self) -> bool:
+        """Whether this step's every action is wanted, communication too: `aside` and `message` are for such steps alone."""
+        ...
 
     def begin_step(self, step: int) -> None:
         """The step starts; what follows belongs to it until `end_step`."""
@@ -79,12 +113,24 @@ class Recorder(Protocol):
         """`begin` and `end` around a block of code."""
         ...
 
+    def gap(self) -> None:
+        """Compute waits for another rank from here to the next span: no phase is to be charged with it."""
+
+    def aside(self, name: str, lane: str) -> AbstractContextManager[None]:
+        """A span around what is given to the current stream, whatever else runs meanwhile; it counts for no phase."""
+        ...
+
+    def message(self, name: str, lane: str, travel: Travel) -> None:
+        """A message was posted now in the channel `lane`, which moves its messages one after another."""
+
     def mark(self, name: str) -> None:
         """Something happened now: a checkpoint was committed, a signal arrived."""
 
 
 class NullRecorder:
     """Records nothing: for ranks and tools that are not watched."""
+
+    detail = False
 
     def begin_step(self, step: int) -> None:
         del step
@@ -102,6 +148,17 @@ class NullRecorder:
     def span(self, name: str, lane: str = "step") -> Iterator[None]:
         del name, lane
         yield
+
+    def gap(self) -> None:
+        pass
+
+    @contextmanager
+    def aside(self, name: str, lane: str) -> Iterator[None]:
+        del name, lane
+        yield
+
+    def message(self, name: str, lane: str, travel: Travel) -> None:
+        del name, lane, travel
 
     def mark(self, name: str) -> None:
         del name

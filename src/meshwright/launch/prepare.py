@@ -95,7 +95,15 @@ def training_plan(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
     return plan, candidates
 
 
-def prepare_run(run: RunSpec, runs: Path, *, fresh: bool, profile: tuple[int, int] | None, note: Note) -> Prepared:
+def prepare_run(
+    run: RunSpec,
+    runs: Path,
+    *,
+    fresh: bool,
+    profile: tuple[int, int] | None,
+    note: Note,
+    timeline: tuple[int, int] | None = None,
+) -> Prepared:
     """Make or reopen the run's folder and write what its ranks need.
 
     Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk is too small.
@@ -113,7 +121,7 @@ def prepare_run(run: RunSpec, runs: Path, *, fresh: bool, profile: tuple[int, in
     tokenizer = open_run_data(run).tokenizer_file
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile)
+    assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile, timeline=timeline)
     assignment.write(folder / "assignment.json")
     return Prepared(assignment, folder, resumes)
 

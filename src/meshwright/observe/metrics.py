@@ -34,6 +34,8 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "tokens_per_second_per_gpu": "tokens_per_second over ranks",
     "token_sum": "sum of all token ids of the step: equal for two runs exactly when they read the same samples",
     "memory_allocated_peak_bytes": "the part of memory_peak_bytes that tensors took, on a GPU",
+    "counted_wire_bytes": "bytes that one host's emulated nodes sent one another, as its kernel counts them",
+    "predicted_wire_bytes": "the same as predicted from the plan (costs.traffic)",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
 }

@@ -10,17 +10,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from meshwright.events.ring import Ring
-from meshwright.events.span import PhaseTimes, Span, phase_of
+from meshwright.events.span import PhaseTimes, Span, StepSpans, Travel, phase_of
 
 KEPT_STEPS = 256
 KEPT_SPANS = 8192
+BETWEEN_STEPS = 0
+BESIDE = -1
+"""Depth of a span in a lane of its own, which counts for no phase."""
+POLL_SECONDS = 1e-4
 
 
 class Clock(Protocol):
@@ -94,13 +98,51 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass
 class _Open:
-    """A span as stamps; `depth` 0 counts as a phase of the step, deeper ones are only drawn."""
+    """A span as stamps; `depth` 0 counts as a phase of the step, others are only drawn."""
 
     name: str
     lane: str
     depth: int
     first: Any
     last: Any = None
+
+    def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
+        """(start, end) in seconds from `origin`; None while the device has not come so far."""
+        if not clock.ready(self.last):
+            return None
+        start = clock.seconds(origin, self.first)
+        return start, start if self.lane == "mark" else start + clock.seconds(self.first, self.last)
+
+    def wait(self, clock: Clock) -> None:
+        clock.wait(self.last)
+
+
+@dataclass
+class _Message(_Open):
+    """A message: `first` is when it was posted; `travel` says what it took from there, until it has said so."""
+
+    travel: Travel | None = None
+    from_posting: bool = False
+    took: float = 0.0
+
+    def look(self) -> bool:
+        """Whether it is through. If so, it lets go of what it carried."""
+        if self.travel is not None and (took := self.travel.seconds()) is not None:
+            self.took, self.from_posting, self.travel = took, self.travel.from_posting, None
+        return self.travel is None
+
+    def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
+        """As of any span; `free` is when the channel was through with the message before."""
+        if not self.look() or not clock.ready(self.first):
+            return None
+        posted = clock.seconds(origin, self.first)
+        start = posted if self.from_posting else max(posted, free)
+        return start, start + self.took
+
+    def wait(self, clock: Clock) -> None:
+        clock.wait(self.first)
+        while not self.look():
+            time.sleep(POLL_SECONDS)
 
 
 @dataclass
@@ -110,8 +152,38 @@ class _Window:
     step: int
     first: Any
     counted: bool
+    detail: bool
     last: Any = None
     spans: list[_Open] = field(default_factory=list)
+
+    def read(self, clock: Clock) -> list[tuple[float, float]] | None:
+        """(start, end) of its spans, in seconds from its begin; None while one of them cannot be read."""
+        if not clock.ready(self.last):
+            return None
+        free: dict[str, float] = {}
+        times: list[tuple[float, float]] = []
+        for span in self.spans:
+            found = span.read(clock, self.first, free.get(span.lane, 0.0))
+            if found is None:
+                return None
+            free[span.lane] = found[1]
+            times.append(found)
+        return times
+
+
+class _Entered:
+    """`begin` and `end` round a block. Plain: a generator would take half of what an action's span costs the host."""
+
+    __slots__ = ("_lane", "_name", "_recorder")
+
+    def __init__(self, recorder: StepRecorder, name: str, lane: str) -> None:
+        self._recorder, self._name, self._lane = recorder, name, lane
+
+    def __enter__(self) -> None:
+        self._recorder.begin(self._name, self._lane)
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.end()
 
 
 class StepRecorder:
@@ -119,6 +191,11 @@ class StepRecorder:
 
     Spans inside a span are drawn but not counted twice. A span outside of a step (a last checkpoint) is drawn, and
     belongs to the step before it.
+
+    A step of a large model has thousands of actions of a few milliseconds; two events for each would be felt where the host
+    is what a step waits for. So neighbours of one phase in the lane `compute` share a span, which ends where another phase
+    begins, or a wait for another rank (`gap`). With `detail` on nothing is joined, communication is recorded too, and `take`
+    gives all of it.
     """
 
     def __init__(self, device: torch.device, rank: int = 0, clock: Clock | None = None) -> None:
@@ -126,17 +203,38 @@ class StepRecorder:
         self._rank = rank
         self._window: _Window | None = None
         self._stack: list[_Open] = []
+        self._joined: _Open | None = None
+        self._travelling: list[_Message] = []
         self._pending: deque[_Window] = deque()
         self._times: dict[int, PhaseTimes] = {}
         self._spans: Ring[Span] = Ring(KEPT_SPANS)
+        self._detail = False
+        self._detailed: list[StepSpans] = []
         self._last_step = 0
         self._origin: Any = None
         self._elapsed = 0.0
 
+    @property
+    def detail(self) -> bool:
+        """Whether every action and all communication is recorded, of what begins from now on. Set between steps."""
+        return self._detail
+
+    @detail.setter
+    def detail(self, wanted: bool) -> None:
+        if self._window is not None:
+            raise RuntimeError(f"detail is set inside step {self._window.step}; it changes between steps")
+        self._detail = wanted
+
+    def take(self) -> list[StepSpans]:
+        """What was recorded with `detail` on and has not been taken yet, in order; `wait` first to have all of it."""
+        self._collect()
+        taken, self._detailed = self._detailed, []
+        return taken
+
     def begin_step(self, step: int) -> None:
         if self._window is not None:
             raise RuntimeError(f"step {step} begins inside step {self._window.step}; call end_step first")
-        self._window = _Window(step, self._clock.stamp(), counted=True)
+        self._window = _Window(step, self._clock.stamp(), counted=True, detail=self._detail)
         self._last_step = step
 
     def end_step(self) -> None:
@@ -147,25 +245,48 @@ class StepRecorder:
 
     def begin(self, name: str, lane: str = "step") -> None:
         if self._window is None:
-            self._window = _Window(self._last_step, self._clock.stamp(), counted=False)
-        self._stack.append(_Open(name, lane, len(self._stack), self._clock.stamp()))
+            self._window = _Window(self._last_step, self._clock.stamp(), counted=False, detail=self._detail)
+        joins = lane == "compute" and not self._detail
+        if joins and self._joined is not None and self._joined.name == phase_of(name):
+            self._stack.append(self._joined)
+            self._joined = None
+            return
+        self.gap()
+        self._stack.append(_Open(phase_of(name) if joins else name, lane, len(self._stack), self._clock.stamp()))
 
     def end(self) -> None:
         if not self._stack or self._window is None:
             raise RuntimeError("end with no span open")
         span = self._stack.pop()
-        span.last = self._clock.stamp()
-        self._window.spans.append(span)
+        if span.lane == "compute" and not self._detail and not self._stack:
+            self._joined = span
+        else:
+            self._finish(span)
         if not self._stack and not self._window.counted:
             self._close_window()
 
+    def span(self, name: str, lane: str = "step") -> AbstractContextManager[None]:
+        return _Entered(self, name, lane)
+
+    def gap(self) -> None:
+        if self._joined is not None:
+            joined, self._joined = self._joined, None
+            self._finish(joined)
+
     @contextmanager
-    def span(self, name: str, lane: str = "step") -> Iterator[None]:
-        self.begin(name, lane)
+    def aside(self, name: str, lane: str) -> Iterator[None]:
+        span = _Open(name, lane, BESIDE, self._clock.stamp())
         try:
             yield
         finally:
-            self.end()
+            self._finish(span)
+
+    def message(self, name: str, lane: str, travel: Travel) -> None:
+        assert self._window is not None, "messages travel inside steps"
+        self._travelling = [message for message in self._travelling if not message.look()]
+        message = _Message(name, lane, BESIDE, self._clock.stamp(), travel=travel)
+        self._travelling.append(message)
+        self._window.spans.append(message)
 
     def mark(self, name: str) -> None:
         with self.span(name, "mark"):
@@ -189,39 +310,46 @@ class StepRecorder:
         """Block until every closed step can be read: for the end of a run."""
         for window in self._pending:
             self._clock.wait(window.last)
+            for span in window.spans:
+                span.wait(self._clock)
         self._collect()
+
+    def _finish(self, span: _Open) -> None:
+        assert self._window is not None, "a span is inside a step, or makes a window of its own"
+        span.last = self._clock.stamp()
+        self._window.spans.append(span)
 
     def _close_window(self) -> None:
         assert self._window is not None
+        self.gap()
         self._window.last = self._clock.stamp()
         self._pending.append(self._window)
         self._window = None
 
     def _collect(self) -> None:
-        while self._pending and self._all_ready(self._pending[0]):
-            self._read(self._pending.popleft())
+        while self._pending and (times := self._pending[0].read(self._clock)) is not None:
+            self._take_in(self._pending.popleft(), times)
 
-    def _all_ready(self, window: _Window) -> bool:
-        return self._clock.ready(window.last) and all(self._clock.ready(span.last) for span in window.spans)
-
-    def _read(self, window: _Window) -> None:
-        clock = self._clock
-        start = self._start_of(window)
+    def _take_in(self, window: _Window, times: list[tuple[float, float]]) -> None:
+        start, total = self._start_of(window), self._clock.seconds(window.first, window.last)
         phases: dict[str, float] = {}
-        for span in window.spans:
-            offset, duration = clock.seconds(window.first, span.first), clock.seconds(span.first, span.last)
-            if span.lane == "mark":
-                duration = 0.0
-            elif span.depth == 0:
+        spans: list[Span] = []
+        for span, (first, last) in zip(window.spans, times, strict=True):
+            if span.depth == 0 and span.lane != "mark":
                 phase = phase_of(span.name)
-                phases[phase] = phases.get(phase, 0.0) + duration
-            self._spans.append(Span(span.name, start + offset, duration, window.step, self._rank, span.lane))
+                phases[phase] = phases.get(phase, 0.0) + last - first
+            spans.append(Span(span.name, start + first, last - first, window.step, self._rank, span.lane))
         if window.counted:
-            total = clock.seconds(window.first, window.last)
             phases["host"] = max(0.0, total - sum(phases.values()))
             self._keep(PhaseTimes(window.step, phases))
+        if window.detail:
+            step = window.step if window.counted else BETWEEN_STEPS
+            self._detailed.append(StepSpans(step, start, total, tuple(spans)))
+        for span in spans:
+            self._spans.append(span)
         for stamp in (window.last, *(s for span in window.spans for s in (span.first, span.last))):
-            clock.recycle(stamp)
+            if stamp is not None:
+                self._clock.recycle(stamp)
 
     def _start_of(self, window: _Window) -> float:
         """Seconds from the first window to this one, summed window by window: events far apart lose precision (float

@@ -7,8 +7,9 @@ six, for any number of pipeline ranks: even to odd, odd to even, and round the e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,48 @@ class Transfer:
 
     tensor: torch.Tensor
     work: dist.Work
+    travel: OnHost | OnDevice
 
     def wait(self) -> torch.Tensor:
         """Let compute wait until the message is through (under Gloo the host waits), and return it."""
         self.work.wait()
+        self.travel.waited()
         return self.tensor
+
+
+@dataclass
+class OnHost:
+    """How long a message took under Gloo, where a receiver knows only when it has waited for it and a sender never: `Travel`."""
+
+    receives: bool
+    from_posting = True
+    _posted: float = field(default_factory=time.perf_counter)
+    _seconds: float | None = None
+
+    def waited(self) -> None:
+        if self._seconds is None:
+            self._seconds = time.perf_counter() - self._posted if self.receives else 0.0
+
+    def seconds(self) -> float | None:
+        return self._seconds
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """How long a message took by NCCL's own events, on the stream that moves the channel's messages: `Travel`.
+
+    An event of ours on another stream would have to wait there for the message, and streams share the device's few queues: what is behind
+    it in the queue, be it the compute this message waits for at the other end, would wait with it.
+    """
+
+    work: dist.Work
+    from_posting = False
+
+    def waited(self) -> None:
+        pass
+
+    def seconds(self) -> float | None:
+        return self.work._get_duration() / 1000.0 if self.work.is_completed() else None  # type: ignore[attr-defined]  # torch does not declare it
 
 
 def open_channels(mesh: Mesh, pairs: Sequence[Pair]) -> Channels:
@@ -59,6 +97,7 @@ class Channels:
         self._incoming: dict[int, dist.ProcessGroup] = {}
         self.sent_bytes: dict[int, int] = {}
         """Bytes sent so far, by receiving pipeline rank."""
+        self._timed = False
 
     def connect(self, sender: int, receiver: int, group: dist.ProcessGroup) -> None:
         """Let messages from one pipeline rank to another go over `group`, and send a first one; nothing where this rank is neither."""
@@ -79,7 +118,14 @@ class Channels:
         """Begin to receive a tensor from pipeline rank `peer` into a new buffer on the mesh's device."""
         message = torch.empty(tuple(shape), dtype=dtype, device=self._mesh.device)
         group = self._incoming[peer]
-        return Transfer(message, _begun(dist.irecv(message, group=group, group_src=1 - group.rank())))
+        return _transfer(message, dist.irecv(message, group=group, group_src=1 - group.rank()), receives=True)
+
+    def time_messages(self) -> None:
+        """From now on every transfer's `travel` can tell its time. It costs NCCL one more event a message, and cannot be taken back."""
+        if not self._timed and self._mesh.device.type == "cuda":
+            for group in {*self._outgoing.values(), *self._incoming.values()}:
+                group._enable_collectives_timing()  # type: ignore[attr-defined]
+        self._timed = True
 
     def crosses_nodes(self, peer: int) -> bool:
         """Whether pipeline rank `peer`, at this rank's other coordinates, lives on another node."""
@@ -109,10 +155,9 @@ def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:
 
 
 def _send(message: torch.Tensor, group: dist.ProcessGroup) -> Transfer:
-    return Transfer(message, _begun(dist.isend(message, group=group, group_dst=1 - group.rank())))
+    return _transfer(message, dist.isend(message, group=group, group_dst=1 - group.rank()), receives=False)
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
-    """torch's types allow for a caller outside the group; these are inside."""
-    assert work is not None
-    return work
+def _transfer(message: torch.Tensor, work: dist.Work | None, *, receives: bool) -> Transfer:
+    assert work is not None  # torch's types allow for a caller outside the group; these are inside
+    return Transfer(message, work, OnDevice(work) if message.is_cuda else OnHost(receives))

@@ -6,8 +6,9 @@ schedule alone decides the order, down to single units, whether a pipeline is th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -102,11 +103,8 @@ class _Play:
         self.arriving: dict[tuple[str, int, int], Transfer] = {}
         self.leaving: dict[tuple[str, int, int], Tensor] = {}
         self.sent: list[Transfer] = []
-        self.reductions_left: dict[tuple[int, int], int] = {}
-        for action in self.row:
-            if action.kind == "reduce_grad":
-                place = action.stage, action.unit or 0
-                self.reductions_left[place] = self.reductions_left.get(place, 0) + 1
+        # Counted by what is sharded together, which for tied ends is two units.
+        self.reductions_left = Counter(self.unit(a).sharded for a in self.row if a.kind == "reduce_grad")
         self.do: dict[Kind, Callable[[Action], None]] = {
             "forward": self.forward,
             "forward_only": self.forward,
@@ -115,7 +113,7 @@ class _Play:
             "backward_weight": self.backward_weight,
             "send": self.send,
             "recv": self.receive,
-            "unshard": lambda action: self.unit(action).sharded.unshard(),
+            "unshard": lambda action: self.unit(action).sharded.unshard(self.aside(action, "unshard")),
             "reshard": lambda action: self.unit(action).sharded.reshard(),
             "reduce_grad": self.reduce,
             "norm_barrier": self.norm_barrier,
@@ -124,15 +122,23 @@ class _Play:
 
     def run(self) -> Tensor:
         self.on._streams.follow_compute()
+        if self.recorder.detail and self.on._channels is not None:
+            self.on._channels.time_messages()
         taken_as_it_is = self.reduced_next()
         for place, action in enumerate(self.row):
             for part in action.parts:
                 self.do[part.kind](part)
                 if self.makes_gradients(part) and place not in taken_as_it_is:
-                    self.unit(part).sharded.accumulate()
+                    with self.recorder.span(part.label, "compute"):  # adding up is part of making them
+                        self.unit(part).sharded.accumulate()
+        self.recorder.gap()
         for transfer in self.sent:
             transfer.wait()
         return self.loss
+
+    def aside(self, action: Action, lane: str) -> AbstractContextManager[None] | None:
+        """What a collective's span is taken with, in steps whose communication is recorded."""
+        return self.recorder.aside(action.label, lane) if self.recorder.detail else None
 
     def is_loss(self, stage: int, unit: int) -> bool:
         return stage + 1 == len(self.rank_of) and unit + 1 == len(self.on.stages[stage])
@@ -162,8 +168,8 @@ class _Play:
         mine, batch = self.unit(action), self.batches[action.micro_batch]
         mine.sharded.wait()
         trains = action.kind == "forward"
+        x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
         with self.recorder.span(action.label, "compute"), torch.set_grad_enabled(trains):
-            x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
             y = mine.run(x, batch, self.shared_inputs(number))
             if self.is_loss(stage, unit):
                 if batch.targets is None:
@@ -196,8 +202,12 @@ class _Play:
     def input(self, stage: int, number: int, unit: int, trains: bool) -> Tensor:
         """A unit's input as a leaf, from the unit before or from the rank that holds the stage before."""
         arrived = self.arriving.pop(("activation", stage, number), None) if unit == 0 else None
-        x = arrived.wait() if arrived else self.inputs.pop((stage, number))
+        x = self.taken(arrived) if arrived else self.inputs.pop((stage, number))
         return x.requires_grad_(trains)
+
+    def taken(self, arrived: Transfer) -> Tensor:
+        self.recorder.gap()
+        return arrived.wait()
 
     def shared_inputs(self, number: int) -> SharedInputs:
         if number not in self.shared:
@@ -208,13 +218,15 @@ class _Play:
     def backward(self, action: Action, queue: WeightQueue | None = None) -> None:
         stage, number, unit = action.stage, action.micro_batch, action.unit or 0
         if self.is_loss(stage, unit):
-            self.gradients[stage, number] = self.loss_gradients.pop(number)
+            with self.recorder.span(action.label, "compute"):
+                self.gradients[stage, number] = self.loss_gradients.pop(number)
             return
         mine = self.unit(action)
         mine.sharded.wait()
         x, y = self.kept.pop((stage, number, unit))
+        y_gradient = self.gradient(stage, number, unit)
         with self.recorder.span(action.label, "compute"), deferring(queue) if queue is not None else nullcontext():
-            torch.autograd.backward(y, self.gradient(stage, number, unit))
+            torch.autograd.backward(y, y_gradient)
         if x is None:
             return
         gradient = _gradient_of(x)
@@ -229,7 +241,7 @@ class _Play:
         """The gradient of a unit's output."""
         last_unit = unit + 1 == len(self.on.stages[stage])
         arrived = self.arriving.pop(("gradient", stage, number), None) if last_unit else None
-        return arrived.wait() if arrived else self.gradients.pop((stage, number))
+        return self.taken(arrived) if arrived else self.gradients.pop((stage, number))
 
     def backward_input(self, action: Action) -> None:
         queue = self.owed[action.stage, action.micro_batch, action.unit or 0] = WeightQueue()
@@ -244,21 +256,27 @@ class _Play:
         assert self.on._channels is not None and action.payload is not None
         tensor = self.leaving.pop((action.payload, action.stage, action.micro_batch))
         self.sent = [transfer for transfer in self.sent if not transfer.work.is_completed()]  # drops their buffers
-        self.sent.append(self.on._channels.send(self.rank_of[action.peer], tensor))
+        transfer = self.on._channels.send(self.rank_of[action.peer], tensor)
+        self.sent.append(transfer)
+        self.posted(action, transfer)
 
     def receive(self, action: Action) -> None:
         assert self.on._channels is not None and action.payload is not None
         shape = (*self.batches[action.micro_batch].tokens.shape, self.on.model.spec.hidden)
         transfer = self.on._channels.recv(self.rank_of[action.peer], shape, self.on.dtype)
         self.arriving[action.payload, action.stage, action.micro_batch] = transfer
+        self.posted(action, transfer)
+
+    def posted(self, action: Action, transfer: Transfer) -> None:
+        if self.recorder.detail:
+            self.recorder.message(action.label, f"{action.kind} {self.rank_of[action.peer]}", transfer.travel)
 
     def reduce(self, action: Action) -> None:
-        place = action.stage, action.unit or 0
-        self.reductions_left[place] -= 1
         sharded = self.unit(action).sharded
-        started = sharded.reduce()
-        if started and not self.reductions_left[place] and self.on._replicas is not None:
-            self.on._replicas.begin(sharded.gradient_shards, sharded.reduced)
+        self.reductions_left[sharded] -= 1
+        started = sharded.reduce(self.aside(action, "reduce"))
+        if started and not self.reductions_left[sharded] and self.on._replicas is not None:
+            self.on._replicas.begin(sharded.gradient_shards, sharded.reduced, self.aside(action, "replicate"))
 
     def norm_barrier(self, action: Action) -> None:
         """Every gradient is complete: wait for what is travelling, then take the norm over all ranks."""

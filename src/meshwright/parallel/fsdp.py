@@ -10,7 +10,8 @@ Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,10 +53,13 @@ class ShardedUnit:
         self._holders = 0
         self._asked = 0
 
-    def unshard(self) -> None:
-        """Start to gather the weights on the communication stream; nothing when they are there or on their way."""
+    def unshard(self, around: AbstractContextManager[None] | None = None) -> None:
+        """Start to gather the weights on the communication stream; nothing when they are there or on their way.
+
+        `around` is entered on that stream just before the collective and left just behind it.
+        """
         self._holders += 1
-        with self._group.use_training_state(TrainingState.FORWARD):
+        with self._group.use_training_state(TrainingState.FORWARD), _around(self._group, "_all_gather_comm", around):
             self._group.unshard(False)
 
     def wait(self) -> None:
@@ -77,16 +81,17 @@ class ShardedUnit:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
-    def reduce(self) -> bool:
+    def reduce(self, around: AbstractContextManager[None] | None = None) -> bool:
         """Start to sum the whole gradients over ranks, each rank keeping its shard; added to the shard's sum so far.
 
-        False when another place of the unit has yet to add its part, and nothing was started.
+        False when another place of the unit has yet to add its part, and nothing was started. `around` as in `unshard`.
         """
         self._asked += 1
         if self._asked < self._places:
             return False
         self._asked = 0
-        self._group.post_backward()
+        with _around(self._group, "_reduce_scatter_comm", around):
+            self._group.post_backward()
         self._group._training_state = TrainingState.IDLE
         return True
 
@@ -130,10 +135,31 @@ class Streams:
             self._context.all_gather_copy_in_stream.wait_stream(current)
             self._context.all_gather_stream.wait_stream(current)
 
-    @property
-    def lanes(self) -> dict[str, Any]:
-        """The stream of each lane of a timeline: unshard, reduce."""
-        return {"unshard": self._context.all_gather_stream, "reduce": self._context.reduce_scatter_stream}
+
+class _Around:
+    """A collective of FSDP2's inside a context: called on the stream that runs it, behind all that stream waits for."""
+
+    def __init__(self, collective: Any, context: AbstractContextManager[None]) -> None:
+        self.allocate = collective.allocate
+        self._collective, self._context = collective, context
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self._context:
+            return self._collective(*args, **options)
+
+
+def _around(group: Any, name: str, context: AbstractContextManager[None] | None) -> AbstractContextManager[None]:
+    return nullcontext() if context is None else _replaced(group, name, context)
+
+
+@contextmanager
+def _replaced(group: Any, name: str, context: AbstractContextManager[None]) -> Iterator[None]:
+    plain = getattr(group, name)
+    setattr(group, name, _Around(plain, context))
+    try:
+        yield
+    finally:
+        setattr(group, name, plain)
 
 
 def _group_of(module: nn.Module) -> Any:

@@ -7,6 +7,7 @@ that hold the same shard of other replicas, once a step and unit. The shards of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,17 +25,21 @@ class ReplicaSums:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._travelling: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def begin(self, shards: Sequence[torch.Tensor], after: Any) -> None:
-        """Sum `shards` in place over the group; `after` is the event they are complete at (None: now)."""
+    def begin(
+        self, shards: Sequence[torch.Tensor], after: Any, around: AbstractContextManager[None] | None = None
+    ) -> None:
+        """Sum `shards` in place over the group; `after` is the event they are complete at (None: now).
+
+        `around` is entered on the stream of the sums just before them and left just behind them.
+        """
         buffers = {shard.untyped_storage().data_ptr(): shard for shard in shards if shard.numel()}
-        for shard in buffers.values():
-            flat = torch.empty(0, dtype=shard.dtype, device=shard.device).set_(shard.untyped_storage())
-            if self.stream is None:
-                self._sum(flat)
-                continue
+        if not buffers:
+            return
+        if self.stream is not None:
             self.stream.wait_event(after)
-            with torch.cuda.stream(self.stream):
-                self._sum(flat)
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream), around or nullcontext():
+            for shard in buffers.values():
+                self._sum(torch.empty(0, dtype=shard.dtype, device=shard.device).set_(shard.untyped_storage()))
 
     def finish(self) -> None:
         """Let compute wait for the sums."""

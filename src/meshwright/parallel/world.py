@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import network_environment
@@ -105,6 +106,8 @@ def join(place: Place, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
     network = cluster.network
     limit = timedelta(seconds=(network.timeout_seconds if network else None) or timeout_seconds)
     device = _device(place, cluster.is_cpu)
+    if device.type == "cuda" and cluster.memory_gib is not None:
+        keep_to(int(cluster.memory_gib * GiB), device)
     store = _store(place, limit)
     if device.type == "cpu":
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=limit)
@@ -167,6 +170,13 @@ def _device(place: Place, cpu: bool) -> torch.device:
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def keep_to(memory: int, device: torch.device) -> None:
+    """Let torch's allocator have `memory` bytes of a device that has more; asked for more, it raises OutOfMemoryError."""
+    owned = torch.cuda.get_device_properties(device).total_memory
+    if memory < owned:
+        torch.cuda.set_per_process_memory_fraction(memory / owned, device)
 
 
 def _store(place: Place, limit: timedelta) -> dist.Store:

@@ -20,7 +20,12 @@ UNNAMED: Mapping[int, str] = MappingProxyType({})
 
 def write_trace(timeline: Timeline, path: Path, ranks: Mapping[int, str] = UNNAMED) -> None:
     """Write the simulated step to `path` as JSON, compressed when its name ends in `.gz`. `ranks` names ranks by number."""
-    trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(timeline.spans(), ranks)}
+    write_spans(timeline.spans(), path, ranks)
+
+
+def write_spans(spans: Iterable[Span], path: Path, ranks: Mapping[int, str] = UNNAMED) -> None:
+    """The same for any spans, predicted or measured."""
+    trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, ranks)}
     text = json.dumps(trace, separators=(",", ":")).encode("utf-8")
     # No file name and time inside, so that the same plan gives the same bytes.
     path.write_bytes(gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)

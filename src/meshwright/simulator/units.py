@@ -81,7 +81,7 @@ class UnitCosts:
 
     def replicate(self, unit: Unit) -> float:
         """Seconds to sum its gradient shards over replicas."""
-        width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.reduce)
+        width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
         return self._summed(self.count(unit) / shard_size(self.plan) * width)
 
     def count(self, unit: Unit) -> int:

@@ -26,7 +26,7 @@ class ClusterSpec:
     gpus_per_node: Positive = 1
     """Ranks on each host, one per device."""
     memory_gib: Annotated[float, Bound(more_than=0)] | None = None
-    """Memory of one device; none takes the chip's own, and on `cpu` a share of what the host has."""
+    """Memory of one device; none takes the chip's own, and on `cpu` a share of what the host has. What a GPU has beyond it stays unused."""
     network: NetworkSpec | None = None
     """What joins the devices; none takes the chip's reference machine."""
     groups: tuple[NodeGroup, ...] = ()

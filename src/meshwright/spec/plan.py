@@ -83,7 +83,12 @@ class Precision:
     reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
     """Gradients while they are summed over ranks."""
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
-    """Gradients while they are summed over replicas, the sum that crosses nodes; none takes `reduce`."""
+    """Gradients while they are summed over replicas, the sum that crosses nodes; none leaves them as they are stored, like the weights."""
+
+    @property
+    def stored(self) -> Literal["fp32", "fp64"]:
+        """Master weights, gradients after their reduction, optimizer state."""
+        return "fp64" if self.compute == "fp64" else "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)

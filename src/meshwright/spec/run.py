@@ -57,6 +57,8 @@ class Assignment:
     folder: str
     profile: tuple[int, int] | None = None
     """First and last step whose trace is written, both included."""
+    timeline: tuple[int, int] | None = None
+    """First and last step whose timeline is written, both included."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(to_plain(self)), encoding="utf-8")

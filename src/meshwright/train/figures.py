@@ -17,6 +17,7 @@ from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 from meshwright.train.step import StepFigures
+from meshwright.train.traffic import WireCount
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,10 @@ class FigureReader:
     A step's time runs from the end of the step before it to its own end, on the device's clock.
     """
 
-    def __init__(self, run: RunSpec, plan: Plan, device: torch.device, tokens_before: int) -> None:
-        self._run, self._device = run, device
+    def __init__(
+        self, run: RunSpec, plan: Plan, device: torch.device, tokens_before: int, wire: WireCount | None = None
+    ) -> None:
+        self._run, self._device, self._wire = run, device, wire
         self._tokens = tokens_before
         self._pending: list[_Pending] = []
         self._clock: Clock = clock_of(device)
@@ -63,6 +66,8 @@ class FigureReader:
     def pause(self) -> None:
         """Leave the time since the last step (a checkpoint, a validation) out of the next step's."""
         self._last_end = self._clock.stamp()
+        if self._wire:
+            self._wire.pause()
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         self._clock.wait(pending.end)
@@ -86,6 +91,7 @@ class FigureReader:
             "mfu_full": each * self._flops[False] / self._peak if self._peak else None,
             "step_seconds": seconds,
             **memory_peak(self._device),
+            **(self._wire.step() if self._wire else {}),
             **pending.host,
         }
 

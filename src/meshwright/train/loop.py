@@ -18,7 +18,9 @@ from meshwright.train.session import Session
 from meshwright.train.state import run_state, run_tensors
 from meshwright.train.step import train_step
 from meshwright.train.stop import INTERRUPT, StopRequest
+from meshwright.train.timelines import StepTimelines
 from meshwright.train.tracing import step_trace
+from meshwright.train.traffic import WireCount, wire_count
 
 log = logging.getLogger("meshwright")
 
@@ -28,8 +30,10 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation
 
     Raises Preempted or Interrupted after writing a checkpoint when asked to stop, and NumericalFailure when a loss is not finite.
     """
-    run, figures = session.run, FigureReader(session.run, session.plan, session.world.device, session.tokens)
+    run, wire = session.run, wire_count(session)
+    figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
     last: Evaluation | None = None
+    timelines = StepTimelines(session, reporter)
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
             _one_step(session, loader, figures, reporter, step, stop)
@@ -47,9 +51,16 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation
                 _save(session, reporter)
             if _due(run.train.gc_every, step):
                 gc.collect()
-            if validates or saves:
+            if timelines.end_step(step) or validates or saves:
                 figures.pause()
+    _say_bytes(session, reporter, wire)
     return last
+
+
+def _say_bytes(session: Session, reporter: Reporter, wire: WireCount | None) -> None:
+    line = wire.line(session.world.control) if wire else None
+    if line is not None:
+        reporter.event(session.step, line)
 
 
 def _due(every: int, step: int) -> bool:

@@ -53,6 +53,12 @@ class Reporter:
         if self._progress:
             self._progress.note(text)
 
+    def say(self, text: str) -> None:
+        """Lines for people alone."""
+        log.info("%s", text)
+        if self._progress:
+            self._progress.note(text)
+
     def _show(self, record: dict[str, Any]) -> None:
         log.debug("%s", record)
         if self._progress:

@@ -44,6 +44,7 @@ class Session:
     held_out: HeldOut | None
     recorder: StepRecorder
     profile: tuple[int, int] | None
+    timeline: tuple[int, int] | None = None
     step: int = 0
     tokens: int = 0
 
@@ -69,6 +70,7 @@ def open_session(assignment: Assignment, world: World) -> Session:
         held_out=_held_out(run),
         recorder=recorder,
         profile=assignment.profile,
+        timeline=assignment.timeline,
     )
     if not _resume(session):
         load_initial(engine.model, run.model, run.model.init)

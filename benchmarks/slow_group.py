@@ -1,0 +1,226 @@
+"""`meshwright train` on a cluster whose last ranks are slower: every block they run is drawn out by a calibrated spin.
+
+    python benchmarks/slow_group.py --from-rank 2 --slower 1.5 benchmarks/llama3-8b.yaml --runs runs --fresh plan.pipeline=2 …
+
+It plays a group of older chips on a host of like ones (Holmes's test, arXiv 2312.03549), for benchmarks only. After a block's forward, and
+before its backward, a kernel spins on the compute stream for (slower - 1) times what the block itself takes there, by CUDA events. The
+spin is fitted during the first steps: --warm blocks run as they are, then rounds of --round blocks adjust it. What was reached is written
+to RUN/slowed-rank-N.json with the times, and the run goes on spinning by the last round's cycles. Where backward is split, all of
+its spin is in the part that makes the input's gradient; the head and the embedding are not slowed.
+
+--tcp-links takes NVLink and shared memory from the same ranks: they talk TCP to one another too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.cli.options import load
+from meshwright.cli.train import announce, say
+from meshwright.launch.local import run_ranks
+from meshwright.launch.prepare import prepare_run
+from meshwright.models.decoder import Decoder
+from meshwright.parallel import apply
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Assignment
+from meshwright.train import worker
+
+FIRST_CYCLES_PER_MS = 1_500_000
+ROUNDS = 3
+"""Adjustments of the spin; one more round measures what they reached."""
+
+
+def main() -> None:
+    if os.environ.get("RANK") is not None:
+        be_rank()
+    options, words = parser().parse_known_args()
+    run = load(words, options.runs)
+    prepared = prepare_run(run, options.runs, fresh=options.fresh, profile=None, note=say)
+    announce(prepared.assignment, prepared.resumes)
+    slow = {"from_rank": options.from_rank, "slower": options.slower, "tcp_links": options.tcp_links}
+    slow |= {"warm": options.warm, "round": options.round}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
+    arguments = [str(prepared.folder / "assignment.json"), json.dumps(slow)]
+    threads = max(1, min(8, (os.cpu_count() or 1) // run.cluster.gpus_per_node))
+    sys.exit(run_ranks("slow_group", arguments, cluster=run.cluster, logs=prepared.folder / "logs", threads=threads))
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--from-rank", type=int, required=True, help="the first slow rank; those after it are slow too")
+    found.add_argument("--slower", type=float, default=1.0, help="what a slow block takes over what it would take")
+    found.add_argument("--tcp-links", action="store_true", help="slow ranks reach one another over TCP only")
+    found.add_argument("--warm", type=int, default=200, help="blocks run before the first round")
+    found.add_argument("--round", type=int, default=64, help="blocks of one round")
+    found.add_argument("--runs", type=Path, default=Path("runs"))
+    found.add_argument("--fresh", action="store_true")
+    return found
+
+
+def be_rank() -> None:
+    """One rank: the trainer's own worker, with blocks wrapped before they are sharded where the rank is slow."""
+    assignment, slow = Assignment.read(Path(sys.argv[1])), json.loads(sys.argv[2])
+    rank = int(os.environ["RANK"])
+    if rank >= slow["from_rank"]:
+        if slow["tcp_links"]:
+            os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        if slow["slower"] > 1:
+            file = Path(assignment.folder) / f"slowed-rank-{rank}.json"
+            spin = Spin(slow, assignment.run.cluster.is_cpu, file)
+            apply.wrap_blocks = slowed(apply.wrap_blocks, spin)  # pyrefly: ignore [bad-assignment]  # names of the arguments
+    worker.main()
+
+
+def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable[[Decoder, Plan], None]:
+    """The trainer's own wrapping (recompute, compilation), and the spin around it."""
+
+    def wrap(model: Decoder, plan: Plan) -> None:
+        wrap_blocks(model, plan)
+        for block in model.layers.values():
+            spin.surround(block)
+
+    return wrap
+
+
+class Spin:
+    """The spin of one rank: two lengths, fitted to what a block takes forward and backward."""
+
+    def __init__(self, slow: dict[str, Any], cpu: bool, file: Path) -> None:
+        self.slower, self.file = slow["slower"], file
+        self.clock: HostClock | DeviceClock = HostClock() if cpu else DeviceClock()
+        self.amount = {"forward": 0.0, "backward": 0.0}
+        self.marks: dict[str, list[list[Any]]] = {"forward": [], "backward": []}
+        self.left, self.round, self.rounds = slow["warm"], slow["round"], 0
+
+    def surround(self, block: nn.Module) -> None:
+        inner = block.forward
+
+        def forward(x: Tensor, *others: Any) -> Tensor:
+            if not torch.is_grad_enabled():
+                return inner(x, *others)
+            before = [self.clock.stamp()]
+            y = inner(_Leave.apply(x, self), *others)
+            self.spin("forward", before)
+            return _Enter.apply(y, self)
+
+        block.forward = forward  # type: ignore[method-assign]
+
+    def spin(self, way: str, marks: list[Any]) -> None:
+        """Spin after what `marks` began with, and keep the three moments: begun, done, spun."""
+        marks.append(self.clock.stamp())
+        self.clock.spin(self.amount[way])
+        marks.append(self.clock.stamp())
+        self.marks[way].append(marks)
+
+    def left_backward(self) -> None:
+        """A block's backward is through."""
+        self.marks["backward"][-1].append(self.clock.stamp())
+        if self.rounds > ROUNDS:
+            for marks in self.marks.values():
+                marks.clear()
+            return
+        self.left -= 1
+        if self.left == 0:
+            self.adjust()
+
+    def adjust(self) -> None:
+        """Fit the spin to the blocks since the last time; the last time, write what it reached."""
+        forward = [self.clock.apart(marks) for marks in self.marks["forward"][-self.round :]]
+        backward = [self.clock.apart(marks) for marks in self.marks["backward"][-self.round :] if len(marks) == 4]
+        own = {"forward": middle(forward, 0), "backward": middle(backward, 2)}
+        spun = {"forward": middle(forward, 1), "backward": middle(backward, 1)}
+        self.rounds, self.left = self.rounds + 1, self.round
+        for marks in self.marks.values():
+            marks.clear()
+        if self.rounds > ROUNDS:
+            ratio = {way: (own[way] + spun[way]) / own[way] for way in own}
+            facts = {"rank": int(os.environ["RANK"]), "wanted": self.slower, "reached": ratio, "own_ms": own}
+            self.file.write_text(json.dumps(facts | {"spun_ms": spun}), encoding="utf-8")
+            return
+        for way in own:
+            rate = self.amount[way] / spun[way] if self.amount[way] else self.clock.per_ms
+            self.amount[way] = (self.slower - 1) * own[way] * rate
+
+
+def middle(rows: list[list[float]], place: int) -> float:
+    return statistics.median(row[place] for row in rows)
+
+
+class _Leave(torch.autograd.Function):
+    """Around a block's input: backward comes here when the block's own is through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spin: Spin) -> Tensor:
+        ctx.spin = spin
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.spin.left_backward()
+        return gradients[0], None
+
+
+class _Enter(torch.autograd.Function):
+    """Around a block's output: backward comes here first."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, spin: Spin) -> Tensor:
+        ctx.spin = spin
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.spin.spin("backward", [ctx.spin.clock.stamp()])
+        return gradients[0], None
+
+
+class DeviceClock:
+    """Moments on the compute stream, and a kernel that waits there."""
+
+    per_ms = float(FIRST_CYCLES_PER_MS)
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def spin(self, cycles: float) -> None:
+        if cycles >= 1:
+            torch.cuda._sleep(int(cycles))
+
+    def apart(self, marks: list[torch.cuda.Event]) -> list[float]:
+        marks[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+class HostClock:
+    """The same where a rank computes on the processor; spins count milliseconds."""
+
+    per_ms = 1.0
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def spin(self, milliseconds: float) -> None:
+        until = time.perf_counter() + milliseconds / 1e3
+        while time.perf_counter() < until:
+            pass
+
+    def apart(self, marks: list[float]) -> list[float]:
+        return [1e3 * (b - a) for a, b in pairwise(marks)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Recorded steps as the simulator's timelines: the same actions, lanes and totals, with times that were measured.
+
+What a rank recorded is matched with its row of the schedule, so an action that did not run, or ran out of order, is found here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.events.span import Span, StepSpans
+from meshwright.schedules.action import COMPUTE, FORWARD, GRADIENT, Action
+from meshwright.schedules.schedule import Schedule
+from meshwright.simulator.timeline import AXES, Record, Timeline
+
+Interval = tuple[float, float]
+SHARD_LANES = ("unshard", "reduce")
+COLLECTIVES = (*SHARD_LANES, "replicate")
+
+
+def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[Timeline, float]:
+    """One step of every pipeline rank, recorded with detail on one clock; and when on that clock its first action began.
+
+    The timeline's seconds count from there, its `step_seconds` from the step's begin to its end, data and token count included. A message
+    runs from when both ends had posted it and the channel was free, as in a simulated step. Exposed is the time in which compute stood
+    still before an action that waited for a transfer, as far as that transfer's lane was moving bytes.
+    Raises ValueError when the ranks did not do what the schedule says.
+    """
+    if len(ranks) != schedule.ranks:
+        raise ValueError(f"{len(ranks)} recorded ranks for a schedule of {schedule.ranks}")
+    compute = [_compute(rank, row, _lane(mine, "compute")) for rank, (row, mine) in enumerate(_rows(schedule, ranks))]
+    others = [_collectives(rank, row, mine) for rank, (row, mine) in enumerate(_rows(schedule, ranks))]
+    messages = _messages(schedule, ranks)
+    records = [record for found in (*compute, *others, messages) for record in found]
+    origin = min(record[3] for record in records)
+    at_barrier = [_arrival(mine, other) for mine, other in zip(compute, others, strict=True)]
+    tallies = [_Walk(schedule, rank, origin, records).over(compute[rank], at_barrier) for rank in range(schedule.ranks)]
+    work = [(start, end) for found in compute for _, _, action, start, end in found if action.kind in COMPUTE]
+    return Timeline(
+        schedule=schedule,
+        step_seconds=max(mine.seconds for mine in ranks),
+        compute_seconds=tuple(tally.computed for tally in tallies),
+        exposed_seconds=tuple(tally.exposed for tally in tallies),
+        closing_seconds=tuple(tally.closing for tally in tallies),
+        window_seconds=max(end for _, end in work) - min(start for start, _ in work),
+        records=tuple((rank, lane, act, start - origin, end - origin) for rank, lane, act, start, end in records),
+    ), origin
+
+
+def _rows(schedule: Schedule, ranks: Sequence[StepSpans]) -> Iterable[tuple[tuple[Action, ...], StepSpans]]:
+    return zip(schedule.actions, ranks, strict=True)
+
+
+def _lane(step: StepSpans, lane: str) -> list[Span]:
+    return [span for span in step.spans if span.lane == lane]
+
+
+def _end(span: Span) -> float:
+    return span.start + span.duration
+
+
+def _compute(rank: int, row: Sequence[Action], spans: Sequence[Span]) -> list[Record]:
+    """Each part of each action with its span; neighbours of one name (a backward, then its gradients added up) are one."""
+    joined: list[tuple[str, float, float]] = []
+    for span in spans:
+        first = joined.pop()[1] if joined and joined[-1][0] == span.name else span.start
+        joined.append((span.name, first, _end(span)))
+    wanted = [part for act in row for part in act.parts if act.kind in COMPUTE or act.kind in ("norm_barrier", "optim")]
+    for place, part in enumerate(wanted):
+        got = joined[place][0] if place < len(joined) else "nothing"
+        if got != part.label:
+            raise ValueError(f"pipeline rank {rank} ran {got} where its schedule says {part.label} (action {place})")
+    if len(joined) > len(wanted):
+        raise ValueError(f"pipeline rank {rank} ran {joined[len(wanted)][0]} after the end of its schedule")
+    return [(rank, "compute", part, start, end) for part, (_, start, end) in zip(wanted, joined, strict=True)]
+
+
+def _collectives(rank: int, row: Sequence[Action], step: StepSpans) -> list[Record]:
+    """What ran in the lanes of collectives. A gather of weights that were there, and one over a single rank, did not."""
+    named = {action.label: action for action in row if action.kind in ("unshard", "reduce_grad")}
+    return [(rank, s.lane, named[s.name], s.start, _end(s)) for s in step.spans if s.lane in COLLECTIVES]
+
+
+def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
+    """Both ends of every message. A channel matches the k-th send with the k-th receive."""
+    held, records = schedule.rank_of, []
+    for source, target in schedule.channels:
+        sends = [a for a in schedule.actions[source] if a.kind == "send" and held[a.peer] == target]
+        receives = [a for a in schedule.actions[target] if a.kind == "recv" and held[a.peer] == source]
+        sent, received = _lane(ranks[source], f"send {target}"), _lane(ranks[target], f"recv {source}")
+        free = float("-inf")
+        for send, s, receive, r in zip(sends, sent, receives, received, strict=True):
+            start = max(s.start, r.start, free)
+            free = max(start, _end(r))
+            left = max(start, _end(s)) if s.duration else free  # under Gloo the receiver alone knows
+            records.append((source, f"send {target}", send, start, left))
+            records.append((target, f"recv {source}", receive, start, free))
+    return records
+
+
+def _arrival(compute: Sequence[Record], collectives: Sequence[Record]) -> float:
+    """When a rank had waited for its own reductions, inside norm_barrier."""
+    _, _, _, start, end = next(record for record in compute if record[2].kind == "norm_barrier")
+    last = max((record[4] for record in collectives if record[2].kind == "reduce_grad"), default=start)
+    return min(max(start, last), end)
+
+
+@dataclass
+class _Tally:
+    computed: float = 0.0
+    closing: float = 0.0
+    exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Bytes that an action waits for: from `since` until they are through, they or others before them move in one of `lanes`."""
+
+    axis: str
+    lanes: tuple[str, ...]
+    through: float
+    since: float = float("-inf")
+
+
+class _Walk:
+    """One rank's compute lane followed in order, with what each action waited for."""
+
+    def __init__(self, schedule: Schedule, rank: int, origin: float, records: Iterable[Record]) -> None:
+        self._schedule, self._rank, self._clock = schedule, rank, origin
+        self._lanes: dict[str, list[Interval]] = defaultdict(list)
+        self._arrived: dict[tuple[str | None, int, int], _Way] = {}
+        self._gathers: dict[tuple[int, int | None], list[Interval]] = defaultdict(list)
+        self._reductions: list[_Way] = []
+        for mine, lane, action, start, end in records:
+            if mine != rank:
+                continue
+            self._lanes[lane].append((start, end))
+            if action.kind == "recv":
+                self._arrived[action.payload, action.stage, action.micro_batch] = _Way("pipeline", (lane,), end)
+            elif action.kind == "unshard":
+                self._gathers[action.stage, action.unit].append((start, end))
+            elif action.kind == "reduce_grad":
+                self._reductions.append(_Way("replicate" if lane == "replicate" else "shard", (lane,), end, start))
+        self._tally = _Tally()
+
+    def over(self, compute: Sequence[Record], at_barrier: Sequence[float]) -> _Tally:
+        tally = self._tally
+        for _, _, action, start, end in compute:
+            if action.kind in COMPUTE:
+                self._wait(start, self._waited_for(action, start))
+                tally.computed += end - start
+            elif action.kind == "norm_barrier":
+                mine = at_barrier[self._rank]
+                self._wait(mine, _latest_first(self._reductions))
+                tally.closing += end - min(max(at_barrier), end)
+            else:
+                tally.closing += end - start
+            self._clock = max(self._clock, end)
+        return tally
+
+    def _waited_for(self, action: Action, start: float) -> list[_Way]:
+        """The transfers the action needs, the last one to be through first."""
+        stage, unit, units = action.stage, action.unit, self._schedule.units
+        ways: list[_Way] = []
+        payload = None
+        if action.kind in FORWARD and not unit:
+            payload = "activation"
+        elif action.kind in GRADIENT and (unit is None or (units is not None and unit + 1 == units[stage])):
+            payload = "gradient"
+        if message := self._arrived.get((payload, stage, action.micro_batch)):
+            ways.append(message)
+        if gathered := [end for begin, end in self._gathers[stage, unit] if begin < start]:
+            ways.append(_Way("shard", SHARD_LANES, gathered[-1]))
+        return _latest_first(ways)
+
+    def _wait(self, until: float, ways: Iterable[_Way]) -> None:
+        """Book the idle time before `until` in which the lanes of `ways` were busy, none of it twice."""
+        idle = [(self._clock, until)] if until > self._clock else []
+        for way in ways:
+            for lane in way.lanes:
+                before = sum(end - start for start, end in idle)
+                idle = [rest for gap in idle for rest in self._less(gap, lane, way)]
+                self._tally.exposed[way.axis] += before - sum(end - start for start, end in idle)
+
+    def _less(self, gap: Interval, lane: str, way: _Way) -> list[Interval]:
+        """What is left of `gap` without the time in which `lane` was busy on the way."""
+        first, last = max(gap[0], way.since), min(gap[1], way.through)
+        if first >= last:
+            return [gap]
+        busy, left, at = self._lanes[lane], [], gap[0]
+        low = bisect_right(busy, first, key=lambda interval: interval[1])  # a lane does one thing after another
+        high = bisect_left(busy, last, key=lambda interval: interval[0])
+        for start, end in busy[low:high]:
+            if max(start, first) > at:
+                left.append((at, max(start, first)))
+            at = max(at, min(end, last))
+        return [*left, (at, gap[1])] if at < gap[1] else left
+
+
+def _latest_first(ways: Iterable[_Way]) -> list[_Way]:
+    return sorted(ways, key=lambda way: way.through, reverse=True)

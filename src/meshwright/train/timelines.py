@@ -1,0 +1,108 @@
+"""`train --timeline A:B`: what every rank did in these steps, beside what was predicted, as one trace and one summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import torch
+import torch.distributed as dist
+
+from meshwright.observe.timeline_files import ALIGNED, Measured, Recording, summary, table, trace_names, trace_spans
+from meshwright.parallel.world import World
+from meshwright.simulator.of_plan import simulate_plan
+from meshwright.simulator.picture import draw_within
+from meshwright.simulator.timeline import Timeline
+from meshwright.simulator.trace import write_spans
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+from meshwright.train.reporting import Reporter
+from meshwright.train.session import Session
+
+log = logging.getLogger("meshwright")
+
+SETTLED = 2
+"""All-reduces before a mark: the first brings the ranks together, the second ends on all of them at nearly one time."""
+
+
+class StepTimelines:
+    """Records the steps asked for in detail, and has rank 0 write them after the last. Collective over all ranks.
+
+    Raises BadInput when the session begins inside the steps asked for, or behind them.
+    """
+
+    def __init__(self, session: Session, reporter: Reporter) -> None:
+        self._session, self._reporter = session, reporter
+        self._first, self._last = session.timeline or (0, 0)
+        if self._last and session.step >= self._first:
+            raise BadInput(
+                f"--timeline {self._first}:{self._last}: the run goes on after step {session.step}; choose steps from "
+                f"{session.step + 1} to {session.run.train.steps}, or start anew with --fresh"
+            )
+        self.end_step(session.step)
+
+    def end_step(self, step: int) -> bool:
+        """Step `step` is over (or was, before this session). True when a timeline was written, which takes time of its own."""
+        if step + 1 == self._first:
+            self._session.recorder.detail = True
+            self._align()
+        if step == 0 or step != self._last:
+            return False
+        self._align()
+        self._session.recorder.detail = False
+        self._session.recorder.wait()
+        mine = Recording.of(self._session.recorder.take())
+        everyone = gather_bytes(self._session.world, mine.to_bytes())
+        if self._session.world.leads:
+            try:
+                self._write([Recording.from_bytes(data) for data in everyone])
+            except (OSError, ValueError) as error:  # the run is worth more than its picture
+                log.warning("no timeline of steps %d to %d: %s", self._first, self._last, error)
+        return True
+
+    def _align(self) -> None:
+        for _ in range(SETTLED):
+            self._session.mesh.sum_over_all(torch.zeros(1, device=self._session.world.device))
+        self._session.recorder.mark(ALIGNED)
+
+    def _write(self, recordings: list[Recording]) -> None:
+        session, layout = self._session, self._session.mesh.layout
+        measured = Measured.of(session.engine.training, layout, recordings)
+        predicted, why_not = prediction(session.run, session.plan)
+        folder = session.folder / "timelines"
+        folder.mkdir(exist_ok=True)
+        file = folder / f"steps-{self._first}-{self._last}.json.gz"
+        write_spans(trace_spans(measured, predicted), file, trace_names(layout, predicted=predicted is not None))
+        found = summary(measured, predicted, why_not)
+        file.with_name(f"steps-{self._first}-{self._last}.summary.json").write_text(
+            json.dumps(found, indent=1), encoding="utf-8"
+        )
+        self._reporter.event(session.step, f"timeline of steps {self._first} to {self._last}: {file}")
+        self._reporter.say(table(found))
+        for title, timeline in (("measured", measured.timelines[0][0][0]), ("predicted", predicted)):
+            picture = draw_within(timeline, shutil.get_terminal_size().columns) if timeline else None
+            if picture is not None:
+                self._reporter.say(f"{title}\n{picture}")
+
+
+def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
+    """The step that the simulator predicts, or why it predicts none."""
+    if run.cluster.is_cpu:
+        return None, "the cost model knows GPUs only"
+    try:
+        return simulate_plan(run.model, run.train, plan, run.cluster), None
+    except BadInput as refusal:
+        return None, str(refusal)
+
+
+def gather_bytes(world: World, data: bytes) -> list[bytes]:
+    """Every rank's bytes, by rank, on rank 0 (nothing elsewhere), over the control group; collective."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.ranks)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=world.control)
+    longest = int(max(sizes))
+    padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+    found = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.ranks)] if world.leads else None
+    dist.gather(padded, found, dst=0, group=world.control)
+    return [bytes(part[: int(size)].numpy()) for part, size in zip(found or [], sizes, strict=False)]

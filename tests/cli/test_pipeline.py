@@ -1,0 +1,69 @@
+"""A pipeline as a person meets it: `meshwright train` with real ranks, and `generate` and `eval` by its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.observe.metrics import read_metrics
+from tests.cli.command import meshwright
+
+PINS = ["cluster.gpus_per_node=2", "plan.pipeline=2", "plan.schedule=zbv", "plan.micro_batch=2", "model.layers=4"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("pipeline")
+    answer = meshwright("train", tiny, *PINS, "checkpoint.every=3", "--runs", runs)
+    assert answer.code == 0, answer.err
+    assert "plan: pipeline 2 × shard 1; micro-batch 2 × 4" in answer.err
+    return runs / "tiny"
+
+
+def test_the_run_is_whole_and_its_report_shows_the_pipeline(run: Path) -> None:
+    steps = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6] and steps[-1]["loss"] < steps[0]["loss"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    report = (run / "report.html").read_text()
+    assert "pipeline 2 × shard 1 = 2 ranks" in report
+    answer = meshwright("checkpoint", "verify", run, "--json")
+    assert answer.code == 0 and all(row["ok"] for row in answer.json["checkpoints"])
+
+
+def test_generate_and_eval_by_the_plan_are_those_of_one_device(run: Path) -> None:
+    words = [run, "-p", "the quick", "-p", "seven wizards", "--tokens", 12, "--json"]
+    for more in (["--temperature", 0], ["--temperature", 2, "--seed", 3]):
+        one, spread = (meshwright("generate", *words, *more, *by) for by in ([], ["--plan", run / "plan.yaml"]))
+        assert spread.code == 0, spread.err
+        assert spread.json == one.json
+    one, spread = (meshwright("eval", run, "--json", *by) for by in ([], ["--plan", run / "plan.yaml"]))
+    assert spread.code == 0, spread.err
+    assert spread.json["loss"] == pytest.approx(one.json["loss"], rel=1e-5)
+    assert spread.json["tokens"] == one.json["tokens"]
+
+
+def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
+    """As the only rank of a plan for one."""
+    file = tmp_path / "one.yaml"
+    file.write_text("mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 1, micro_batch: 1, accumulate: 1}\n"
+                    "precision: {compute: fp32}\n")  # fmt: skip
+    words = ["generate", run, "-p", "the quick", "--tokens", 5, "--json"]
+    launched = meshwright(*words, "--plan", file, env={"RANK": "0", "WORLD_SIZE": "1"})
+    assert launched.code == 0, launched.err
+    assert launched.json == meshwright(*words).json
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "says"),
+    [
+        ("[{axis: pipeline, size: 8}]", "", "is not for this model of 4 layers"),
+        ("[{axis: shard, size: 1}]", "layers: [{range: 0-2}]", "no strategy covers layer 3"),
+        ("[{axis: tensor, size: 2}]", "", "tensor 2"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(run: Path, tmp_path: Path, mesh: str, more: str, says: str) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(f"mesh: {mesh}\nbatch: {{global_batch: 1, micro_batch: 1, accumulate: 1}}\n{more}\n")
+    answer = meshwright("generate", run, "-p", "the", "--plan", file)
+    assert answer.code == 2 and says in answer.err and "plan.yaml" in answer.err

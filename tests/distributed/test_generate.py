@@ -1,0 +1,81 @@
+"""A model spread over ranks says what one device would say, token for token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.models.decoder import Decoder
+from meshwright.models.initial import initial_values
+from meshwright.parallel.world import World
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.plan import Plan
+from meshwright.train.generate import Sampling, generate
+from tests.distributed.pool import Pool
+from tests.distributed.test_schedules import DEEP, DEEP_TIED, Case
+
+LLAMA, GPT = replace(DEEP, init_std=0.6), replace(DEEP_TIED, init_std=0.6)
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (20,), (7, 7, 7), (11, 2))
+"""The first outgrows the model's positions on its way; lengths differ, and there are more than pipeline ranks."""
+GREEDY = Sampling(tokens=9, temperature=0, top_k=0, seed=0, stop=None)
+DRAWN = Sampling(tokens=9, temperature=1.5, top_k=20, seed=5, stop=None)
+CASES = [
+    Case("1f1b", shard=2),
+    Case("zbv", pipeline=2),
+    Case("1f1b", pipeline=2, shard=2, reshard=False),
+    Case("interleaved", pipeline=2, replicate=2),
+    Case("breadth_first", pipeline=4),
+    Case("1f1b", pipeline=2, stages=(("0-4",), ("5-7",))),
+]
+
+
+def alone(spec: ModelSpec, how: Sampling, dtype: torch.dtype = torch.float64) -> list[list[int]]:
+    """By the plain decoder with the initial weights of seed 0."""
+    model = Decoder(spec, plain=dtype == torch.float64).double()
+    rows = {row.name: row for row in parameters(spec)}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            row = rows[name]
+            fills = {"ones": torch.ones(row.count), "zeros": torch.zeros(row.count)}
+            values = fills[row.fill] if row.fill in fills else initial_values(0, row, 0, row.count, torch.device("cpu"))
+            weight.copy_(values.view(row.shape))
+    return generate(model.to(dtype), PROMPTS, how)
+
+
+def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[list[int]]:
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.train.generate import generate_under_plan
+
+    mesh = build_mesh(plan, world)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
+    return generate_under_plan(engine, mesh, PROMPTS, how)
+
+
+@pytest.mark.parametrize("spec", [LLAMA, GPT], ids=["llama", "gpt2-tied"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_are_those_of_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    for how in (GREEDY, DRAWN):
+        truth = alone(spec, how)
+        assert [len(new) for new in truth] == [how.tokens] * len(PROMPTS)
+        assert pool.run(spread, case.plan.ranks, spec, case.plan, how) == [truth] * case.plan.ranks
+    assert alone(spec, GREEDY) != alone(spec, DRAWN)
+
+
+def test_texts_end_one_by_one(pool: Pool) -> None:
+    """The pipeline goes on with those that have not ended."""
+    free = alone(LLAMA, DRAWN)
+    stop = free[1][3]
+    how = replace(DRAWN, stop=stop)
+    truth = [new[: new.index(stop)] if stop in new else new for new in free]
+    assert len({len(new) for new in truth}) > 1
+    case = Case("zbv", pipeline=2)
+    assert pool.run(spread, 2, LLAMA, case.plan, how) == [truth] * 2
+
+
+def test_bf16_is_that_of_one_bf16_device(pool: Pool) -> None:
+    plan = Case("zbv", pipeline=2, shard=2).plan
+    plan = replace(plan, precision=replace(plan.precision, compute="bf16", reduce="fp32"))
+    assert pool.run(spread, 4, LLAMA, plan, GREEDY) == [alone(LLAMA, GREEDY, torch.bfloat16)] * 4

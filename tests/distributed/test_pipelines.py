@@ -1,0 +1,129 @@
+"""Whole runs under pipelines: resumed under other plans, validated, stopped, and failing as one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.observe.metrics import read_metrics
+from meshwright.train.stop import INTERRUPT
+from tests.distributed import cases_training as cases
+from tests.distributed.cases_training import Seen
+from tests.distributed.pool import Pool
+from tests.distributed.test_training import STEPS, compare, held, same_bits, steps_on_disk, tiny, trained
+from tests.train.tiny import prepared, ranks, staged
+
+__all__ = ["tiny"]
+DEEP = "model.layers=4"
+ZBV = staged(4, "zbv")
+"""Two pipeline ranks with two stages each, and two shards of each."""
+OTHERS = {
+    "shard 4": [*ranks(4), DEEP],
+    "one rank": [*ranks(1), DEEP],
+    "layered, shard 2": [*ranks(2), "plan.schedule=breadth_first", "plan.micro_batch=1", DEEP],
+    "pipeline 4": staged(4, "1f1b", pipeline=4),
+    "modular pipeline": staged(4, "breadth_first"),
+}
+STOP = 3
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """The four-layer run on one rank, never stopped."""
+    return trained(pool, tiny, tmp_path_factory.mktemp("one"), *ranks(1), DEEP)[0]
+
+
+@pytest.fixture(scope="module")
+def stopped(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Seen]]:
+    """A run under a pipeline that one rank of the last stage was asked to stop, and what the ranks saw."""
+    runs = tmp_path_factory.mktemp("stopped")
+    return runs, trained(pool, tiny, runs, *ZBV, stop_at=STOP, stop_rank=3)
+
+
+def test_all_stages_stop_after_the_same_step(stopped: tuple[Path, list[Seen]]) -> None:
+    runs, seen = stopped
+    assert [each.last for each in seen] == [STOP] * 4
+    assert {each.error and each.error[0] for each in seen} == {"Preempted"}
+    assert steps_on_disk(runs) == [STOP]
+
+
+def test_a_checkpoint_holds_every_stage_bit_for_bit(stopped: tuple[Path, list[Seen]]) -> None:
+    runs, seen = stopped
+    with CheckpointReader(runs / "tiny" / "checkpoints" / f"step-{STOP:08d}") as reader:
+        saved = {name: reader.read(name) for name in reader.tensors}
+    assert same_bits(saved, held(seen))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_plan_goes_on_with_a_pipelines_run(
+    pool: Pool, tiny: Path, tmp_path: Path, stopped: tuple[Path, list[Seen]], one_rank: Seen, name: str
+) -> None:
+    runs, first = stopped
+    shutil.copytree(runs / "tiny", tmp_path / "tiny")
+    assignment = prepared(tiny, tmp_path, *OTHERS[name]).assignment
+    found: dict[str, torch.Tensor] = {}
+    for step, tensors in pool.run(cases.opened, assignment.plan.ranks, assignment):
+        assert step == STOP
+        found |= tensors
+    assert same_bits(found, held(first))
+    rest = trained(pool, tiny, tmp_path, *OTHERS[name])
+    assert {each.began for each in rest} == {STOP}
+    compare([first, rest], one_rank)
+
+
+def test_a_pipeline_goes_on_with_any_plans_run(pool: Pool, tiny: Path, tmp_path: Path, one_rank: Seen) -> None:
+    """From plan to plan in one run, each but the first a pipeline."""
+    parts = [
+        trained(pool, tiny, tmp_path, *OTHERS["layered, shard 2"], stop_at=2),
+        trained(pool, tiny, tmp_path, *ZBV, stop_at=4, stop_rank=2, flag=INTERRUPT),
+        trained(pool, tiny, tmp_path, *staged(2, "zb_h1")),
+    ]
+    assert [ranks_seen[0].began for ranks_seen in parts] == [0, 2, 4]
+    compare(parts, one_rank)
+
+
+@pytest.mark.parametrize(
+    "size", [[], ["train.global_batch=128", "train.seq_len=15"]], ids=["two batches", "less text than one batch"]
+)
+@pytest.mark.parametrize("plan", [ZBV, staged(2, "1f1b"), staged(4, "breadth_first")], ids=["zbv", "1f1b", "modular"])
+def test_validation_is_that_of_one_rank(
+    pool: Pool, tiny: Path, tmp_path: Path, plan: list[str], size: list[str]
+) -> None:
+    precise = ["plan.compute=fp64", "train.steps=2", "train.warmup_steps=0", "train.validate_every=1", *size]
+    alone = trained(pool, tiny, tmp_path / "one", *ranks(1), DEEP, *precise)[0].validations
+    seen = trained(pool, tiny, tmp_path / "pipeline", *plan, *precise)
+    assert all(each.validations == seen[0].validations for each in seen)
+    assert [step for step, _ in seen[0].validations] == [1, 2]
+    for (_, got), (_, truth) in zip(seen[0].validations, alone, strict=True):
+        assert got.loss == pytest.approx(truth.loss, rel=1e-12) and got.tokens == truth.tokens
+
+
+def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    without = trained(pool, tiny, tmp_path / "without", *ZBV, "train.validate_every=0")
+    with_it = trained(pool, tiny, tmp_path / "with", *ZBV, "train.validate_every=1")
+    assert (len(without[0].validations), len(with_it[0].validations)) == (1, STEPS)
+    assert with_it[0].losses == without[0].losses and same_bits(held(with_it), held(without))
+
+
+def test_one_stage_that_is_not_a_number_ends_all_and_changes_nothing(
+    pool: Pool, tiny: Path, tmp_path: Path, stopped: tuple[Path, list[Seen]]
+) -> None:
+    """One NaN in a layer of pipeline rank 1 (whose shards are ranks 2 and 3)."""
+    runs, before = stopped
+    shutil.copytree(runs / "tiny", tmp_path / "tiny")
+    name = "model.layers.2.mlp.down.weight"
+    poison = name.removeprefix("model.")
+    seen = trained(pool, tiny, tmp_path, *ZBV, "checkpoint.every=1", poison=poison, poison_rank=2)
+    for each in seen:
+        assert each.error and each.error[0] == "NumericalFailure" and f"step {STOP + 1}" in each.error[1]
+        assert [record["step"] for record in each.steps] == [STOP + 1]
+    healthy, after = held(before), {key: tensor for each in seen for key, tensor in each.tensors.items()}
+    changed = (after.pop(name) != healthy.pop(name)).flatten().nonzero().flatten().tolist()
+    assert changed == [0] and same_bits(after, healthy)
+    assert steps_on_disk(tmp_path) == [STOP]
+    last = read_metrics(tmp_path / "tiny" / "metrics.jsonl")[-1]
+    assert last["step"] == STOP + 1 and last["loss"] is None and last["nonfinite"]["loss"] == "nan"
