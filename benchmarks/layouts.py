@@ -208,6 +208,7 @@ def run_logged(command: list[str], log: Path, env: dict[str, str], limit: float)
 
 
 def figures(folder: Path, records: list[dict[str, Any]], skip: int) -> dict[str, Any]:
+    """What is kept of a run; bytes are of all steps, since one step's count may hold a part of the next one's."""
     kept = records[skip:]
     middle = sorted(kept, key=lambda record: record["step_seconds"])[len(kept) // 2]
     plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
@@ -224,7 +225,7 @@ def figures(folder: Path, records: list[dict[str, Any]], skip: int) -> dict[str,
         "grad_norm_first": records[0]["grad_norm"],
         "steps": records[-1]["step"],
         "phases": middle["phases"],
-        "traffic": {key: statistics.mean(r[key] for r in kept) for key in middle if key.endswith("_wire_bytes")},
+        "traffic": {key: statistics.mean(r[key] for r in records) for key in middle if key.endswith("_wire_bytes")},
         "predicted": plan.get("predicted"),
         "plan": {key: plan[key] for key in ("mesh", "batch", "schedule", "layers", "precision")},
         "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),

@@ -117,17 +117,33 @@ def test_layered_accumulation_keeps_every_micro_batch_and_two_units() -> None:
     assert found["logits"] == 1024 * VOCAB * 6 + 4 * TABLE + MICRO_BATCHES * STREAM + STREAM
 
 
-def test_whole_gradients_are_a_rank_s_own_sum_beside_its_shard() -> None:
+def test_earlier_micro_batches_leave_their_gradients() -> None:
+    """When activations are at their most: a rank's own sum of the whole, or its shard; nothing where each unit is done with at once."""
     sharded, whole = (kinds(plan({"shard": 4}, gradients=kept)) for kept in ("shard", "whole"))
-    assert whole["gradients"] - sharded["gradients"] == 4 * parameter_count(MODEL)
+    norm = HIDDEN  # the final norm is in no table
+    assert whole["gradients"] == pytest.approx(4 * parameter_count(MODEL), abs=4 * norm)
+    assert sharded["gradients"] == pytest.approx(parameter_count(MODEL), abs=4 * norm)
     alone, summed = (kinds(plan({"shard": 1}, gradients=kept)) for kept in ("shard", "whole"))
     assert alone == summed
-    layered = kinds(plan({"shard": 4}, "breadth_first", gradients="whole"))
-    assert layered["gradients"] == sharded["gradients"]
+    first = replace(plan({"shard": 4}), batch=BatchPlan(global_batch=8, micro_batch=2, accumulate=1))
+    assert kinds(first)["gradients"] == 0
+
+
+def test_the_end_of_backward_may_be_the_fuller_moment() -> None:
+    """Layered, a rank's gradients come as its activations go; copies that travel between replicas wait there too."""
+    short = replace(TRAIN, seq_len=16)
+    found = memory_by_kind(MODEL, short, plan({"replicate": 2, "shard": 2}, "breadth_first"), cpu=False)
+    assert found["activations"] == 0
+    assert found["gradients"] == 4 * parameter_count(MODEL) // 2
+    narrow = plan({"replicate": 2, "shard": 2}, "breadth_first")
+    narrow = replace(narrow, precision=replace(narrow.precision, reduce_replicas="bf16"))
+    assert memory_by_kind(MODEL, short, narrow, cpu=False)["gradients"] == 6 * parameter_count(MODEL) // 2
+    long = memory_by_kind(MODEL, TRAIN, plan({"replicate": 2, "shard": 2}, "breadth_first"), cpu=False)
+    assert long["activations"] > 0 == long["gradients"]
 
 
 @pytest.mark.parametrize("axis", ["context_ring", "context_ulysses", "tensor"])
 def test_splitting_a_sequence_or_a_matrix_splits_activations_and_states(axis: str) -> None:
     one, two = kinds(plan({"shard": 2})), kinds(plan({"shard": 2, axis: 2}))
-    for kind in ("weights", "gradients", "optimizer", "activations"):
+    for kind in ("weights", "optimizer", "activations"):
         assert two[kind] == pytest.approx(one[kind] / 2, rel=1e-3), kind

@@ -341,7 +341,8 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
         (4, "layer", "layers"),
     ]
     with pytest.raises(
-        BadConfig, match=r"plan\.yaml:2:23: batch\.global_batch: expected micro_batch × accumulate × replicate × shard = 4"
+        BadConfig,
+        match=r"plan\.yaml:2:23: batch\.global_batch: expected micro_batch × accumulate × replicate × shard = 4",
     ):
         load_plan(write("plan.yaml", PLAN.replace("global_batch: 4", "global_batch: 5")))
     with pytest.raises(BadConfig, match=r"mesh\.1\.axis: expected each axis once, got shard again"):

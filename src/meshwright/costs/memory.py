@@ -1,6 +1,6 @@
 """Memory of one rank under a plan, by kind, in bytes.
 
-Weights, gradients and optimizer state are exact. Activations count what autograd keeps of a block whose element-wise work is fused
+Weights and optimizer state are exact, and gradients at the moment counted. Activations count what autograd keeps of a block whose element-wise work is fused
 (every matrix product's input, the attention inputs and output, the two residuals), as often as the schedule holds it; gathered parameters
 and reduction buffers follow FSDP2's two units in flight. The framework's share is a guess until a profile replaces it.
 """
@@ -21,6 +21,7 @@ from meshwright.spec.plan import LayerStrategy, Plan
 StageTable = tuple[tuple[range, ...], ...]
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
+KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
 UNITS_IN_FLIGHT = 2
 """FSDP units whose gathered weights or unreduced gradients exist at once: the one computing and the one on the wire."""
 RECEIVES_AHEAD = 2
@@ -128,30 +129,46 @@ def _sends(table: StageTable, rank: int) -> int:
 def _of_rank(
     model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: float, framework: int
 ) -> dict[str, int]:
+    """The fuller of two moments: when most activations are alive, and when backward has ended.
+
+    Gradients come as activations go, so a rank never holds all of both, unless earlier micro-batches left their sums.
+    """
     stored = 8 if plan.precision.compute == "fp64" else 4
-    kinds = {
-        "weights": part.sharded * stored,
-        "gradients": part.sharded * stored + _whole_gradients(model, plan, part),
-        "optimizer": 2 * part.sharded * stored,
+    states = {"weights": part.sharded * stored, "optimizer": 2 * part.sharded * stored, "framework": framework}
+    if plan.axis_size("pipeline") > 1:
+        messages = RECEIVES_AHEAD + part.sends  # a message sent is let go when the next one goes out
+        states["transfers"] = messages * _boundary(model, train, plan)
+    full = {
+        "gradients": _earlier_gradients(model, plan, part, stored),
         "gathered": _gathered(model, plan, part),
         "activations": round(alive) + _working(model, train, plan, part),
         "logits": _logits(model, train, plan) if part.has_head else 0,
-        "framework": framework,
     }
-    if plan.axis_size("pipeline") > 1:
-        messages = RECEIVES_AHEAD + part.sends  # a message sent is let go when the next one goes out
-        kinds["transfers"] = messages * _boundary(model, train, plan)
-    return kinds
+    ended = {
+        "gradients": part.sharded * (stored + _travelling(plan)),
+        "gathered": _largest(model, plan, part) * _in_flight_bytes(plan),
+        "activations": 0,
+        "logits": 0,
+    }
+    kinds = states | max(full, ended, key=lambda kinds: sum(kinds.values()))
+    return {kind: kinds[kind] for kind in KINDS if kind in kinds}
 
 
-def _whole_gradients(model: ModelSpec, plan: Plan, part: _Part) -> int:
-    """A rank's own sums of whole gradients, kept between micro-batches; layered order never has more than the units in flight."""
-    if plan.layered or plan.batch.accumulate == 1 or shard_size(plan) == 1:
+def _earlier_gradients(model: ModelSpec, plan: Plan, part: _Part, stored: int) -> int:
+    """Sums that earlier micro-batches left: each rank's shard, or its own of the whole; none in layered order or with one micro-batch."""
+    if plan.layered or plan.batch.accumulate == 1:
         return 0
-    strategies = [plan.strategy(layer, model.layers) for layer in part.layers]
-    blocks = sum(part.block for strategy in strategies if strategy.gradients == "whole")
-    ends = part.ends if strategies[-1].gradients == "whole" else 0
-    return (blocks + ends) * bytes_of(plan.precision.reduce)
+    if shard_size(plan) == 1:
+        return part.sharded * stored
+    kept = {"whole": bytes_of(plan.precision.reduce), "shard": stored / shard_size(plan)}
+    each = [kept[plan.strategy(layer, model.layers).gradients] for layer in part.layers]
+    return round(sum(each) * part.block + each[-1] * part.ends)
+
+
+def _travelling(plan: Plan) -> int:
+    """Bytes a parameter of the copies in which gradients travel between replicas: they wait together for the end of backward."""
+    narrow = plan.precision.reduce_replicas
+    return bytes_of(narrow) if narrow and narrow != plan.precision.stored and plan.axis_size("replicate") > 1 else 0
 
 
 def _gathered(model: ModelSpec, plan: Plan, part: _Part) -> int:
@@ -161,9 +178,20 @@ def _gathered(model: ModelSpec, plan: Plan, part: _Part) -> int:
     compute, reduce = bytes_of(plan.precision.compute), bytes_of(plan.precision.reduce)
     kept = sum(1 for layer in part.layers if not plan.strategy(layer, model.layers).reshard)
     weights = (max(kept, min(UNITS_IN_FLIGHT, len(part.layers))) * part.block + part.ends) * compute
+    return weights + UNITS_IN_FLIGHT * _largest(model, plan, part) * reduce
+
+
+def _largest(model: ModelSpec, plan: Plan, part: _Part) -> int:
+    """Parameters of the largest unit."""
     table = model.vocab_size * model.hidden // plan.axis_size("tensor")
-    largest = max(part.block, table if part.ends else 0)
-    return weights + UNITS_IN_FLIGHT * largest * reduce
+    return max(part.block, table if part.ends else 0)
+
+
+def _in_flight_bytes(plan: Plan) -> int:
+    """Bytes a parameter of what is gathered, and of gradients on their way to be reduced."""
+    if shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16":
+        return 0
+    return bytes_of(plan.precision.compute) + UNITS_IN_FLIGHT * bytes_of(plan.precision.reduce)
 
 
 def _working(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part) -> int:

@@ -41,7 +41,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation
             ends = step == run.train.steps
             validates = ends or _due(run.train.validate_every, step)
             saves = (ends and run.checkpoint.at_end) or _due(run.checkpoint.every, step)
-            if validates or saves or figures.stop_flag:
+            if validates or saves or timelines.writes_after(step) or figures.stop_flag:
                 _read(session, figures, reporter)
             if figures.stop_flag:
                 _stop(session, figures, reporter)

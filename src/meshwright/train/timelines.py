@@ -43,12 +43,16 @@ class StepTimelines:
             )
         self.end_step(session.step)
 
+    def writes_after(self, step: int) -> bool:
+        """Whether the timeline is written when `step` is over."""
+        return step == self._last > 0
+
     def end_step(self, step: int) -> bool:
         """Step `step` is over (or was, before this session). True when a timeline was written, which takes time of its own."""
         if step + 1 == self._first:
             self._session.recorder.detail = True
             self._align()
-        if step == 0 or step != self._last:
+        if not self.writes_after(step):
             return False
         self._align()
         self._session.recorder.detail = False
