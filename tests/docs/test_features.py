@@ -64,7 +64,8 @@ def compared() -> list[Tested]:
     ]
     for test, tied in (
         (test_schedules.test_few_ranks, None),
-        (test_schedules.test_four_ranks, None),
+        (test_schedules.test_four_ranks, False),
+        (test_schedules.test_four_ranks_tied, True),
         (test_schedules.test_eight_ranks, True),
         (test_schedules.test_compiled, False),
         (test_pairs.test_crowded, True),

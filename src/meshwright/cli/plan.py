@@ -24,6 +24,8 @@ SHOWN = 8
 DRAWN = 4
 """Lines of the mesh's picture."""
 
+CAUTION = "Meshwright's own runs are not fitted yet: good for comparing plans and networks, not as a promise"
+
 
 def plan(
     words: Words = None,
@@ -168,7 +170,6 @@ def _show_memory(console: Console, run: RunSpec, plan: Plan) -> None:
 
 def _show_time(console: Console, run: RunSpec, plan: Plan) -> None:
     """What the cost model says, and whose constants it says it with."""
-    from meshwright.cli.simulate import CAUTION
     from meshwright.costs.of_plan import STACK
 
     time = _time(run, plan)

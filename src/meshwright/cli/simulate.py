@@ -21,7 +21,6 @@ SMALLEST = 0.0005
 """Share of a step below which a part is not printed; --json has them all."""
 PRINTED = {"compute": "compute", "closing": "norm, optimizer", "idle": "idle"}
 """Parts of a step that are no communication."""
-CAUTION = "Meshwright's own runs are not fitted yet: good for comparing plans and networks, not as a promise"
 
 
 def simulate(
@@ -133,7 +132,7 @@ def _rank_names(run: RunSpec, plan: Plan) -> dict[int, str]:
 def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
     from rich.console import Console
 
-    from meshwright.cli.plan import plan_line
+    from meshwright.cli.plan import CAUTION, plan_line
     from meshwright.simulator.picture import draw_within
 
     console = Console(highlight=False)

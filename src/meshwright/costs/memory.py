@@ -1,8 +1,9 @@
 """Memory of one rank under a plan, by kind, in bytes.
 
-Weights and optimizer state are exact, and gradients at the moment counted. Activations count what autograd keeps of a block whose element-wise work is fused
-(every matrix product's input, the attention inputs and output, the two residuals), as often as the schedule holds it; gathered parameters
-and reduction buffers follow FSDP2's two units in flight. The framework's share is a guess until a profile replaces it.
+Weights and optimizer state are exact, and gradients at the moment counted. Activations count what autograd keeps of a block whose
+element-wise work is fused (every matrix product's input, the attention inputs and output, the two residuals), as often as the schedule
+holds it; gathered parameters and reduction buffers follow FSDP2's two units in flight. The framework's share is a guess until a profile
+replaces it.
 """
 
 from __future__ import annotations
