@@ -11,7 +11,7 @@ from meshwright.spec.cluster import CHIPS, ClusterSpec
 from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
-from meshwright.train.figures import FigureReader, check_finite
+from meshwright.train.figures import FigureReader, _Pending, check_finite
 from meshwright.train.step import StepFigures
 from tests.train.tiny import make_tiny, prepared
 
@@ -70,3 +70,14 @@ def test_what_is_not_finite_ends_the_run(assignment, bad: dict[str, float]) -> N
         check_finite(record)
     (record,) = reader(assignment, "cpu").push(3, figures(), {})
     check_finite(record)
+
+
+def test_a_pause_waits_for_what_was_launched(assignment) -> None:
+    """On a device a step is read after the next one was launched; to pause before that would give it a negative time."""
+    taken = reader(assignment, "cpu")
+    taken._pending.append(_Pending(3, {}, figures().values, taken._clock.stamp()))
+    with pytest.raises(RuntimeError, match="step 3"):
+        taken.pause()
+    (record,) = taken.drain()
+    assert record["step_seconds"] > 0
+    taken.pause()

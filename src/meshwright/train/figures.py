@@ -64,7 +64,12 @@ class FigureReader:
         return records
 
     def pause(self) -> None:
-        """Leave the time since the last step (a checkpoint, a validation) out of the next step's."""
+        """Leave the time since the last step (a checkpoint, a validation) out of the next step's.
+
+        RuntimeError when a step has not been read yet: it would seem to end before it began.
+        """
+        if self._pending:
+            raise RuntimeError(f"pause before step {self._pending[0].step} was read: drain first")
         self._last_end = self._clock.stamp()
         if self._wire:
             self._wire.pause()
