@@ -86,7 +86,7 @@ def one_device(spec: ModelSpec) -> list[dict[str, Any]]:
     return seen
 
 
-def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0) -> list[dict[str, Any]]:
+def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int = STEPS) -> list[dict[str, Any]]:
     """The same steps as the trainer runs them; `factor` is a deliberate error in the token count."""
     from meshwright.data.loader import MicroBatch
     from meshwright.optim.adamw import AdamW
@@ -100,7 +100,7 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0) -> list[dic
     model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN)
     micro, share = plan.batch.micro_batch, BATCH // mesh.data_ranks
     seen = []
-    for step in range(STEPS):
+    for step in range(steps):
         first = mesh.data_rank * share
         mine = [tensor[first : first + share].split(micro) for tensor in batch(step, spec)]
         batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]

@@ -63,7 +63,8 @@ def compared() -> list[Tested]:
         for given in parametrized(test_equality.test_float64_equals_one_device)
     ]
     for test, tied in (
-        (test_schedules.test_few_ranks, None),
+        (test_schedules.test_one_stage, None),
+        (test_schedules.test_two_ranks, False),
         (test_schedules.test_four_ranks, False),
         (test_schedules.test_four_ranks_tied, True),
         (test_schedules.test_eight_ranks, True),
