@@ -91,6 +91,7 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int 
     from meshwright.data.loader import MicroBatch
     from meshwright.optim.adamw import AdamW
     from meshwright.optim.clip import clip_gradients
+    from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
     from meshwright.train.step import count_valid
@@ -106,7 +107,7 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int 
         batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
         valid = count_valid(batches, 0, mesh)[0] * factor
         loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
-        mine, copies = engine.gradients()
+        mine, copies = local_gradients(model, engine.copied)
         norm = clip_gradients(mine, CLIP, mesh.group_over(("pipeline", "shard")), copies)
         gradients = {name: weight.grad.full_tensor().clone() for name, weight in model.named_parameters()}
         optimizer.step(RATE, norm)

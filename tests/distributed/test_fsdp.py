@@ -25,7 +25,7 @@ def unit_of(world, places: int = 1, precision: Precision | None = None) -> tuple
     with torch.no_grad():
         layer.weight.copy_(torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS))
     mesh = build_mesh(plan(1, world.ranks, 1), world)
-    unit = ShardedUnit([layer], mesh.devices, precision or Precision(compute="fp32"), places)
+    unit = ShardedUnit([layer], mesh.shards, precision or Precision(compute="fp32"), places)
     Streams([unit], world.device)
     return layer, unit
 

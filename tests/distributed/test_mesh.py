@@ -18,7 +18,7 @@ from meshwright.schedules.registry import build
 from meshwright.schedules.schedule import looped, rank_of, vee
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
+from meshwright.spec.plan import DATA_AXES, BatchPlan, MeshAxis, Plan
 from tests.distributed.pool import Pool
 
 AXES = {
@@ -53,12 +53,12 @@ def groups_of(world: World, axes: tuple[tuple[str, int], ...]) -> dict[str, Any]
     pipeline, shard = mesh.axis_size("pipeline"), mesh.axis_size("shard")
     pair = mesh.pair(0, pipeline - 1) if pipeline > 1 else None
     found["pair"] = members(pair, world.rank) if pair is not None else None
-    shards = mesh.devices if mesh.devices.ndim == 1 else mesh.devices["shard"]
+    shards = mesh.shards
     found["shards"] = (members(shards.get_group(), world.rank), shards.size(), shards.get_local_rank())
-    found["names"] = mesh.devices.mesh_dim_names
-    found["devices"] = mesh.devices.mesh.tolist()
+    found["names"] = shards.mesh_dim_names
+    found["devices"] = shards.mesh.tolist()
     found["place"] = (mesh.coordinate("pipeline"), mesh.coordinate("shard"), pipeline, shard)
-    found["data"] = float(mesh.sum_over_data(torch.tensor([2.0**mesh.rank])))
+    found["data"] = members(mesh.group_over(DATA_AXES), world.rank)[0]
     found["sum"] = float(mesh.sum_over_all(torch.tensor([2.0**mesh.rank])))
     return found
 
@@ -74,13 +74,11 @@ def test_groups_have_the_members_the_layout_says(pool: Pool, name: str) -> None:
         assert found["all"] == ([0, 1, 2, 3], 6)
         shard = list(layout.group("shard", rank))
         assert found["shards"] == ((shard, sum(shard)), layout.size("shard"), place.get("shard", 0))
-        replicas = layout.size("replicate")
-        assert found["names"] == (("replicate", "shard") if replicas > 1 else ("shard",))
-        rows = [list(layout.group("shard", other)) for other in layout.group("replicate", rank)]
-        assert found["devices"] == (rows if replicas > 1 else shard)
+        assert found["names"] == ("shard",)
+        assert found["devices"] == shard
         assert found["place"][:2] == (place.get("pipeline", 0), place.get("shard", 0))
-        data = {r for r in range(4) if layout.coordinates(r).get("pipeline", 0) == place.get("pipeline", 0)}
-        assert found["data"] == sum(2**r for r in data)
+        data = [r for r in range(4) if layout.coordinates(r).get("pipeline", 0) == place.get("pipeline", 0)]
+        assert found["data"] == data
         assert found["sum"] == 15
         last = layout.size("pipeline") - 1
         if last and place["pipeline"] in (0, last):

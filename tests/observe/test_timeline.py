@@ -17,17 +17,17 @@ from meshwright.events.span import Span, StepSpans
 from meshwright.launch.prepare import plan_for
 from meshwright.observe.timeline import measured_timeline
 from meshwright.observe.timeline_files import Measured, Recording, on_one_clock, summary, table, trace_spans
-from meshwright.parallel.apply import training_schedule
 from meshwright.parallel.world import World
 from meshwright.schedules.action import COMPUTE
 from meshwright.schedules.expand import expand
+from meshwright.schedules.of_plan import training_schedule
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.schedules.schedule import Schedule
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Link, Timing
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Layout, stage_table
+from meshwright.spec.layout import Layout
 from meshwright.spec.load import load_run
 from meshwright.spec.run import Assignment
 from meshwright.train.loop import train
@@ -184,10 +184,9 @@ def drawn(pool: Pool, tmp_path: Path, ranks: int, *overrides: str) -> tuple[Path
     assignment = replace(prepared(file, tmp_path, *words).assignment, timeline=(2, 3))
     assert pool.run(body, ranks, assignment) == [None] * ranks
     plan, layers = assignment.plan, assignment.run.model.layers
-    table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
     return (
         Path(assignment.folder) / "timelines" / "steps-2-3.json.gz",
-        training_schedule(plan, table, layers),
+        training_schedule(plan, layers),
         assignment,
     )
 

@@ -9,7 +9,8 @@ import pytest
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.clock import estimated_seconds, simulated_seconds
 from meshwright.planner.data_parallel import choose
-from meshwright.simulator.of_plan import schedule_of, simulate_plan
+from meshwright.schedules.of_plan import training_schedule
+from meshwright.simulator.of_plan import simulate_plan
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
@@ -34,7 +35,7 @@ def test_a_pipeline_alone_gets_a_schedule_that_can_run_and_is_the_fastest_simula
     asked = run(pipeline=pipeline)
     plan, candidates = choose(asked)
     assert plan.axis_size("pipeline") == pipeline and plan.ranks == 8
-    schedule_of(asked.model, plan)
+    training_schedule(plan, asked.model.layers)
     table = stage_table(plan.schedule, pipeline, asked.model.layers)
     assert sorted(layer for row in table for stage in row for layer in stage) == list(range(32))
     played = [c.seconds for c in candidates if c.simulated]

@@ -6,6 +6,8 @@ nothing for dispatch; a tensor that leaves (for a checkpoint) is wrapped back wi
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,11 @@ def like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     )
 
 
-def local_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's part of every gradient that is there."""
-    return [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+def local_gradients(model: nn.Module, copied: Collection[str] = ()) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """This rank's part of every gradient that is there; those of the parameters called `copied` apart, in the second list."""
+    counted: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            (copies if name in copied else counted).append(local(parameter.grad))
+    return counted, copies

@@ -23,13 +23,12 @@ from meshwright.parallel.fsdp import DTYPES, Streams
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import recomputing
 from meshwright.parallel.replicas import ReplicaSums
-from meshwright.parallel.stages import StageTable, keep_only, keeping, make_units, unit_counts
+from meshwright.parallel.stages import keep_only, make_units
 from meshwright.parallel.tied import TiedSum
-from meshwright.schedules.expand import expand
-from meshwright.schedules.looping import forward_only
-from meshwright.schedules.registry import build, entry_of
+from meshwright.schedules.of_plan import evaluation_schedule, training_schedule
+from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.layout import shard_rows, stage_table
+from meshwright.spec.layout import held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 
@@ -52,14 +51,10 @@ class Engine:
         """Whether this rank runs the last stage."""
         return self.training.stages - 1 in self.executor.stages
 
-    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's parts of all gradients, and apart from them those whose squares another rank counts."""
-        counted, copies = [], []
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                elsewhere = self.tied is not None and not self.tied.counts and name == "embed.weight"
-                (copies if elsewhere else counted).append(_local(parameter.grad))
-        return counted, copies
+    @property
+    def copied(self) -> frozenset[str]:
+        """Parameters whose gradients another rank counts in the norm: the second end's copy of a tied weight."""
+        return frozenset() if self.tied is None or self.tied.counts else frozenset({"embed.weight"})
 
 
 def build_engine(spec: ModelSpec, plan: Plan, mesh: Mesh, *, loss_chunk: int, seed: int, plain: bool = False) -> Engine:
@@ -70,20 +65,19 @@ def build_engine(spec: ModelSpec, plan: Plan, mesh: Mesh, *, loss_chunk: int, se
     """
     pipeline_rank, table = (
         mesh.coordinate("pipeline"),
-        stage_table(plan.schedule, mesh.layout.size("pipeline"), spec.layers),
+        stage_table(plan.schedule, mesh.axis_size("pipeline"), spec.layers),
     )
-    training = training_schedule(plan, table, spec.layers)
+    training = training_schedule(plan, spec.layers)
     with torch.device("meta"):
         model = Decoder(spec, loss_chunk=loss_chunk, plain=plain)
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
-    keep_only(model, table[pipeline_rank])
+    keep_only(model, held_parameters(spec, table, pipeline_rank))
     wrap_blocks(model, plan)
     if entry_of(plan.schedule.name).splits_backward:
         for block in model.layers.values():
             split_backward(block)
-    shards = mesh.devices if mesh.devices.ndim == 1 else mesh.devices["shard"]
-    units = make_units(model, table[pipeline_rank], plan, shards)
+    units = make_units(model, table[pipeline_rank], plan, mesh.shards)
     model.to_empty(device=mesh.device)
     initialise_shards(model, spec, seed)
     tied = _tied_sum(model, table, mesh)
@@ -98,24 +92,7 @@ def build_engine(spec: ModelSpec, plan: Plan, mesh: Mesh, *, loss_chunk: int, se
         replicas=_replica_sums(plan, mesh),
         tied=tied,
     )
-    return Engine(model, executor, training, partial(evaluation_schedule, plan, table, spec.layers), tied)
-
-
-def training_schedule(plan: Plan, table: StageTable, layers: int) -> Schedule:
-    """The plan's schedule in unit actions."""
-    stages = build(plan.schedule.name, len(table), plan.batch.accumulate, len(table[0]))
-    gather, reduce = keeping(table, plan, layers)
-    order = "layered" if plan.layered else "depth_first"
-    return expand(stages, unit_counts(table, layers), order=order, gather=gather, reduce=reduce)
-
-
-def evaluation_schedule(plan: Plan, table: StageTable, layers: int, micro_batches: int) -> Schedule:
-    """A pass without backward over the plan's stages, in unit actions."""
-    placement = build(plan.schedule.name, len(table), plan.batch.accumulate, len(table[0])).placement
-    gather, _ = keeping(table, plan, layers)
-    order = "layered" if plan.layered else "depth_first"
-    stages = forward_only(placement, micro_batches)
-    return expand(stages, unit_counts(table, layers), order=order, gather=gather, reduce="never")
+    return Engine(model, executor, training, partial(evaluation_schedule, plan, spec.layers), tied)
 
 
 def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
@@ -126,7 +103,7 @@ def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
     return ReplicaSums(group, DTYPES[reduce] if reduce else None, mesh.device)
 
 
-def _tied_sum(model: Decoder, table: StageTable, mesh: Mesh) -> TiedSum | None:
+def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) -> TiedSum | None:
     """The sum over the two ends of the pipeline, when they share a weight and live on different ranks."""
     first = next(rank for rank, row in enumerate(table) if any(stage.start == 0 for stage in row))
     last = next(rank for rank, row in enumerate(table) if any(stage.stop == model.spec.layers for stage in row))
@@ -135,16 +112,7 @@ def _tied_sum(model: Decoder, table: StageTable, mesh: Mesh) -> TiedSum | None:
     group = mesh.pair(first, last)
     if group is None:
         return None
-    return TiedSum(lambda: _local(_gradient(model.embed.weight)), group, counts=mesh.coordinate("pipeline") == first)
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return TiedSum(model.embed.weight, group, counts=mesh.coordinate("pipeline") == first)
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import DATA_AXES, Plan
+from meshwright.spec.plan import Plan
 
 Parts = tuple[tuple[int, ...], ...]
 """All ranks, each in one part."""
@@ -26,7 +26,7 @@ Parts = tuple[tuple[int, ...], ...]
 class Mesh:
     """The job's ranks arranged by the plan's axes, and the groups along them.
 
-    What is made on first use (`devices`, `group_over`, `pair`, `split`) is collective over all ranks of the job: all must ask for the same
+    What is made on first use (`shards`, `group_over`, `pair`, `split`) is collective over all ranks of the job: all must ask for the same
     things in the same order. An axis of one rank costs nothing.
     """
 
@@ -35,7 +35,7 @@ class Mesh:
         self.world = world
         self.coordinates = layout.coordinates(world.rank)
         self._made: dict[Parts, dist.ProcessGroup] = {}
-        self._devices: DeviceMesh | None = None
+        self._shards: DeviceMesh | None = None
         for axis, size in layout.axes:
             if size > 1:
                 self.group_over((axis,))
@@ -89,33 +89,16 @@ class Mesh:
         return self._made[parts]
 
     @property
-    def devices(self) -> DeviceMesh:
-        """torch's view of the data axes, for FSDP2: (replicate, shard), or (shard) when there is one replica."""
-        if self._devices is None:
-            self._devices = self._device_mesh()
-        return self._devices
-
-    def _device_mesh(self) -> DeviceMesh:
-        names = DATA_AXES if self.axis_size("replicate") > 1 else ("shard",)
-        groups = [self.group(name) or self._alone() for name in names]
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
-        ranks = [
-            [self.layout.rank({**self.coordinates, "replicate": i, "shard": j}) for j in range(self.axis_size("shard"))]
-            for i in range(self.axis_size("replicate"))
-        ]
-        return DeviceMesh.from_group(groups, self.device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+    def shards(self) -> DeviceMesh:
+        """torch's view of the shard axis, for FSDP2."""
+        if self._shards is None:
+            group = self.group("shard") or self._alone()
+            self._shards = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("shard",))
+        return self._shards
 
     def _alone(self) -> dist.ProcessGroup:
         """A group of this rank: FSDP2 wants one even where there is nobody to talk to."""
         return self.split(tuple((rank,) for rank in range(self.layout.ranks)), "alone")
-
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` in place over the ranks that read different samples."""
-        group = self.group_over(DATA_AXES)
-        if group is not None:
-            dist.all_reduce(values, group=group)
-        return values
 
     def sum_over_all(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` in place over all ranks of the job."""

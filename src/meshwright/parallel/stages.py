@@ -5,7 +5,7 @@ A unit is what is gathered, run and reduced together: the embedding, one block, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -14,11 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.parallel.fsdp import ShardedUnit
-from meshwright.schedules.collectives import Gather, Reduce
-from meshwright.spec.plan import LayerStrategy, Plan
+from meshwright.spec.plan import Plan
 
-StageTable = tuple[tuple[range, ...], ...]
-"""By pipeline rank, the layers of its virtual stages (`spec.layout.stage_table`)."""
 Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor]
 
 
@@ -33,17 +30,17 @@ class Unit:
     sharded: ShardedUnit
 
 
-def keep_only(model: Decoder, stages: Sequence[range]) -> None:
-    """Take off a (meta) model what the stages of one rank do not hold. Names stay."""
-    held = {layer for stage in stages for layer in stage}
-    first, last = 0 in held, model.spec.layers - 1 in held
-    for name in [name for name in model.layers if int(name) not in held]:
+def keep_only(model: Decoder, held: Iterable[str]) -> None:
+    """Take off a (meta) model what has none of the parameters called `held` (`spec.layout.held_parameters`). Names stay."""
+    parts = {name.rpartition(".")[0] for name in held}
+    layers = {name.split(".")[1] for name in parts if name.startswith("layers.")}
+    for name in [name for name in model.layers if name not in layers]:
         del model.layers[name]
-    if not first:
+    if "positions" not in parts:
         model.positions = None
-        if not (last and model.spec.tied):
-            model.embed = None  # type: ignore[assignment]
-    if not last:
+    if "embed" not in parts:
+        model.embed = None  # type: ignore[assignment]
+    if "norm" not in parts:  # the head goes with it: a tied one has no parameter of its own
         model.norm = model.head = None  # type: ignore[assignment]
 
 
@@ -92,31 +89,3 @@ def _block_run(block: nn.Module) -> Run:
 
 def _head_run(model: Decoder) -> Run:
     return lambda x, batch, shared: model.finished(x, batch.targets)  # type: ignore[arg-type]
-
-
-def unit_counts(table: StageTable, layers: int) -> list[int]:
-    """Units of every stage of the pipeline, in stage order."""
-    return [len(stage) + (stage.start == 0) + (stage.stop == layers) for stage in _in_order(table)]
-
-
-def keeping(table: StageTable, plan: Plan, layers: int) -> tuple[list[list[Gather]], list[list[Reduce]]]:
-    """By stage and unit, how long gathered weights stay and when gradients are reduced; the model's ends go by the layer beside them."""
-    gathers, reduces = [], []
-    for stage in _in_order(table):
-        strategies = [plan.strategy(layer, layers) for layer in stage]
-        strategies = [strategies[0]] * (stage.start == 0) + strategies + [strategies[-1]] * (stage.stop == layers)
-        gathers.append([_gather(strategy) for strategy in strategies])
-        reduces.append([_reduce(strategy) for strategy in strategies])
-    return gathers, reduces
-
-
-def _gather(strategy: LayerStrategy) -> Gather:
-    return "stretch" if strategy.reshard else "step"
-
-
-def _reduce(strategy: LayerStrategy) -> Reduce:
-    return "stretch" if strategy.gradients == "shard" else "once"
-
-
-def _in_order(table: StageTable) -> list[range]:
-    return sorted((stage for row in table for stage in row), key=lambda stage: stage.start)

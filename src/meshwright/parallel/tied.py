@@ -5,18 +5,18 @@ The sum runs once a step, before the norm. Both copies then take the same update
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 class TiedSum:
-    """Adds the two ends' gradient of one weight. `gradient` gives this rank's shard of it; `counts` says whose copy the norm takes."""
+    """Adds the two ends' gradient of a sharded weight; `counts` says whose copy the norm takes."""
 
-    def __init__(self, gradient: Callable[[], torch.Tensor], group: dist.ProcessGroup, counts: bool) -> None:
-        self._gradient, self._group = gradient, group
+    def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, counts: bool) -> None:
+        self._weight, self._group = weight, group
         self.counts = counts
 
     def sum(self) -> None:
-        dist.all_reduce(self._gradient(), group=self._group)
+        assert isinstance(self._weight.grad, DTensor), "a unit's gradients are shards"
+        dist.all_reduce(self._weight.grad.to_local(), group=self._group)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from meshwright.schedules.of_plan import stage_schedule, training_schedule
 from meshwright.schedules.schedule import Schedule
-from meshwright.simulator.of_plan import schedule_of, stage_schedule, timing_of
+from meshwright.simulator.of_plan import timing_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import Table, Timing
 from meshwright.spec.plan import Plan
@@ -22,7 +23,7 @@ FEW, MORE = 3, 4
 def simulated_seconds(run: RunSpec, plan: Plan) -> float:
     """Seconds of one step, unit by unit, with gathers and reductions."""
     timing = timing_of(run.model, run.train, plan, run.cluster)
-    return _in_line(plan, lambda few: simulate(schedule_of(run.model, few), timing).step_seconds)
+    return _in_line(plan, lambda few: simulate(training_schedule(few, run.model.layers), timing).step_seconds)
 
 
 def estimated_seconds(run: RunSpec, plan: Plan) -> float:
@@ -32,8 +33,8 @@ def estimated_seconds(run: RunSpec, plan: Plan) -> float:
         timing, forward=_summed(timing.forward), backward_input=_summed(timing.backward_input),
         backward_weight=_summed(timing.backward_weight), unshard=(), reduce=(), replicate=(),
     )  # fmt: skip
-    played = _in_line(plan, lambda few: simulate(stage_schedule(run.model, few), whole).step_seconds)
-    schedule = stage_schedule(run.model, plan)
+    played = _in_line(plan, lambda few: simulate(stage_schedule(few, run.model.layers), whole).step_seconds)
+    schedule = stage_schedule(plan, run.model.layers)
     return played + max(_not_hidden(plan, timing, schedule, rank) for rank in range(schedule.ranks))
 
 

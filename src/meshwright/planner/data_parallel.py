@@ -177,8 +177,13 @@ def _strategies(pins: PlanPins, gradients: Gradients | None = None) -> list[tupl
 
 def _others(pins: PlanPins) -> dict[str, int]:
     """Pinned axes that are not data axes, outermost first: the pipeline crosses the slowest links, tensor the fastest."""
-    sizes = {axis: getattr(pins, axis) or 1 for axis in ("pipeline", "context_ring", "context_ulysses", "tensor")}
-    return {axis: size for axis, size in sizes.items() if size > 1}
+    sizes = {
+        "pipeline": pins.pipeline,
+        "context_ring": pins.context_ring,
+        "context_ulysses": pins.context_ulysses,
+        "tensor": pins.tensor,
+    }
+    return {axis: size for axis, size in sizes.items() if size and size > 1}
 
 
 def _plan(

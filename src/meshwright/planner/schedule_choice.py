@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import get_args
 
+from meshwright.planner.candidate import pins_of
 from meshwright.schedules.registry import refusal
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
@@ -21,7 +21,7 @@ def schedules_for(run: RunSpec, micro_batches: int) -> list[SchedulePlan]:
 
     Raises BadInput when the pinned stages are in no schedule's order.
     """
-    pins = run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+    pins = pins_of(run)
     pipeline = pins.pipeline or 1
     chosen: tuple[ScheduleName, ...] = ("1f1b",) if run.cluster.gpu not in CHIPS else get_args(ScheduleName)
     names = (pins.schedule,) if pins.schedule else chosen if pipeline > 1 else ("1f1b",)
@@ -41,7 +41,7 @@ def schedules_for(run: RunSpec, micro_batches: int) -> list[SchedulePlan]:
 
 def pinned_refusal(run: RunSpec, micro_batches: int) -> str | None:
     """Why the pinned schedule cannot be made for so many micro-batches, or None when it can or none is pinned."""
-    pins = run.plan if isinstance(run.plan, PlanPins) else PlanPins()
+    pins = pins_of(run)
     if pins.schedule is None:
         return None
     pipeline = pins.pipeline or 1
@@ -50,17 +50,17 @@ def pinned_refusal(run: RunSpec, micro_batches: int) -> str | None:
 
 def _with_stages(name: ScheduleName, pins: PlanPins, pipeline: int, run: RunSpec) -> tuple[SchedulePlan, int]:
     """The schedule with its stages written out, and the stages of each rank. Raises ValueError as `stage_table` does."""
-    layers, stages = run.model.layers, pins.stages or ()
-    if name == "breadth_first" and pipeline > 1 and not stages:
-        stages = _modular(pipeline, layers)
-    elif not stages:
-        table = balanced_stages(name, pipeline, layers, _head_in_layers(run))
-        stages = tuple(tuple(_text(held) for held in row) for row in table)
-    schedule = SchedulePlan(name=name, stages=stages)
-    table = stage_table(schedule, pipeline, layers)
+    layers = run.model.layers
+    if pins.stages:
+        table = stage_table(SchedulePlan(name=name, stages=pins.stages), pipeline, layers)
+    else:
+        # A breadth-first pipeline gets a stage for every layer (the modular pipeline, arXiv 2106.02679): larger ones would keep all
+        # micro-batches to themselves until their last layer, and the ranks behind them idle.
+        each = layers // pipeline if name == "breadth_first" and pipeline > 1 else None
+        table = balanced_stages(name, pipeline, layers, _head_in_layers(run), each)
     if len(table) == len(table[0]) == 1:
         return SchedulePlan(name=name), 1
-    texts = tuple(tuple(_text(held) for held in row) for row in table)
+    texts = tuple(tuple(f"{held.start}-{held.stop - 1}" for held in row) for row in table)
     return SchedulePlan(name=name, stages=texts), len(table[0])
 
 
@@ -69,19 +69,3 @@ def _head_in_layers(run: RunSpec) -> float:
     model, seq = run.model, run.train.seq_len
     one, two = (flops_per_token(replace(model, layers=layers), seq, causal=True) for layers in (1, 2))
     return (2 * one - two) / (two - one)
-
-
-def _modular(pipeline: int, layers: int) -> tuple[tuple[str, ...], ...]:
-    """A stage for every layer, dealt round (the modular pipeline, arXiv 2106.02679): larger ones would keep all micro-batches to
-    themselves until their last layer, and the ranks behind them idle.
-    """
-    stages = layers // pipeline * pipeline
-    if not stages:
-        raise ValueError(f"{layers} layers cannot fill {pipeline} stages")
-    sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
-    held = [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
-    return tuple(tuple(_text(stage) for stage in held[rank::pipeline]) for rank in range(pipeline))
-
-
-def _text(held: range) -> str:
-    return f"{held.start}-{held.stop - 1}"

@@ -1,23 +1,14 @@
-"""A Plan played before it is run: its schedule in unit actions, what each action takes by the cost model, and the timeline of both.
-
-What the executor will do: units of a stage are the embedding (beside the first layer), each block, and norm with head and loss (beside
-the last layer); `breadth_first` runs all micro-batches of a unit before the next unit; gathers and reductions follow the plan's layer
-strategies, those of the model's ends the strategy of the layer beside them.
-"""
+"""A Plan played before it is run: the schedule that the executor plays too, what each action takes by the cost model, and the timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from meshwright.costs.memory import activation_bytes, memory_by_rank
 from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
-from meshwright.schedules.collectives import Gather, Reduce
-from meshwright.schedules.expand import expand
 from meshwright.schedules.memory import peak_in_flight
-from meshwright.schedules.registry import build
-from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.of_plan import stage_schedule, stages_of, training_schedule
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.slow_nodes import rank_slowdown
@@ -28,9 +19,8 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import stage_table
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import LayerStrategy, Plan
+from meshwright.spec.plan import Plan
 
 
 def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timeline:
@@ -39,30 +29,7 @@ def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
     Raises BadInput where the cost model says nothing (CPU ranks, an unknown chip or format) and when the schedule cannot be made for the
     plan's micro-batches and stages.
     """
-    return simulate(schedule_of(model, plan), timing_of(model, train, plan, cluster))
-
-
-def schedule_of(model: ModelSpec, plan: Plan) -> Schedule:
-    """The plan's schedule in unit actions, with gathers and reductions. Raises BadInput when it cannot be made for the plan's sizes."""
-    stages = stages_of(model, plan)
-    strategies = [[_strategy(model, plan, unit) for unit in units_of(model, stage)] for stage in stages]
-    gather: list[list[Gather]] = [[_gather(plan, one) for one in row] for row in strategies]
-    reduce: list[list[Reduce]] = [[_reduce(plan, one) for one in row] for row in strategies]
-    order = "layered" if plan.layered else "depth_first"
-    units = [len(row) for row in strategies]
-    return expand(stage_schedule(model, plan), units, order=order, gather=gather, reduce=reduce)
-
-
-def stage_schedule(model: ModelSpec, plan: Plan) -> Schedule:
-    """The same in stage actions, before it is cut into units."""
-    rows = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    return _built(plan.schedule.name, len(rows), plan.batch.accumulate, len(rows[0]))
-
-
-def stages_of(model: ModelSpec, plan: Plan) -> tuple[range, ...]:
-    """Layers of every virtual stage, in the order a micro-batch visits them."""
-    rows = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    return tuple(sorted((stage for row in rows for stage in row), key=lambda stage: stage.start))
+    return simulate(training_schedule(plan, model.layers), timing_of(model, train, plan, cluster))
 
 
 def units_of(model: ModelSpec, stage: range) -> list[Unit]:
@@ -73,8 +40,9 @@ def units_of(model: ModelSpec, stage: range) -> list[Unit]:
 
 
 def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> tuple[dict[str, int], ...]:
-    """Bytes by kind of every pipeline rank, with as many forwards alive as the plan's schedule holds. Raises BadInput as `schedule_of`."""
-    alive = peak_in_flight(stage_schedule(model, plan), activation_bytes(model, train, plan))
+    """Bytes by kind of every pipeline rank, with as many forwards alive as the plan's schedule holds. Raises BadInput as
+    `training_schedule` does."""
+    alive = peak_in_flight(stage_schedule(plan, model.layers), activation_bytes(model, train, plan))
     return memory_by_rank(model, train, plan, cpu=cpu, alive=alive)
 
 
@@ -82,9 +50,9 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     """How long every action of the plan takes, by the cost model. Raises BadInput where it says nothing."""
     cluster = as_nodes(cluster)
     priced = priced_or_refused(model, train, plan, cluster)
-    schedule = stage_schedule(model, plan)
+    schedule = stage_schedule(plan, model.layers)
     held = schedule.rank_of
-    stages = [units_of(model, stage) for stage in stages_of(model, plan)]
+    stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]
     costs = UnitCosts(model, plan, priced, tied_apart=held[0] != held[-1])
     compute = [[costs.compute(unit) for unit in row] for row in stages]
     for stages_held in schedule.placement:  # a rank's host time of one micro-batch, booked where its first stage begins
@@ -138,26 +106,3 @@ def _optimizer(costs: UnitCosts, plan: Plan, stages: Sequence[Sequence[Unit]]) -
 
 def _column(rows: Sequence[Sequence[Seconds]], name: str) -> Table:
     return [[getattr(one, name) for one in row] for row in rows]
-
-
-def _strategy(model: ModelSpec, plan: Plan, unit: Unit) -> LayerStrategy:
-    layer = {"embed": 0, "head": model.layers - 1}[unit] if isinstance(unit, str) else unit
-    return plan.strategy(layer, model.layers)
-
-
-def _gather(plan: Plan, strategy: LayerStrategy) -> Gather:
-    if shard_size(plan) == 1:
-        return "never"
-    return "stretch" if strategy.reshard else "step"
-
-
-def _reduce(plan: Plan, strategy: LayerStrategy) -> Reduce:
-    if shard_size(plan) * plan.axis_size("replicate") == 1:
-        return "never"
-    # Without shards nothing is kept smaller by reducing early, and replicas sum once a step in any case.
-    return "stretch" if strategy.gradients == "shard" and shard_size(plan) > 1 else "once"
-
-
-@lru_cache(maxsize=128)
-def _built(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
-    return build(name, ranks, micro_batches, stages_per_rank)

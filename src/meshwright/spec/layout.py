@@ -104,12 +104,14 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
     return table
 
 
-def balanced_stages(name: str, pipeline: int, layers: int, head: float) -> tuple[tuple[range, ...], ...]:
+def balanced_stages(
+    name: str, pipeline: int, layers: int, head: float, per_rank: int | None = None
+) -> tuple[tuple[range, ...], ...]:
     """Even stages, but for the last: it also has the head, which takes as long as `head` layers, and gets fewer layers for it.
 
-    Raises ValueError when there are more stages than layers.
+    `per_rank` stages on each rank, as many as the schedule needs when left out. Raises ValueError when there are more stages than layers.
     """
-    per_rank = STAGES_PER_RANK.get(name, 1)
+    per_rank = STAGES_PER_RANK.get(name, 1) if per_rank is None else max(1, per_rank)
     stages = pipeline * per_rank
     if layers < stages:
         raise ValueError(f"{layers} layers cannot fill {stages} stages")

@@ -16,6 +16,7 @@ from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import clip_gradients
+from meshwright.optim.shards import local_gradients
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.executor import Closing
 from meshwright.parallel.mesh import Mesh
@@ -49,7 +50,7 @@ def train_step(
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def clip() -> None:
-        gradients, copies = engine.gradients()
+        gradients, copies = local_gradients(engine.model, engine.copied)
         norm.copy_(clip_gradients(gradients, clip_norm, mesh.group_over(("pipeline", "shard")), copies))
 
     def update() -> None:

@@ -1,0 +1,73 @@
+"""The schedule that a Plan asks for: the one list that the simulator times and the executor plays.
+
+Units of a stage are the embedding (beside the first layer), each block, and norm with head and loss (beside the last layer);
+`breadth_first` runs all micro-batches of a unit before the next unit; gathers and reductions follow the plan's layer strategies, those of
+the model's ends the strategy of the layer beside them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from meshwright.schedules.collectives import Gather, Reduce
+from meshwright.schedules.expand import Order, expand
+from meshwright.schedules.looping import forward_only
+from meshwright.schedules.registry import build
+from meshwright.schedules.schedule import Schedule
+from meshwright.spec.layout import stage_table
+from meshwright.spec.plan import LayerStrategy, Plan
+
+
+def training_schedule(plan: Plan, layers: int) -> Schedule:
+    """A step of a model of `layers` blocks, in unit actions. Raises BadInput when it cannot be made for the plan's sizes."""
+    strategies = _strategies(plan, layers)
+    gather = [[_gather(one) for one in row] for row in strategies]
+    reduce = [[_reduce(one) for one in row] for row in strategies]
+    units = [len(row) for row in strategies]
+    return expand(stage_schedule(plan, layers), units, order=_order(plan), gather=gather, reduce=reduce)
+
+
+def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
+    """A pass without backward over the same stages, in unit actions."""
+    strategies = _strategies(plan, layers)
+    gather = [[_gather(one) for one in row] for row in strategies]
+    stages = forward_only(stage_schedule(plan, layers).placement, micro_batches)
+    return expand(stages, [len(row) for row in strategies], order=_order(plan), gather=gather, reduce="never")
+
+
+def stage_schedule(plan: Plan, layers: int) -> Schedule:
+    """A step in stage actions, before it is cut into units."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
+    return _built(plan.schedule.name, len(table), plan.batch.accumulate, len(table[0]))
+
+
+def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
+    """Layers of every virtual stage, in the order a micro-batch visits them."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
+    return tuple(sorted((stage for row in table for stage in row), key=lambda stage: stage.start))
+
+
+def _strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
+    """By stage and unit."""
+    rows = []
+    for stage in stages_of(plan, layers):
+        blocks = [plan.strategy(layer, layers) for layer in stage]
+        rows.append([*blocks[: stage.start == 0], *blocks, *blocks[len(blocks) - (stage.stop == layers) :]])
+    return rows
+
+
+def _gather(strategy: LayerStrategy) -> Gather:
+    return "stretch" if strategy.reshard else "step"
+
+
+def _reduce(strategy: LayerStrategy) -> Reduce:
+    return "stretch" if strategy.gradients == "shard" else "once"
+
+
+def _order(plan: Plan) -> Order:
+    return "layered" if plan.layered else "depth_first"
+
+
+@lru_cache(maxsize=128)  # the planner asks for the same ones under every batch and strategy
+def _built(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
+    return build(name, ranks, micro_batches, stages_per_rank)
