@@ -142,7 +142,6 @@ def test_channels_take_six_splits_at_most_and_one_group_each(
         groups = [*channels._outgoing.values(), *channels._incoming.values()]
         assert len({id(group) for group in groups}) == len(groups)
         assert all(len(cast(Any, group).ranks) == 2 for group in groups)
-        assert channels.sent_bytes == {}
         orders.add(str(splits))
     assert len(orders) == 1
 

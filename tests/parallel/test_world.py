@@ -72,7 +72,6 @@ def world(rank: int, node_ranks: int | None = None) -> World:
 def test_nodes_are_those_of_the_launcher_unless_the_host_plays_several() -> None:
     assert [world(0).node(rank) for rank in (0, 7)] == [0, 0]
     assert [world(0, 4).node(rank) for rank in (0, 3, 4, 7)] == [0, 0, 1, 1]
-    assert [world(5, 4).same_node(rank) for rank in (0, 3, 4, 7)] == [False, False, True, True]
 
 
 def test_memory_is_shared_inside_a_node_only() -> None:

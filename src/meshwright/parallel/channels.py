@@ -95,8 +95,6 @@ class Channels:
         self._mesh = mesh
         self._outgoing: dict[int, dist.ProcessGroup] = {}
         self._incoming: dict[int, dist.ProcessGroup] = {}
-        self.sent_bytes: dict[int, int] = {}
-        """Bytes sent so far, by receiving pipeline rank."""
         self._timed = False
 
     def connect(self, sender: int, receiver: int, group: dist.ProcessGroup) -> None:
@@ -111,7 +109,6 @@ class Channels:
 
     def send(self, peer: int, tensor: torch.Tensor) -> Transfer:
         """Begin to send `tensor` to pipeline rank `peer`; it must not be written to before the transfer is waited for."""
-        self.sent_bytes[peer] = self.sent_bytes.get(peer, 0) + tensor.nbytes
         return _send(tensor.detach().contiguous(), self._outgoing[peer])
 
     def recv(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> Transfer:
@@ -126,16 +123,6 @@ class Channels:
             for group in {*self._outgoing.values(), *self._incoming.values()}:
                 group._enable_collectives_timing()  # type: ignore[attr-defined]
         self._timed = True
-
-    def crosses_nodes(self, peer: int) -> bool:
-        """Whether pipeline rank `peer`, at this rank's other coordinates, lives on another node."""
-        other = self._mesh.layout.rank({**self._mesh.coordinates, "pipeline": peer})
-        return not self._mesh.world.same_node(other)
-
-    @property
-    def cross_node_bytes(self) -> int:
-        """Bytes sent so far to other nodes."""
-        return sum(count for peer, count in self.sent_bytes.items() if self.crosses_nodes(peer))
 
 
 def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:

@@ -61,10 +61,6 @@ class World:
         """The node `rank` lives on; nodes are filled in rank order."""
         return rank // self.ranks_per_node
 
-    def same_node(self, rank: int) -> bool:
-        """Whether `rank` lives on this rank's node."""
-        return self.node(rank) == self.node(self.rank)
-
     def refuse_across_nodes(self, ranks: Sequence[int], what: str) -> None:
         """Raise BadInput when `ranks` live on several nodes.
 
