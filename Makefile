@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint docs bench-plan fit-costs clean
+.PHONY: quickstart test lint docs bench-plan bench-own fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -24,8 +24,14 @@ docs: $(VENV)/.installed
 bench-plan: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_plan.py
 
+bench-own: $(VENV)/.installed
+	$(BIN)/python benchmarks/accuracy.py
+
 fit-costs: $(VENV)/.installed
 	$(BIN)/python benchmarks/fit_costs.py
+
+fit-own: $(VENV)/.installed
+	$(BIN)/python benchmarks/fit_own.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

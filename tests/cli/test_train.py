@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from meshwright.launch.prepare import plan_yaml, prepare_run
+from meshwright.observe.account import read_account
 from meshwright.observe.metrics import read_metrics
+from meshwright.spec.fields import to_plain
+from meshwright.spec.load import load_plan, load_run
+from meshwright.spec.plan import Predicted
 from tests.cli.command import meshwright, train_here
 from tests.cli.conftest import ONE
 
@@ -51,6 +58,39 @@ def test_another_configuration_is_not_resumed(finished: Path, tiny: Path, launch
     ):
         assert line in answer.err
     assert "train.seq_len" not in answer.err and "--fresh" in answer.err
+
+
+def test_a_run_is_held_to_what_was_predicted_behind_its_warm_up_and_at_its_end(tiny: Path, tmp_path: Path) -> None:
+    answer = train_here(tiny, ONE, "train.steps=17", "--runs", tmp_path)
+    assert answer.code == 0, answer.err
+    told = [line for line in answer.err.splitlines() if line.startswith("steps ")]
+    assert len(told) == 2 and told[0].startswith("steps 6 to 15: step ") and told[1].startswith("steps 6 to 17: step ")
+    run = tmp_path / "tiny"
+    plan = load_plan(run / "plan.yaml")
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "account"]
+    assert [line["step"] for line in lines] == [16, 17]
+    assert plan.predicted is not None
+    assert all(line["memory_bytes"]["predicted"] == plan.predicted.memory_peak_bytes for line in lines)
+    kept = read_account(lines[-1])
+    assert json.loads((run / "summary.json").read_text())["account"] == to_plain(kept)
+    steps = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+    assert kept.step_seconds.measured == pytest.approx(median(line["step_seconds"] for line in steps[5:]))
+    assert "Predicted and measured" in (run / "report.html").read_text()
+    assert meshwright("report", run, "--json").json["account"] == to_plain(kept)
+
+
+def test_a_run_of_a_few_steps_is_held_to_nothing(finished: Path) -> None:
+    assert not [line for line in read_metrics(finished / "metrics.jsonl") if line["kind"] == "account"]
+    assert "account" not in json.loads((finished / "summary.json").read_text())
+    assert meshwright("report", finished, "--json").json["account"] is None
+
+
+def test_a_plan_file_s_own_figures_bind_nothing(finished: Path, tiny: Path, tmp_path: Path) -> None:
+    plan = load_plan(finished / "plan.yaml")
+    file = tmp_path / "plan.yaml"
+    file.write_text(plan_yaml(replace(plan, predicted=Predicted(memory_peak_bytes=1, step_seconds=1e-9))))
+    folder = prepare_run(load_run(tiny, [ONE, f"plan={file}"]), tmp_path, fresh=False, profile=None, note=print).folder
+    assert load_plan(folder / "plan.yaml").predicted == plan.predicted
 
 
 def test_fresh_starts_beside_it(finished: Path, tiny: Path) -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.costs.memory import FRAMEWORK_BYTES, activation_bytes, memory_by_kind, memory_by_rank
+from meshwright.costs.account import Formats
+from meshwright.costs.memory import FRAMEWORK_BYTES, activation_bytes, allocated, memory_by_kind, memory_by_rank
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameter_count
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, SchedulePlan
+from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, SchedulePlan
 
 HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
 MODEL = ModelSpec(
@@ -20,8 +21,15 @@ TOKENS, MICRO_BATCHES = 2 * 2048, 4
 BLOCK = HIDDEN * (1024 + 1024) + 1024 * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN
 """qkv, out, gate-up and down, two norms."""
 TABLE = VOCAB * HIDDEN
-KEPT = 2 * (4 * HIDDEN + 2 * 1024 + 2 * 512 + 2 * FFN + FFN)
-"""bf16 bytes of one token in one block: two residuals, two norms' outputs, queries and attention's output, keys and values, the MLP."""
+QKV = 1024 + 2 * 512
+KEPT = 2 * (4 * HIDDEN + QKV + 1024 + 512 + 1024 + 2 * FFN + FFN)
+"""bf16 bytes of one token in one block: two residuals, two norms' outputs, the joined projection that values are a view of, turned
+queries and keys, attention's output, the MLP."""
+MADE = TOKENS * 2 * (2 * FFN + HIDDEN)
+"""Bytes of gradients in a block's backward: gate and up, and the stream."""
+SCRATCH = Formats.workspace
+HEAD = 1024 * VOCAB * 2 + 2 * 4 * TABLE + 2 * TOKENS * HIDDEN * 2
+"""A chunk's logits, the head's gradient in fp32 and the product that is added to it, hidden states and their gradient."""
 STREAM = TOKENS * HIDDEN * 2
 """One micro-batch's residual stream in bf16."""
 
@@ -50,9 +58,9 @@ def test_one_rank_of_four_shards() -> None:
         "weights": 4 * mine,
         "gradients": 4 * mine,
         "optimizer": 8 * mine,
-        "gathered": 2 * (2 * BLOCK + 2 * TABLE + HIDDEN) + 4 * 2 * TABLE,
-        "activations": TOKENS * LAYERS * KEPT,
-        "logits": 1024 * VOCAB * 6 + 4 * TABLE + 2 * STREAM,
+        "gathered": 2 * (2 * BLOCK + 2 * (TABLE + HIDDEN)),  # two blocks, the head and the buffer it was gathered in
+        "activations": TOKENS * LAYERS * KEPT + SCRATCH,
+        "logits": HEAD,
         "framework": FRAMEWORK_BYTES["cuda"],
     }
 
@@ -63,9 +71,12 @@ def test_a_pipeline_rank_holds_its_stages_and_its_end_of_the_model() -> None:
     assert first["weights"] == 4 * (half + TABLE) // 2
     assert second["weights"] == 4 * (half + HIDDEN + TABLE) // 2
     assert second["optimizer"] == 2 * second["weights"]
-    assert (first["activations"], second["activations"]) == (7_000_000_000, 3_000_000_000)
-    assert (first["logits"], second["logits"]) == (0, 1024 * VOCAB * 6 + 4 * TABLE + 2 * STREAM)
-    assert first["gathered"] == 2 * (2 * BLOCK + TABLE) + 4 * 2 * TABLE
+    assert (first["activations"], second["activations"]) == (
+        7_000_000_000 + MADE + SCRATCH,
+        3_000_000_000 + SCRATCH,
+    )
+    assert (first["logits"], second["logits"]) == (0, HEAD)
+    assert first["gathered"] == 2 * 3 * BLOCK + 4 * BLOCK * 3 // 2 + 2 * BLOCK
     assert first["transfers"] == second["transfers"] == (2 + 1) * STREAM
 
 
@@ -89,7 +100,9 @@ def test_the_fullest_rank_is_reported() -> None:
 def test_a_middle_stage_has_no_end_of_the_model() -> None:
     rows = memory_by_rank(MODEL, TRAIN, plan({"pipeline": 4, "shard": 1}), cpu=False)
     assert rows[1]["weights"] == 4 * LAYERS // 4 * BLOCK
-    assert rows[1]["gathered"] == 2 * 2 * BLOCK + 4 * 2 * BLOCK
+    assert (
+        rows[1]["gathered"] == 2 * 2 * BLOCK + 4 * 2 * BLOCK + 2 * BLOCK
+    )  # alone, a unit's gradients are copied once more
     assert rows[1]["logits"] == 0
 
 
@@ -107,14 +120,22 @@ def test_activations_by_virtual_stage() -> None:
     assert found == tuple(TOKENS * layers * KEPT for layers in (2, 3, 1, 2))
 
 
+def test_the_first_backward_may_be_the_fuller_moment() -> None:
+    """One block whole again and its gradients, while the head's are reduced: in fp32, whole and a fourth, beside a block's in bf16."""
+    found = kinds(plan({"shard": 4}, recompute="full"))
+    assert found["activations"] == LAYERS * STREAM + TOKENS * KEPT + MADE + SCRATCH
+    assert found["gathered"] == 2 * (2 * BLOCK + 2 * (TABLE + HIDDEN)) + 4 * (TABLE + HIDDEN) * 5 // 4 + 2 * BLOCK
+    assert found["logits"] == STREAM
+
+
 def test_layered_accumulation_keeps_every_micro_batch_and_two_units() -> None:
     found = kinds(plan({"shard": 4}, "breadth_first", reshard=True, recompute="full"))
     kept = MICRO_BATCHES * LAYERS * STREAM  # each block's input
     between = MICRO_BATCHES * STREAM  # each micro-batch's gradient between two units
-    assert found["activations"] == kept + between + TOKENS * KEPT
-    assert found["gathered"] == kinds(plan({"shard": 4}, reshard=True))["gathered"]
-    # Every micro-batch's loss has made its gradients before the first backward; the head's are summed as they come.
-    assert found["logits"] == 1024 * VOCAB * 6 + 4 * TABLE + MICRO_BATCHES * STREAM + STREAM
+    assert found["activations"] == kept + between + TOKENS * KEPT + MADE + SCRATCH
+    # A block's gradients are summed in fp32 until its last micro-batch.
+    assert found["gathered"] == kinds(plan({"shard": 4}, recompute="full"))["gathered"] + 4 * BLOCK
+    assert found["logits"] == MICRO_BATCHES * STREAM
 
 
 def test_earlier_micro_batches_leave_their_gradients() -> None:
@@ -133,7 +154,7 @@ def test_the_end_of_backward_may_be_the_fuller_moment() -> None:
     """Layered, a rank's gradients come as its activations go; copies that travel between replicas wait there too."""
     short = replace(TRAIN, seq_len=16)
     found = memory_by_kind(MODEL, short, plan({"replicate": 2, "shard": 2}, "breadth_first"), cpu=False)
-    assert found["activations"] == 0
+    assert found["activations"] == SCRATCH
     assert found["gradients"] == 4 * parameter_count(MODEL) // 2
     narrow = plan({"replicate": 2, "shard": 2}, "breadth_first")
     narrow = replace(narrow, precision=replace(narrow.precision, reduce_replicas="bf16"))
@@ -144,6 +165,69 @@ def test_the_end_of_backward_may_be_the_fuller_moment() -> None:
 
 @pytest.mark.parametrize("axis", ["context_ring", "context_ulysses", "tensor"])
 def test_splitting_a_sequence_or_a_matrix_splits_activations_and_states(axis: str) -> None:
-    one, two = kinds(plan({"shard": 2})), kinds(plan({"shard": 2, axis: 2}))
-    for kind in ("weights", "optimizer", "activations"):
+    short = replace(TRAIN, loss_chunk=128)  # the head is not the fuller moment
+    meshes = ({"shard": 2}, {"shard": 2, axis: 2})
+    one, two = (memory_by_kind(MODEL, short, plan(mesh, recompute="full"), cpu=False) for mesh in meshes)
+    for kind in ("weights", "optimizer"):
         assert two[kind] == pytest.approx(one[kind] / 2, rel=1e-3), kind
+    others = TOKENS // 2 * 2 * (4 * HIDDEN if axis == "tensor" else QKV)  # what the block at work was sent
+    assert two["activations"] - SCRATCH - others == pytest.approx((one["activations"] - SCRATCH) / 2, rel=1e-3)
+
+
+def test_two_layers_of_one_micro_batch_stay_where_activations_are_offloaded() -> None:
+    away = plan({"shard": 4}, offload="activations")
+    assert activation_bytes(MODEL, TRAIN, away) == (0.0,)
+    assert kinds(away)["activations"] == 2 * TOKENS * KEPT + SCRATCH
+    half = replace(away, layers=(LayerStrategy(range="0-3", offload="activations"), LayerStrategy(range="4-7")))
+    assert kinds(half)["activations"] == 6 * TOKENS * KEPT + SCRATCH
+
+
+def test_an_optimizer_in_host_memory_leaves_the_compute_format_and_the_sums() -> None:
+    """Master weights and moments go; bf16 shards stay to gather from, and gradients are summed on the device."""
+    here, away = (kinds(plan({"shard": 4}, offload=kept)) for kept in ("none", "optimizer"))
+    assert (2 * away["weights"], away["optimizer"]) == (here["weights"], 0)
+    assert all(away[kind] == here[kind] for kind in ("gradients", "gathered", "activations"))
+    half = replace(
+        plan({"shard": 4}), layers=(LayerStrategy(range="0-3", offload="optimizer"), LayerStrategy(range="4-7"))
+    )
+    assert kinds(half)["optimizer"] == pytest.approx(here["optimizer"] * (1 - 4 * BLOCK / parameter_count(MODEL)))
+
+
+def test_layers_may_differ() -> None:
+    """Half of the blocks recomputed, the other half gathered for the step."""
+    mixed = replace(
+        plan({"shard": 4}),
+        layers=(LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-7", reshard=False)),
+    )
+    found, plain = kinds(mixed), kinds(plan({"shard": 4}, recompute="full"))
+    assert found["activations"] == 4 * STREAM + 4 * TOKENS * KEPT + TOKENS * KEPT + MADE + SCRATCH
+    assert found["gathered"] - plain["gathered"] == 2 * (
+        2 * BLOCK + TABLE
+    )  # two blocks more, and the embedding beside the head
+
+
+MIXTURE = replace(MODEL, experts=8, experts_per_token=2, expert_hidden=2048, first_dense_layers=2)
+EXPERT = 3 * HIDDEN * 2048
+ATTENTION = HIDDEN * (1024 + QKV) + 2 * HIDDEN
+
+
+def test_experts_are_spread_and_sharded_by_their_own_fold() -> None:
+    """6 of 8 layers have 8 experts: 4 ranks hold two of each, or every rank a fourth of each; either way a fourth of the states."""
+    folds = [
+        replace(plan({"shard": 4}, recompute="full"), experts=ExpertPlan(expert=n, expert_shard=4 // n))
+        for n in (1, 2, 4)
+    ]
+    rows = [memory_by_kind(MIXTURE, TRAIN, fold, cpu=False) for fold in folds]
+    assert {row["weights"] for row in rows} == {parameter_count(MIXTURE)}
+    block = ATTENTION + HIDDEN * 8
+    for row, held in zip(rows, (8, 4, 2), strict=True):
+        here = block + held * EXPERT
+        reduced = max(4 * here * 5 // 4, 4 * (TABLE + HIDDEN) * 5 // 4)
+        assert row["gathered"] == 2 * (2 * here + 2 * (TABLE + HIDDEN)) + reduced + 2 * here
+    routed = 2 * (4 * HIDDEN + QKV + 1024 + 512 + 1024 + 2 * 3 * 2048 + 2 * 2 * HIDDEN + 8)
+    assert activation_bytes(MIXTURE, TRAIN, plan({"shard": 4})) == (TOKENS * (2 * KEPT + 6 * routed),)
+
+
+def test_what_an_allocator_sees_leaves_the_framework_out() -> None:
+    found = kinds(plan({"shard": 4}))
+    assert allocated(found) == sum(found.values()) - FRAMEWORK_BYTES["cuda"]

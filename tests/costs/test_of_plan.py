@@ -1,47 +1,102 @@
+"""The closed form of a Plan: what makes a step longer, and whom it prices."""
+
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from meshwright.costs.of_plan import plan_time
-from meshwright.planner.data_parallel import choose
+from meshwright.costs.of_plan import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, as_nodes, plan_time, pricing
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec, NodeGroup
-from meshwright.spec.plan import PlanPins
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.spec.presets import MODEL_PRESETS
-from meshwright.spec.run import ModelSection, RunSpec
+
+LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+NODE = ClusterSpec(gpu="H200", gpus_per_node=8)
+TWO_NODES = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=8)
 
 
-def seconds(cluster: ClusterSpec, **pins: object) -> float:
-    """The middle of the prediction for Llama-3-8B, two sequences of 8192 on each GPU."""
-    model = from_plain(ModelSection, MODEL_PRESETS["llama3-8b"])
-    train = TrainSpec(steps=1, global_batch=2 * cluster.ranks, seq_len=8192)
-    run = RunSpec(name="x", model=model, train=train, cluster=cluster, plan=PlanPins(**pins))
-    time = plan_time(model, train, choose(run)[0], cluster)
+def plan_of(mesh: dict[str, int], micro: int = 1, accumulate: int = 2, schedule: str = "1f1b", **layer: Any) -> Plan:
+    data = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    return Plan(
+        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in mesh.items()),  # type: ignore[arg-type]
+        batch=BatchPlan(global_batch=data * micro * accumulate, micro_batch=micro, accumulate=accumulate),
+        schedule=SchedulePlan(name=schedule),  # type: ignore[arg-type]
+        layers=(LayerStrategy(**layer),),
+    )
+
+
+def seconds(plan: Plan, cluster: ClusterSpec = NODE, model: ModelSpec = LLAMA) -> float:
+    """The middle of the prediction for sequences of 8192."""
+    time = plan_time(model, TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=8192), plan, cluster)
     assert time is not None and time.low < time.seconds < time.high
     assert sum(time.breakdown.values()) == pytest.approx(time.seconds, rel=0.02)
     return time.seconds
 
 
-TWO_NODES = {"gpu": "H200", "nodes": 2, "gpus_per_node": 8}
-
-
 def test_a_slow_network_and_a_slow_group_show() -> None:
-    fast = seconds(ClusterSpec(**TWO_NODES))
-    assert seconds(ClusterSpec(**TWO_NODES, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0))) > 1.5 * fast
-    assert seconds(ClusterSpec(**TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),))) > 1.5 * fast
+    given = plan_of({"shard": 16})
+    fast = seconds(given, TWO_NODES)
+    assert seconds(given, replace(TWO_NODES, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0))) > 1.5 * fast
+    assert seconds(given, replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),))) > 1.5 * fast
 
 
 def test_recompute_and_small_micro_batches_cost_time() -> None:
-    node = ClusterSpec(gpu="H200", gpus_per_node=8)
-    plain = seconds(node)
-    assert plain < seconds(node, micro_batch=1) < seconds(node, recompute="full")
+    plain = plan_of({"shard": 8}, micro=2, accumulate=1)
+    small = plan_of({"shard": 8}, micro=1, accumulate=2)
+    modes = [seconds(replace(plain, layers=(LayerStrategy(recompute=mode),))) for mode in ("none", "selective", "full")]
+    assert modes == sorted(modes) and len(set(modes)) == 3
+    assert modes[0] < seconds(small)
 
 
-def test_it_says_nothing_of_what_it_does_not_know() -> None:
-    model = from_plain(ModelSection, {**MODEL_PRESETS["llama-nano"], "vocab_size": 4096})
-    train = TrainSpec(steps=1, global_batch=2, seq_len=64)
-    cluster = ClusterSpec(gpu="cpu", gpus_per_node=2)
-    run = RunSpec(name="x", model=model, train=train, cluster=cluster)
-    assert plan_time(model, train, choose(run)[0], cluster) is None
+def test_full_recompute_repeats_all_but_the_last_product() -> None:
+    """Two thirds of the products' work is backward, so a forward more would be a third more."""
+    plain, full = (seconds(plan_of({"shard": 8}, micro=4, recompute=mode)) for mode in ("none", "full"))
+    assert 1.15 < full / plain < 1.33
+
+
+@pytest.mark.parametrize(
+    "layer, other", [({"reshard": False}, {"reshard": True}), ({"gradients": "whole"}, {"gradients": "shard"})]
+)
+def test_what_crosses_a_slow_network_once_a_step_is_cheaper_than_once_a_micro_batch(
+    layer: dict[str, Any], other: dict[str, Any]
+) -> None:
+    played = replace(NODE, emulate_nodes=2)
+    once, each = (seconds(plan_of({"shard": 8}, accumulate=8, **kind), played) for kind in (layer, other))
+    assert once < 0.8 * each
+
+
+def test_narrow_sums_between_replicas_save_time_over_tcp() -> None:
+    wide = plan_of({"replicate": 2, "shard": 4})
+    narrow = replace(wide, precision=Precision(reduce_replicas="bf16"))
+    played = replace(NODE, emulate_nodes=2)
+    assert seconds(narrow, played) < 0.9 * seconds(wide, played)
+    assert seconds(wide) < seconds(wide, played)
+
+
+def test_a_vocabulary_that_is_no_multiple_of_eight_slows_the_head() -> None:
+    given = plan_of({"shard": 8})
+    ragged, even = (seconds(given, model=replace(LLAMA, vocab_size=size)) for size in (128257, 128256))
+    assert ragged > 1.2 * even
+
+
+def test_an_emulated_node_sends_no_more_than_loopback_gives() -> None:
+    ports = []
+    for ranks in (2, 4, 8):
+        network = as_nodes(ClusterSpec(gpu="H200", gpus_per_node=ranks, emulate_nodes=2)).network
+        assert network is not None and network.fabric == "tcp" and network.port_gb_per_s is not None
+        ports.append(network.port_gb_per_s)
+        assert network.port_gb_per_s * ranks / 2 <= LOOPBACK_GB_PER_S
+    assert ports[0] == LOOPBACK_PORT_GB_PER_S and ports == sorted(ports, reverse=True)
+
+
+def test_it_says_nothing_of_chips_that_nobody_measured() -> None:
+    given = plan_of({"shard": 2})
+    train = TrainSpec(steps=1, global_batch=given.batch.global_batch, seq_len=64)
+    unknown = ClusterSpec(gpu="X1", gpus_per_node=2)
+    assert plan_time(LLAMA, train, given, unknown) is None and pricing(LLAMA, train, given, unknown) is None

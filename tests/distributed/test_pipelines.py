@@ -75,6 +75,23 @@ def test_any_plan_goes_on_with_a_pipelines_run(
     compare([first, rest], one_rank)
 
 
+def test_a_plan_file_may_order_its_axes(
+    pool: Pool, tiny: Path, tmp_path: Path, stopped: tuple[Path, list[Seen]], one_rank: Seen
+) -> None:
+    """Stages side by side and copies across: data, checkpoint, validation and norm follow the order in the file."""
+    runs, first = stopped
+    shutil.copytree(runs / "tiny", tmp_path / "tiny")
+    file = tmp_path / "plan.yaml"
+    mesh = "[{axis: replicate, size: 2}, {axis: pipeline, size: 2}, {axis: shard, size: 1}]"
+    batch = "{global_batch: 8, micro_batch: 1, accumulate: 4}"
+    precision = "{compute: fp32, reduce: fp32}"
+    file.write_text(f"mesh: {mesh}\nbatch: {batch}\nschedule: {{name: 1f1b}}\nprecision: {precision}\ncompile: false\n")
+    rest = trained(pool, tiny, tmp_path, "cluster.gpus_per_node=4", f"plan={file}", DEEP)
+    layers = [{part for name in each.tensors for part in name.split(".") if part.isdigit()} for each in rest]
+    assert layers == [{"0", "1"}, {"2", "3"}, set(), set()]  # the first copy alone writes
+    compare([first, rest], one_rank)
+
+
 def test_a_pipeline_goes_on_with_any_plans_run(pool: Pool, tiny: Path, tmp_path: Path, one_rank: Seen) -> None:
     """From plan to plan in one run, each but the first a pipeline."""
     parts = [

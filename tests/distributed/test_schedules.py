@@ -33,13 +33,16 @@ class Case:
     recompute: str = "none"
     stages: tuple[tuple[str, ...], ...] = ()
     compile: bool = False
+    order: tuple[str, ...] = ("pipeline", "replicate", "shard")
+    """Axes, outermost first."""
 
     @property
     def plan(self) -> Plan:
         sizes = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
         data = self.replicate * self.shard
+        axes = [MeshAxis(axis=name, size=sizes[name]) for name in self.order]  # type: ignore[arg-type]
         return Plan(
-            mesh=tuple(MeshAxis(axis=name, size=size) for name, size in sizes.items() if size > 1 or name == "shard"),
+            mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard"),
             batch=BatchPlan(global_batch=BATCH, micro_batch=self.micro, accumulate=BATCH // (data * self.micro)),
             schedule=SchedulePlan(name=self.schedule, stages=self.stages),
             layers=(LayerStrategy(reshard=self.reshard, gradients=self.gradients, recompute=self.recompute),),
@@ -85,6 +88,16 @@ EIGHT_RANKS = [
 ]
 
 
+INSIDE, BETWEEN = ("replicate", "shard", "pipeline"), ("replicate", "pipeline", "shard")
+ORDERS = [
+    Case("1f1b", pipeline=2, shard=2, order=INSIDE),
+    Case("zbv", pipeline=2, replicate=2, order=BETWEEN),
+    Case("interleaved", pipeline=2, replicate=2, shard=2, order=BETWEEN),
+    Case("1f1b", pipeline=2, replicate=2, shard=2, order=("shard", "pipeline", "replicate")),
+]
+"""Axes in other orders on the network: stages inside a node, copies or shards across."""
+
+
 def check(pool: Pool, case: Case, tied: bool) -> None:
     spec = DEEP_TIED if tied else DEEP
     results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
@@ -109,6 +122,11 @@ def test_four_ranks(pool: Pool, case: Case) -> None:
 
 @pytest.mark.parametrize("case", FOUR_RANKS_TIED, ids=str)
 def test_four_ranks_tied(pool: Pool, case: Case) -> None:
+    check(pool, case, tied=True)
+
+
+@pytest.mark.parametrize("case", ORDERS, ids=str)
+def test_axes_in_any_order(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
 

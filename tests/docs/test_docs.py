@@ -48,8 +48,14 @@ NOT_RUN = {
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
     ),
     ("docs/getting-started.md", "#!/bin/bash"),
+    ("docs/profile.md", "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json"),
+    (
+        "docs/profile.md",
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
+    ),
+    ("docs/profile.md", "meshwright profile --from-run runs/quickstart --out here.json"),
 }
-"""Blocks marked `norun`, by their first line: they need GPUs, several hosts, or the network."""
+"""Blocks marked `norun`, by their first line: they need GPUs, several hosts, the network, or a longer run than the one made here."""
 LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
 SOURCES = 40
 

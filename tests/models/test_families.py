@@ -9,12 +9,15 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.models.check import check_dimensions
 from meshwright.models.families import folder_spec, from_hf_config, hf_tensors, to_hf_config
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.fields import from_plain
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.model import ModelSpec, parameters, plan_only
 from meshwright.spec.presets import MODEL_PRESETS
 from tests.models.tiny import GPT2, LLAMA, PARALLEL, QWEN3, SCALED, SLIDING
+
+TRAINED = [name for name, dimensions in MODEL_PRESETS.items() if not plan_only(from_plain(ModelSpec, dimensions))]
 
 
 def read(config):
@@ -22,7 +25,7 @@ def read(config):
     return from_plain(ModelSpec, fields)
 
 
-@pytest.mark.parametrize("name", list(MODEL_PRESETS))
+@pytest.mark.parametrize("name", TRAINED)
 def test_every_preset_survives_the_round_trip(name):
     spec = from_plain(ModelSpec, {**MODEL_PRESETS[name], "vocab_size": MODEL_PRESETS[name]["vocab_size"] or 4096})
     assert read(json.loads(json.dumps(to_hf_config(spec)))) == spec
@@ -175,3 +178,10 @@ def test_a_folder_without_a_usable_config_is_named(tmp_path):
 def test_none_of_this_needs_torch():
     code = "import sys; sys.modules['torch'] = None; import meshwright.models.families"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_mixture_of_experts_is_refused_by_name() -> None:
+    spec = from_plain(ModelSpec, MODEL_PRESETS["mixtral-8x7b"])
+    for refuse in (check_dimensions, to_hf_config):
+        with pytest.raises(BadInput, match="model.experts 8: this release plans and simulates mixtures of experts"):
+            refuse(spec)

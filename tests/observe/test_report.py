@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
+from meshwright.observe.account import account, typical
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.report import _figures, render, write_report
 from meshwright.observe.report_charts import Sheet
@@ -14,7 +15,7 @@ from meshwright.observe.runfolder import read_run
 from meshwright.observe.svg import Axis
 from meshwright.spec.fields import to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, Predicted
+from meshwright.spec.plan import BatchPlan, Breakdown, LayerStrategy, MeshAxis, Plan, Precision, Predicted
 from meshwright.spec.presets import MODEL_PRESETS
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \" ' & {{}} https://evil.example/x.js"
@@ -108,6 +109,21 @@ def folder(tmp_path):
     return run
 
 
+PREDICTED = Predicted(
+    memory_peak_bytes=9 << 30,
+    step_seconds=0.4,
+    low_seconds=0.35,
+    high_seconds=0.45,
+    breakdown=Breakdown(compute=0.3, exposed={"shard": 0.06}, bubble=0.04),
+)
+
+
+def write_account(folder, predicted=PREDICTED, **changes):
+    found = typical(read_run(folder).steps)
+    with MetricsWriter(folder / "metrics.jsonl", resume_from=40) as writer:
+        writer.write_account(40, {**to_plain(account(predicted, found)), **changes})
+
+
 def page_of(folder):
     return Page(write_report(folder).read_text(encoding="utf-8"))
 
@@ -141,6 +157,58 @@ def test_the_report_holds_everything_a_run_left(folder):
     assert "checkpoint written" in page.text and "2.13.0" in page.text and "16.0 GiB" in page.text
     assert "step-00000020" in page.text and "not committed" in page.text and "partial" not in page.text
     assert "Not in this report" not in page.text
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(folder):
+    write_account(folder)
+    page = page_of(folder)
+    shown = page.text.partition("Predicted and measured")[2].partition("Why this plan")[0]
+    for text in ("Step time400 ms350 ms to 450 ms500 ms+25.0%", "MFU, causal50.0%", "9.00 GiB8.00 GiB-11.1%"):
+        assert text in shown, text
+    for text in (
+        "predicted 360 ms measured 450 ms",
+        "predicted 40.0 ms measured 50.0 ms",
+        "exposed shard",
+        "--from-run",
+    ):
+        assert text in shown, text
+    assert page.classes().count("slim") == 6 and "off" in page.classes()
+
+
+def test_without_figures_of_the_device_the_card_has_a_table_and_no_bars(folder):
+    write_account(folder, Predicted(memory_peak_bytes=9 << 30))
+    page = page_of(folder)
+    assert "no step time was predicted" in page.text and "Step time–500 ms" in page.text
+    assert "slim" not in page.classes()
+
+
+def test_a_run_that_was_not_held_to_account_has_no_card(folder):
+    assert "Predicted and measured" not in page_of(folder).text
+
+
+def test_an_account_that_cannot_be_read_is_named(folder):
+    write_account(folder, mfu={"measured": HOSTILE})
+    page = page_of(folder)
+    assert "the account after step 40: not an account" in page.text and "Predicted and measured" not in page.text
+
+
+def test_parts_with_hostile_names_are_only_shown(folder):
+    write_account(folder, parts=[{"name": HOSTILE, "measured": {HOSTILE: 1.0}, "predicted": {}}])
+    page = page_of(folder)
+    assert page.text.count(HOSTILE) == 2 and page.tags.count("script") == 2 and "img" not in page.tags
+
+
+def test_on_a_gpu_allocated_memory_is_compared_without_the_framework_s(folder):
+    kinds = {"weights": 8 << 30, "framework": 1 << 30}
+    said = {"memory_peak_bytes": 9 << 30, "memory_bytes": kinds}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan(predicted=said)))
+    write_metrics(folder, 5, memory_allocated_peak_bytes=6 << 30)
+    assert "6.00 GiB (-25.0%), 8.00 GiB reserved" in page_of(folder).text
+
+
+def test_the_memory_picture_shows_the_fullest_rank(folder):
+    write_account(folder, memory_bytes={"measured": 10 << 30, "predicted": 9 << 30})
+    assert "10.0 GiB (+11.1%)" in page_of(folder).text
 
 
 def test_parameters_are_counted_from_the_configuration(folder):

@@ -198,14 +198,22 @@ def read_trace(file: Path) -> tuple[dict[int, str], list[dict]]:
     return names, [{**e, "lane": lanes[e["pid"], e["tid"]]} for e in events if e["ph"] == "X"]
 
 
+def measured_rank(names: dict[int, str]) -> dict[int, int]:
+    """The process of every measured rank in a trace."""
+    ranks = [pid for pid, name in names.items() if name.startswith("measured: rank ")]
+    return {int(names[pid].removeprefix("measured: rank ").partition(" ")[0]): pid for pid in ranks}
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe_v"])
 def test_a_pipeline_run_draws_what_its_schedule_says(pool: Pool, tmp_path: Path, schedule: str) -> None:
     file, played, _ = drawn(pool, tmp_path, 2, "plan.pipeline=2", f"plan.schedule={schedule}")
     names, events = read_trace(file)
-    assert [names[rank].partition(" (")[0] for rank in (0, 1)] == ["measured: rank 0", "measured: rank 1"]
+    assert [names[rank] for rank in (0, 1)] == ["predicted: pipeline rank 0", "predicted: pipeline rank 1"]
+    process = measured_rank(names)
+    assert list(process) == [0, 1]
     for rank in (0, 1):
         for step in (2, 3):
-            mine = [e for e in events if e["pid"] == rank and e["args"]["step"] == step]
+            mine = [e for e in events if e["pid"] == process[rank] and e["args"]["step"] == step]
             row = [part for action in played.actions[rank] for part in action.parts]
             run = [e["name"] for e in mine if e["lane"] == "compute"]
             assert run == [p.label for p in row if p.kind in COMPUTE or p.kind in ("norm_barrier", "optim")]
@@ -217,8 +225,8 @@ def test_a_pipeline_run_draws_what_its_schedule_says(pool: Pool, tmp_path: Path,
                 ]
     found = json.loads(file.with_name("steps-2-3.summary.json").read_text())
     assert found["steps"] == [2, 3] and found["ranks"] == 2
-    assert found["predicted"] is None and found["not_predicted"] == "the cost model knows GPUs only"
-    for row in (found["measured"], *found["by_step"]):
+    assert found["predicted"].keys() == found["measured"].keys() and found["not_predicted"] is None
+    for row in (found["measured"], found["predicted"], *found["by_step"]):
         assert 0 <= row["bubble"] < 1
         parts = [row[key] for key in row if key not in ("step", "step_seconds", "bubble")]
         assert sum(parts) == pytest.approx(row["step_seconds"])
@@ -228,17 +236,18 @@ def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path) -> Non
     words = ("plan.pipeline=2", "plan.schedule=breadth_first", "plan.shard=1", "plan.replicate=2")
     file, played, _ = drawn(pool, tmp_path / "replicate", 4, *words)
     sums = [action.label for action in played.actions[0] if action.kind == "reduce_grad"]
-    _, events = read_trace(file)
-    of_step = [e for e in events if e["pid"] == 0 and e["args"]["step"] == 2]
+    names, events = read_trace(file)
+    first = measured_rank(names)[0]
+    of_step = [e for e in events if e["pid"] == first and e["args"]["step"] == 2]
     assert [e["name"] for e in of_step if e["lane"] == "replicate"] == sums
     assert not [e for e in of_step if e["lane"] in ("unshard", "reduce")]  # nobody to gather from
 
     file, played, _ = drawn(
         pool, tmp_path / "shard", 4, "plan.pipeline=2", "plan.schedule=1f1b", "plan.shard=2", "plan.reshard=true"
     )
-    _, events = read_trace(file)
-    for rank in range(4):
-        of_step = [e for e in events if e["pid"] == rank and e["args"]["step"] == 3]
+    names, events = read_trace(file)
+    for rank, process in measured_rank(names).items():
+        of_step = [e for e in events if e["pid"] == process and e["args"]["step"] == 3]
         for lane, kind in (("unshard", "unshard"), ("reduce", "reduce_grad")):
             row = [action.label for action in played.actions[rank // 2] if action.kind == kind]
             assert [e["name"] for e in of_step if e["lane"] == lane] == row

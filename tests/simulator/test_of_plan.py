@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.costs.of_plan import plan_time
+from meshwright.costs.memory import activation_bytes
+from meshwright.costs.of_plan import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, plan_time
 from meshwright.schedules.check import check
 from meshwright.schedules.of_plan import stages_of, training_schedule
 from meshwright.simulator.of_plan import memory_of, simulate_plan, timing_of
@@ -53,9 +54,8 @@ def test_one_rank_without_sharding_takes_what_the_closed_form_says(mesh: dict[st
     given = plan(mesh, micro=2, recompute=recompute)
     closed = plan_time(LLAMA, job(given), given, NODE)
     assert closed is not None
-    close = (
-        0.001 if "context_ring" not in mesh else 0.05
-    )  # context ranks hold shards of the weights too, and gather them
+    # Weights that the next use needs again stay; context ranks hold shards of the weights too, and gather them.
+    close = 0.005 if "context_ring" not in mesh else 0.05
     assert play(given).step_seconds == pytest.approx(closed.seconds, rel=close)
 
 
@@ -128,8 +128,9 @@ def test_every_schedule_of_a_plan_is_complete_and_does_all_the_work(schedule: st
     timing, timeline = timing_of(LLAMA, job(given), given, NODE), play(given)
     columns = (timing.forward, timing.backward_input, timing.backward_weight)
     work = 8 * sum(sum(row) for column in columns for row in column)
+    copies = sum(sum(row) for table in (timing.copy_out, timing.copy_in, timing.accumulate) for row in table)
     slowed = sum(timeline.compute_seconds)
-    assert work <= slowed + 1e-9 and slowed <= work * timing.collective_slowdown
+    assert work <= slowed + 1e-9 and slowed <= (work + 16 * copies) * timing.collective_slowdown
 
 
 def test_gathers_and_reductions_share_a_communicator_and_not_a_row() -> None:
@@ -155,7 +156,7 @@ def test_boundaries_take_the_link_they_cross() -> None:
     across, inside = plan({"pipeline": 2, "shard": 8}), plan({"pipeline": 4, "shard": 4})
     share = timing_of(LLAMA, job(across), across, replace(two, network=TCP)).between(0, 1).bytes_per_second
     own = timing_of(LLAMA, job(across), across, replace(two, network=replace(TCP, fabric="infiniband"))).between(0, 1)
-    assert share == pytest.approx(own.bytes_per_second)  # all 8 send
+    assert 0.7 * own.bytes_per_second < share <= own.bytes_per_second  # all 8 send, and TCP fills a port less well
     timing = timing_of(LLAMA, job(inside), inside, replace(two, network=TCP))
     assert timing.between(1, 2).bytes_per_second == pytest.approx(2 * share)
     assert timing.between(0, 1).bytes_per_second > 20 * share
@@ -165,7 +166,7 @@ def test_boundaries_take_the_link_they_cross() -> None:
 def test_a_host_that_plays_nodes_is_those_nodes() -> None:
     played, real = replace(NODE, emulate_nodes=2), ClusterSpec(gpu="H200", nodes=2, gpus_per_node=4)
     given = plan({"pipeline": 2, "shard": 4})
-    network = NetworkSpec(fabric="tcp", port_gb_per_s=13 / 4)
+    network = NetworkSpec(fabric="tcp", port_gb_per_s=min(LOOPBACK_GB_PER_S / 4, LOOPBACK_PORT_GB_PER_S))
     assert play(given, played).step_seconds == play(given, replace(real, network=network)).step_seconds
     assert play(given, played).step_seconds > play(given).step_seconds
 
@@ -183,9 +184,10 @@ def test_memory_is_the_schedule_s() -> None:
     """1F1B holds min(m, p − r) micro-batches on rank r; GPipe all of them (arXiv 2006.09503)."""
     one, all_of_them = (plan({"pipeline": 4, "shard": 1}, 1, 8, name) for name in ("1f1b", "gpipe"))
     rows, piled = (memory_of(NARROW, job(one), given, cpu=False) for given in (one, all_of_them))
-    first = rows[0]["activations"]
-    assert [row["activations"] / first for row in rows] == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
-    assert [row["activations"] / first for row in piled] == pytest.approx([2, 2, 2, 2])
+    one_held = activation_bytes(NARROW, job(one), one)[0]
+    beside = rows[3]["activations"] - one_held  # of the block at work
+    assert [round((row["activations"] - beside) / one_held, 3) for row in rows] == [4, 3, 2, 1]
+    assert [round((row["activations"] - beside) / one_held, 3) for row in piled] == [8, 8, 8, 8]
 
 
 def test_units_hold_every_parameter_once() -> None:
@@ -194,8 +196,8 @@ def test_units_hold_every_parameter_once() -> None:
     timing = timing_of(LLAMA, job(given), given, NODE)
     block = sum(row.count for row in layer_parameters(LLAMA, 0)) * 2 / 2  # bf16, half of it from the other rank
     bandwidth = CHIPS["H200"].link
-    assert timing.unshard[1][0] == pytest.approx(block / bandwidth, rel=0.2)
-    assert timing.reduce[1][0] == pytest.approx(2 * timing.unshard[1][0], rel=0.1)  # fp32
+    assert block / bandwidth < timing.unshard[1][0] < 2 * block / bandwidth
+    assert timing.unshard[1][0] < timing.reduce[1][0] <= 2 * timing.unshard[1][0]  # fp32, at one start
 
 
 def test_narrow_replica_sums_take_half_the_time() -> None:
@@ -203,10 +205,10 @@ def test_narrow_replica_sums_take_half_the_time() -> None:
     narrow = replace(given, precision=Precision(reduce_replicas="bf16"))
     cluster = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=4, network=TCP)
     wide, half = (timing_of(LLAMA, job(given), one, cluster).replicate[0][5] for one in (given, narrow))
-    assert half == pytest.approx(wide / 2, rel=0.02)
+    assert wide / 2 <= half < 0.55 * wide  # what the backward beside it takes does not shrink
 
 
-@pytest.mark.parametrize("cluster", [ClusterSpec(gpu="cpu", gpus_per_node=2), ClusterSpec(gpu="V100", gpus_per_node=8)])
+@pytest.mark.parametrize("cluster", [ClusterSpec(gpu="X1", gpus_per_node=2), ClusterSpec(gpu="V100", gpus_per_node=8)])
 def test_what_the_cost_model_does_not_know_is_refused(cluster: ClusterSpec) -> None:
     with pytest.raises(BadInput, match=f"no figures for {cluster.gpu} in bf16.*H200"):
         play(plan({"shard": 2}), cluster)

@@ -1,5 +1,6 @@
 """The simulator against durations worked out by hand, and against a slower one that knows only the rules."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -99,6 +100,60 @@ def test_collectives_slow_compute_down_while_they_run():
     )
 
 
+def test_sums_over_replicas_slow_compute_down_by_a_factor_of_their_own():
+    schedule = expand(build("gpipe", 1, 1), 2, gather="never")
+    ones = [[1.0, 1.0]]
+    timing = Timing(
+        forward=ones, backward_input=ones, backward_weight=ones, replicate=[[0.0, 1.5]], replicate_slowdown=3.0
+    )
+    assert spans_of(simulate(schedule, timing), "backward") == [(2, 4), (4, 7)]
+    assert simulate(schedule, replace(timing, replicate_slowdown=1.0)).step_seconds == 6
+
+
+def test_a_reduction_may_have_to_wait_for_the_one_before_and_compute_with_it():
+    """Units of 1 s forward and 2 s backward, reduced in 5 s."""
+    schedule = expand(build("gpipe", 1, 1), 3, gather="never")
+    ones = [[1.0] * 3]
+    timing = Timing(forward=ones, backward_input=ones, backward_weight=ones, reduce=[[5.0] * 3])
+    assert spans_of(simulate(schedule, timing), "backward") == [(3, 5), (5, 7), (7, 9)]
+    one = simulate(schedule, replace(timing, one_reduction=True))
+    assert spans_of(one, "backward") == [(3, 5), (5, 7), (10, 12)]
+    assert spans_of(one, "reduce_grad") == [(5, 10), (10, 15), (15, 20)]
+    assert one.exposed["shard"] == 3.0 + 3.0 + 5.0
+
+
+COPIED = Timing(
+    forward=[[1.0] * 2], backward_input=[[1.0] * 2], backward_weight=[[1.0] * 2], copy_out=[[0.25, 0.5]], copy_in=[[2.0, 4.0]],
+    accumulate=[[8.0, 16.0]],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("gather, gathers", [("never", 0), ("step", 1), ("stretch", 6)])
+def test_compute_copies_what_was_gathered_once_a_gather(gather, gathers):
+    schedule = expand(build("1f1b", 1, 3), 2, gather=gather, reduce="never")
+    plain = simulate(schedule, replace(COPIED, copy_out=(), accumulate=())).step_seconds
+    copied = simulate(schedule, replace(COPIED, accumulate=())).step_seconds
+    count = Counter(action.unit for action in schedule.actions[0] if action.kind == "unshard")
+    assert sum(count.values()) >= gathers
+    assert copied - plain == 0.25 * count[0] + 0.5 * count[1]
+
+
+def test_gradients_are_added_up_only_where_several_are_reduced_together():
+    def seconds(batches, reduce):
+        return simulate(expand(build("1f1b", 1, batches), 2, gather="never", reduce=reduce), COPIED).step_seconds
+
+    assert seconds(1, "once") == 6 + 6, "one micro-batch: copied in as it is"
+    assert seconds(3, "stretch") == 3 * (6 + 6), "each by itself"
+    assert seconds(3, "once") == 3 * 6 + 6 + 3 * 24
+
+
+def test_the_loss_makes_its_gradients_in_its_forward():
+    schedule = expand(build("gpipe", 1, 2), 2, gather="never", reduce="once")
+    timeline = simulate(schedule, replace(COPIED, copy_in=()))
+    assert [end - start for start, end in spans_of(timeline, "forward")] == [1, 17, 1, 17]
+    assert sorted(end - start for start, end in spans_of(timeline, "backward")) == [2, 2, 10, 10]
+
+
 def test_a_slow_rank_holds_up_the_pipeline():
     schedule = build("1f1b", 2, 8)
     usual = simulate(schedule, even(2))
@@ -169,10 +224,11 @@ def test_a_timing_that_does_not_fit_is_refused(wrong, reason):
 
 
 def test_work_slows_down_only_inside_busy_intervals():
-    assert stretched(0.0, 2.0, [], 2.0) == 2.0
-    assert stretched(0.0, 2.0, [(1.0, 5.0)], 2.0) == 3.0
-    assert stretched(0.0, 2.0, [(1.0, 2.0), (1.5, 2.0)], 2.0) == 2.5, "two at once count once"
-    assert stretched(3.0, 2.0, [(0.0, 1.0), (3.5, 4.5)], 4.0) == 5.75
+    assert stretched(0.0, 2.0, []) == 2.0
+    assert stretched(0.0, 2.0, [(1.0, 5.0, 2.0)]) == 3.0
+    assert stretched(0.0, 2.0, [(1.0, 2.0, 2.0), (1.5, 2.0, 2.0)]) == 2.5, "two at once count once"
+    assert stretched(0.0, 2.0, [(0.0, 2.0, 2.0), (1.0, 4.0, 4.0)]) == 4.75, "the slower of two counts"
+    assert stretched(3.0, 2.0, [(0.0, 1.0, 4.0), (3.5, 4.5, 4.0)]) == 5.75
 
 
 seconds = st.integers(0, 40).map(lambda quarters: quarters / 4)

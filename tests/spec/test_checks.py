@@ -10,6 +10,7 @@ from meshwright.spec.errors import BadConfig, Mistake
 from meshwright.spec.load import load_run
 
 BASE = "model: {preset: llama-nano}\ntrain: {steps: 10, global_batch: 8}\ncluster: {gpus_per_node: 4}\n"
+MIXTURE = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]
 
 
 def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]:
@@ -30,8 +31,13 @@ def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]
         (["train.seq_len=2000"], "train.seq_len", "at most model.max_seq_len = 1024, which can be raised", "1024"),
         (["train.seq_len=2000", "model.positions=learned"], "train.seq_len", "learned positions", "1024"),
         (["train.warmup_steps=10"], "train.warmup_steps", "fewer than train.steps = 10", "1"),
-        (["train.global_batch=9"], "train.global_batch", "a multiple of 4", "12"),
-        (["plan.micro_batch=4"], "train.global_batch", "a multiple of 16 (4 ranks × plan.micro_batch 4)", "16"),
+        (["train.global_batch=9", "plan.shard=4"], "train.global_batch", "a multiple of 4 (plan.shard 4)", "12"),
+        (
+            ["plan={shard: 4, micro_batch: 4}"],
+            "train.global_batch",
+            "a multiple of 16 (plan.shard 4 × plan.micro_batch 4)",
+            "16",
+        ),
         (["plan.shard=3"], "plan.shard", "a divisor of the cluster's 4 ranks", "2"),
         (["plan.replicate=8"], "plan.replicate", "a divisor of the cluster's 4 ranks", "4"),
         (["plan={replicate: 2, shard: 4}"], "plan.shard", "plan.replicate × plan.shard = the cluster's 4 ranks", "2"),
@@ -46,6 +52,15 @@ def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]
         (["plan={layers: [{range: 0-2}, {range: 2-3}]}"], "plan.layers.1.range", "no earlier range covers", None),
         (["plan={layers: [{range: 0-7}]}"], "plan.layers.0.range", "inside layers 0-3", None),
         (["plan={layers: [{range: first}]}"], "plan.layers.0.range", "all, N or FIRST-LAST", None),
+        (["plan={offload: both, layers: [{range: all}]}"], "plan.offload", "inside plan.layers only", None),
+        (["plan.expert=2"], "plan.expert", "no key, as the model is dense", None),
+        (["model.expert_hidden=64"], "model.expert_hidden", "0, as model.experts is 0", "0"),
+        ([*MIXTURE, "model.experts_per_token=9"], "model.experts_per_token", "1 to model.experts = 8", "8"),
+        ([*MIXTURE, "model.expert_hidden=0"], "model.expert_hidden", "the width inside one expert", "640"),
+        ([*MIXTURE, "model.first_dense_layers=4"], "model.first_dense_layers", "fewer than model.layers = 4", "3"),
+        ([*MIXTURE, "plan.expert=3"], "plan.expert", "a divisor of model.experts = 8", "2"),
+        ([*MIXTURE, "plan={expert: 4, shard: 2}"], "plan.expert", "a divisor of plan.shard × context ranks = 2", "2"),
+        (["model.experts=8", "model.expert_hidden=64"], "model.experts_per_token", "1 to model.experts = 8", "1"),
         (["data.mix={}"], "data.mix", "at least one", "stdlib"),
         (["name=a/b"], "name", "a folder name", "a-b"),
         (["name='...'"], "name", "a folder name", None),
@@ -87,6 +102,7 @@ def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
 def test_the_place_is_the_offending_token(tmp_path: Path) -> None:
     text = (
         "model: llama-nano\ntrain:\n  steps: 10\n  warmup_steps: 20\n  global_batch: 3\ncluster: {gpus_per_node: 4}\n"
+        "plan: {shard: 4}\n"
     )
     found = mistakes(tmp_path, text=text)
     assert [(m.key, m.line, m.column) for m in found] == [("train.warmup_steps", 4, 17), ("train.global_batch", 5, 17)]
@@ -100,7 +116,30 @@ def test_a_length_that_comes_from_a_preset_is_placed_where_the_preset_is_named(t
 
 def test_rules_are_checked_beside_unknown_keys_and_not_on_unusable_values(tmp_path: Path) -> None:
     train = "train: {steps: ten, warmup_steps: 20, global_batch: 3, lr: 1}"
-    text = f"model: llama-nano\n{train}\ncluster: {{gpus_per_node: 4}}\n"
+    text = f"model: llama-nano\n{train}\ncluster: {{gpus_per_node: 4}}\nplan: {{shard: 4}}\n"
     assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.global_batch", "train.lr"]
     text = text.replace("cluster: {gpus_per_node: 4}", "cluster: {gpus_per_node: many}")
     assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.lr", "cluster.gpus_per_node"]
+
+
+def test_a_mixture_and_its_fold_pass(tmp_path: Path) -> None:
+    assert mistakes(tmp_path, *MIXTURE, "plan={expert: 4, shard: 4}") == []
+    assert mistakes(tmp_path, *MIXTURE, "plan.offload=optimizer") == []
+
+
+@pytest.mark.parametrize(
+    ("fold", "key", "expected"),
+    [
+        ("{expert: 2, expert_shard: 1}", "experts", "expert × expert_shard = the 4 ranks of shard × context"),
+        ("{expert: 3, expert_shard: 2}", "experts", "expert × expert_shard = the 4 ranks of shard × context"),
+        ("{expert: 4}", "experts.expert", "a divisor of model.experts = 6"),
+    ],
+)
+def test_a_plan_file_s_fold_fits_its_mesh_and_its_model(tmp_path: Path, fold: str, key: str, expected: str) -> None:
+    plan = tmp_path / "plan.yaml"
+    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 1}"
+    plan.write_text(f"mesh: [{{axis: shard, size: 4}}]\n{batch}\nexperts: {fold}\n")
+    words = ["model.experts=6", "model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
+    (mistake,) = mistakes(tmp_path, *words)
+    assert (mistake.key, Path(mistake.file).name) == (key, "plan.yaml")
+    assert expected in mistake.expected

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.spec.layout import Layout, shard_rows
-from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
+from meshwright.spec.layout import STAGES_PER_RANK, V_SCHEDULES, Layout, balanced_stages, shard_rows, stage_table
+from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, SchedulePlan
 
 LAYOUTS = st.builds(
     lambda replicate, shard, outer_shard, per_node: Layout(
@@ -69,3 +70,93 @@ def test_shards_partition_the_rows_as_torch_chunks_them(rows: int, parts: int) -
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == -(-rows // parts)
     assert sum(size not in (0, sizes[0]) for size in sizes) <= 1
+
+
+AXES = ("pipeline", "replicate", "shard", "context_ring", "tensor")
+ORDERED = st.builds(
+    lambda order, sizes: Layout(tuple(zip(order, sizes, strict=True)), 4),
+    st.permutations(AXES),
+    st.tuples(*[st.integers(1, 3)] * len(AXES)),
+)
+
+
+@given(ORDERED, st.sampled_from(AXES))
+def test_members_of_an_axis_are_a_stride_apart(layout: Layout, axis: str) -> None:
+    for group in layout.groups(axis):
+        assert {b - a for a, b in itertools.pairwise(group)} <= {layout.stride(axis)}
+    assert layout.size(axis) > 1 or layout.stride(axis) == 1
+
+
+@given(ORDERED, st.sets(st.sampled_from(AXES), min_size=1))
+def test_members_of_several_axes_are_a_stride_apart_on_average(layout: Layout, axes: set[str]) -> None:
+    """Over the ranks from one group of their outermost axis to the next; where nothing lies between them, every step is that long."""
+    place = layout.coordinates(0)
+    members = [
+        layout.rank(place | dict(zip(axes, at, strict=True)))
+        for at in itertools.product(*(range(layout.size(axis)) for axis in axes))
+    ]
+    long = [layout.stride(axis) * layout.size(axis) for axis in axes if layout.size(axis) > 1]
+    assert layout.stride(*axes) == pytest.approx(max(long, default=1) / len(members))
+    steps = {b - a for a, b in itertools.pairwise(sorted(members))}
+    assert len(steps) != 1 or layout.stride(*axes) == pytest.approx(min(steps))
+
+
+def sizes_of(table: tuple[tuple[range, ...], ...]) -> list[int]:
+    """Layers by stage, in the order of a micro-batch."""
+    return [len(held) for held in sorted((held for row in table for held in row), key=lambda held: held.start)]
+
+
+def owners_of(name: str, pipeline: int, per_rank: int) -> list[int]:
+    down = list(range(pipeline))
+    return [r for turn in range(per_rank) for r in (down[::-1] if name in V_SCHEDULES and turn % 2 else down)]
+
+
+def worst(sizes: tuple[int, ...], owners: list[int], head: float, speeds: tuple[float, ...]) -> tuple[float, float]:
+    """Time of the slowest rank, and of the slowest stage."""
+    work = [size + head * (at == len(sizes) - 1) for at, size in enumerate(sizes)]
+    ranks = [sum(w for w, owner in zip(work, owners, strict=True) if owner == rank) for rank in range(len(speeds))]
+    slowest = max(total / speed for total, speed in zip(ranks, speeds, strict=True))
+    return slowest, max(w / speeds[owner] for w, owner in zip(work, owners, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(("1f1b", "interleaved", "zbv", "breadth_first")),
+    st.integers(1, 4),
+    st.integers(1, 11),
+    st.sampled_from((0.0, 0.5, 1.0, 2.4, 4.0)),
+    st.tuples(*[st.sampled_from((1.0, 1.5, 2.0, 2.7))] * 4),
+)
+def test_no_cut_is_faster(name: str, pipeline: int, layers: int, head: float, four: tuple[float, ...]) -> None:
+    """Against every way to cut the layers: first the slowest rank, then the slowest stage."""
+    speeds, per_rank = four[:pipeline], STAGES_PER_RANK.get(name, 1)
+    owners = owners_of(name, pipeline, per_rank)
+    if layers < len(owners):
+        with pytest.raises(ValueError, match="cannot fill"):
+            balanced_stages(name, pipeline, layers, head, None, speeds)
+        return
+    table = balanced_stages(name, pipeline, layers, head, None, speeds)
+    texts = tuple(tuple(f"{held.start}-{held.stop - 1}" for held in row) for row in table)
+    assert stage_table(SchedulePlan(name=name, stages=texts), pipeline, layers) == table  # type: ignore[arg-type]
+    cuts = itertools.combinations(range(1, layers), len(owners) - 1)
+    best = min(
+        worst(tuple(b - a for a, b in itertools.pairwise((0, *cut, layers))), owners, head, speeds) for cut in cuts
+    )
+    assert worst(tuple(sizes_of(table)), owners, head, speeds) == pytest.approx(best)
+
+
+@given(st.integers(1, 12), st.integers(1, 130), st.sampled_from((0.0, 0.5, 1.0, 2.4, 4.0)))
+def test_equal_ranks_get_equal_layers_but_the_last(pipeline: int, layers: int, head: float) -> None:
+    """In closed form for one stage a rank: the largest last stage that is not the slowest, the others even, the first ones longer."""
+    if layers < pipeline:
+        return
+    last = min(
+        range(1, layers - pipeline + 2),
+        key=lambda size: (max(size + head, -(-(layers - size) // max(1, pipeline - 1))), -size),
+    )
+    others = pipeline - 1
+    expected = [(layers - last) // others + (at < (layers - last) % others) for at in range(others)] + [last]
+    assert sizes_of(balanced_stages("1f1b", pipeline, layers, head)) == (expected if others else [layers])
+    assert balanced_stages("1f1b", pipeline, layers, head, None, (3.0,) * pipeline) == balanced_stages(
+        "1f1b", pipeline, layers, head
+    )

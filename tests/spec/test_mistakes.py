@@ -45,7 +45,7 @@ train:
 cluster: {gpu: h100, gpus_per_node: 3}
 plan:
   shard: 2
-  expert: 2
+  sequence: 2
   reshard: true
   layers:
     - {range: 0}
@@ -65,7 +65,7 @@ FOUND = [
     ("model.seq_len", "seq_len", "lives at train.seq_len", "train.seq_len"),
     ("model.init", "scrach", "checkpoint:DIR", "scratch"),
     ("model.norm_eps", "0", "number (> 0)", None),
-    ("model.moe_experts", "moe_experts", "dense", None),
+    ("model.moe_experts", "moe_experts", "mixture of experts", None),
     ("data.mix", "{}", "at least one", "stdlib"),
     ("data.document_mask", "yes", "true | false", "true"),
     ("data.damaged", "skp", "refuse | skip", "skip"),
@@ -79,7 +79,7 @@ FOUND = [
     ("train.epsilon", ".inf", "number (> 0)", None),
     ("cluster.gpu", "h100", "H200", "H100"),
     ("plan.shard", "2", "divisor of the cluster's 3 ranks", "1"),
-    ("plan.expert", "expert", "plans replicate, shard, pipeline", None),
+    ("plan.sequence", "sequence", "plans replicate, shard, pipeline", None),
     ("plan.layers.0.range", "0}", "text", '"0"'),
     ("plan.layers.1.recompute", "ful}", "none | selective | full", "full"),
     ("checkpoint", "5", "a section (every, keep, at_end)", None),

@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 
 from meshwright.spec.fields import from_plain
-from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count, parameters
+from meshwright.spec.model import (
+    ModelSpec,
+    active_parameter_count,
+    flops_per_token,
+    parameter_count,
+    parameters,
+    plan_only,
+)
 from meshwright.spec.presets import MODEL_PRESETS, run_preset
 
 
@@ -42,6 +49,50 @@ def test_gpt_presets_follow_megatrons_formula(name: str, billions: int) -> None:
     formula = 12 * layers * h * h * (1 + 13 / (12 * h) + (vocab + seq) / (12 * layers * h))
     assert parameter_count(spec) == pytest.approx(formula, rel=1e-6)
     assert parameter_count(spec) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("pangu-alpha-200b", 207, 207),
+    ],
+)
+def test_mixtures_have_their_published_counts_in_billions(name: str, total: float, active: float) -> None:
+    """Of all weights, and of those that one token passes."""
+    assert parameter_count(preset(name)) / 1e9 == pytest.approx(total, rel=2e-3)
+    assert active_parameter_count(preset(name)) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_a_token_s_flops_are_those_of_the_experts_it_passes() -> None:
+    spec = preset("mixtral-8x7b")
+    as_dense = dataclasses.replace(spec, experts=0, ffn_hidden=2 * 14336, family="llama")  # two experts side by side
+    router = 6 * spec.layers * spec.experts * spec.hidden
+    assert flops_per_token(spec, 4096, causal=True) == flops_per_token(as_dense, 4096, causal=True) + router
+
+
+def test_a_layer_s_experts_are_one_tensor() -> None:
+    """Experts along dimension 0; dense layers come first, and the expert of all tokens lies beside the routed ones."""
+    spec = dataclasses.replace(preset("mixtral-8x7b"), layers=2, first_dense_layers=1, shared_expert_hidden=512)
+    rows = {row.name: row.shape for row in parameters(spec)}
+    assert rows["layers.0.mlp.gate_up.weight"] == (2 * 14336, 4096)
+    assert rows["layers.1.moe.router.weight"] == (8, 4096)
+    assert rows["layers.1.moe.experts.gate_up"] == (8, 2 * 14336, 4096)
+    assert rows["layers.1.moe.experts.down"] == (8, 4096, 14336)
+    assert rows["layers.1.moe.shared.gate_up.weight"] == (1024, 4096)
+    assert [row.name for row in parameters(spec) if row.expert] == [
+        "layers.1.moe.experts.gate_up",
+        "layers.1.moe.experts.down",
+    ]
+
+
+def test_what_can_only_be_planned_says_so() -> None:
+    planned = {name for name in MODEL_PRESETS if plan_only(preset(name))}
+    assert planned == {"mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"}
+    assert "model.experts 8" in (plan_only(dataclasses.replace(preset("llama3-8b"), experts=8)) or "")
+    assert "model.family mixtral" in (plan_only(dataclasses.replace(preset("llama3-8b"), family="mixtral")) or "")
 
 
 def test_flops_of_llama3_8b_in_both_conventions() -> None:
@@ -81,7 +132,7 @@ def test_fused_blocks_add_up_and_names_are_unique() -> None:
         assert len({row.name for row in rows}) == len(rows)
         for row in rows:
             assert not row.blocks or sum(size for _, size in row.blocks) == row.shape[0]
-            assert row.decay == (len(row.shape) == 2)
+            assert row.decay == (len(row.shape) > 1)
 
 
 def test_every_preset_starts_within_its_own_length() -> None:

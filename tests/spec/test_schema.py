@@ -99,7 +99,7 @@ BAD: list[dict[str, Any]] = [
     {"train": {"steps": 1.5}},
     {"train": {"beta1": 1.0}},
     {"train": {"schedule": "cosin"}},
-    {"plan": {"expert": 2}},
+    {"plan": {"experts": 2}},
     {"data": {"mix": {"a": 0}}},
     {"data": 5},
     {"plan": {"layers": [{"rnge": "all"}]}},

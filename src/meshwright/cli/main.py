@@ -18,6 +18,7 @@ from meshwright.cli import (
     generate,
     plan,
     predict,
+    profile,
     quickstart,
     report,
     schema,
@@ -41,6 +42,7 @@ app.command()(train.train)
 app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(predict.predict)
+app.command()(profile.profile)
 app.command()(check.check)
 app.add_typer(data.app, name="data")
 app.add_typer(tokenizer.app, name="tokenizer")

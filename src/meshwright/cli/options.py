@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.spec.errors import BadInput, nearest
-from meshwright.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from meshwright.spec.run import RunSpec
 
 Words = Annotated[
     list[str] | None,

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from meshwright.observe.report import write_report
-from meshwright.observe.runfolder import read_run
 from meshwright.spec.errors import BadInput, nearest
 
 
@@ -20,17 +18,24 @@ def report(
     ],
     open_page: Annotated[bool, typer.Option("--open", help="Show it in the web browser.")] = False,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: the path, steps, and what is missing.")
+        bool,
+        typer.Option(
+            "--json", help="Print one JSON object: the path, steps, predicted beside measured, and what is missing."
+        ),
     ] = False,
 ) -> None:
     """Write report.html for a run and print its path.
 
-    One self-contained file: loss, throughput, step time, memory, the plan, samples, configuration. It opens from disk,
+    One self-contained file: loss, throughput, step time, memory, what was predicted, the plan, samples, configuration. It opens from disk,
     needs no network, and is written from metrics.jsonl and its neighbours, so it also serves a run that is still going
     or was stopped.
 
     Example: meshwright report runs/quickstart
     """
+    from meshwright.observe.report import write_report
+    from meshwright.observe.runfolder import read_run
+    from meshwright.spec.fields import to_plain
+
     folder = find_run(run)
     path = write_report(folder)
     if open_page:
@@ -38,7 +43,8 @@ def report(
     if json:
         found = read_run(folder)
         steps = found.steps[-1]["step"] if found.steps else 0
-        print(json_module.dumps({"report": str(path), "steps": steps, "missing": list(found.notes)}))
+        told = to_plain(found.account)
+        print(json_module.dumps({"report": str(path), "steps": steps, "account": told, "missing": list(found.notes)}))
     else:
         print(path)
 

@@ -79,7 +79,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
     from meshwright.spec.fields import to_plain
 
     seconds = timeline.step_seconds
-    low, high = band(seconds)
+    low, high = band(seconds, run.cluster)
     rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
     held = _layers(run, plan)
     ranks = [
@@ -132,7 +132,7 @@ def _rank_names(run: RunSpec, plan: Plan) -> dict[int, str]:
 def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
     from rich.console import Console
 
-    from meshwright.cli.plan import CAUTION, plan_line
+    from meshwright.cli.plan_words import caution, plan_line
     from meshwright.simulator.picture import draw_within
 
     console = Console(highlight=False)
@@ -142,7 +142,8 @@ def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int |
         f"step: [bold]{answer['step_seconds']:.3f} s[/bold], {answer['low_seconds']:.2f} to {answer['high_seconds']:.2f} s with "
         f"{answer['constants']}'s constants; {answer['tokens_per_second']:,.0f} tokens/s, bubble {answer['bubble']:.1%}"
     )
-    console.print(f"  {CAUTION}")
+    if warned := caution():
+        console.print(f"  {warned}")
     for name, seconds in answer["breakdown"].items():
         share = seconds / answer["step_seconds"]
         if share >= SMALLEST:

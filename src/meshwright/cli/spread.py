@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
-from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import Plan
 
 if TYPE_CHECKING:
+    from meshwright.spec.cluster import ClusterSpec
+    from meshwright.spec.model import ModelSpec
+    from meshwright.spec.plan import Plan
     from meshwright.train.spread import Answer, Continuation, Measurement
 
 PlanFile = Annotated[
@@ -69,6 +69,7 @@ def _model_in(folder: Path) -> tuple[ModelSpec, str]:
     from meshwright.checkpoint.verify import newest_checkpoint
     from meshwright.spec.fields import from_plain, to_plain
     from meshwright.spec.load import load_resolved
+    from meshwright.spec.model import ModelSpec
 
     if (folder / "config.json").exists():
         return import_hf(folder)[0], f"hf:{folder}"
@@ -97,6 +98,7 @@ def _check_fit(plan: Plan, model: ModelSpec, file: Path) -> None:
 
 def _cluster(plan: Plan, file: Path, *, launched: bool) -> ClusterSpec:
     from meshwright.launch.machine import found_cluster
+    from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.fields import from_plain
 
     found = from_plain(ClusterSpec, found_cluster())

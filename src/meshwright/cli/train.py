@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from meshwright.cli.options import Runs, Words, load
 from meshwright.spec.errors import BadInput
-from meshwright.spec.run import Assignment, RunSpec
+
+if TYPE_CHECKING:
+    from meshwright.spec.run import Assignment, RunSpec
 
 ProfileSteps = Annotated[
     str | None,

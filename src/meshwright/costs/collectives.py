@@ -55,7 +55,9 @@ def gather(where: Group, k: Constants, size_bytes: Array, messages: Array = 1.0)
 
 def all_reduce(where: Group, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:
     """All-reduce: bytes as a ring (reduce-scatter and all-gather), latency of the better of ring and tree."""
-    wire = 2 * (where.size - 1) / where.size * size_bytes / where.bandwidth
+    wire = (
+        2 * (where.size - 1) / where.size * size_bytes / (where.bandwidth * np.where(where.domains > 1, k.net_sum, 1.0))
+    )
     tree = 2 * (np.log2(where.inside) * k.link_us + np.log2(where.domains) * k.net_us) * 1e-6 + k.start_us * 1e-6
     latency = np.minimum(2 * ring_latency(where, k), tree)
     return np.where(where.size > 1, wire + messages * latency, 0.0)

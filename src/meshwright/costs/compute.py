@@ -65,7 +65,7 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     tails = KERNELS * shape.layers * k.tail_us * 1e-6
     forward = products + core_forward + passes + routed + lowered + tails
     backward = 2 * products + core_backward + 1.5 * passes + 2 * routed + 1.5 * lowered + 1.5 * tails
-    again = np.choose(np.asarray(layout.recompute, dtype=np.int64), np.broadcast_arrays(0.0, core_forward, forward))
+    again = _recomputed(shape, layout, k, forward, np.where(k.compiled > 0, passes + tails / 2, core_forward), speed)
     launches = np.where(layout.recompute == 2, 4 / 3, 1.0)
     across = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
     rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
@@ -73,9 +73,20 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6 + shape.moe_layers * k.moe_us * 1e-6
     half = machine.half_peak * k.gemm / k.slow
     logits = 3 * product(half, k, tokens, shape.hidden, shape.vocab / width)
-    loss = tokens * shape.vocab / width * 16 / memory
+    loss = tokens * shape.vocab / width * k.logit_bytes / memory
+    # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
+    sums = np.ceil(tokens / layout.loss_chunk) * shape.table_params / width * 8 * k.copies / memory
     embed = tokens * shape.hidden * 12 / memory
-    return LayerTime(forward, backward + again, host, logits + loss, embed)
+    ragged = np.where(np.mod(shape.vocab / width, 8) > 1e-6, k.ragged_vocab, 1.0)
+    return LayerTime(forward, backward + again, host, (logits + loss) * ragged + sums, embed)
+
+
+def _recomputed(shape: Shape, layout: Layouts, k: Constants, forward: Array, selective: Array, speed: Array) -> Array:
+    """Device seconds that recompute adds to backward, over all layers."""
+    tokens = layout.micro_batch * layout.seq / layout.context
+    last = shape.dense_layers * product(speed, k, tokens, shape.ffn / layout.tensor, shape.hidden)
+    full = forward - np.where(k.compiled > 0, last, 0.0)
+    return np.choose(np.asarray(layout.recompute, dtype=np.int64), np.broadcast_arrays(0.0, selective, full))
 
 
 def _attention_products(shape: Shape, speed: Array, k: Constants, tokens: Array, width: Array) -> Array:

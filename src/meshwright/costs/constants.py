@@ -17,6 +17,9 @@ import yaml
 from meshwright.costs.inputs import Array
 
 FILE = Path(__file__).with_name("constants.yaml")
+OWN_FILE = Path(__file__).with_name("own.yaml")
+OWN = "meshwright"
+"""The name of this program's own stack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,26 @@ class Constants:
     """Host time that a mixture-of-experts layer adds."""
     moe_passes: Array
     """Bytes of permuting and combining per routed token and hidden element."""
+    # Of this program's own engine; published runs are priced without them.
+    net_tax: Array = 0.05
+    """As `overlap_tax`, by communication across nodes: it takes longer, on fewer of the device's multiprocessors."""
+    copies: Array = 0.0
+    """1 where the engine's copies of weights and gradients in and out of buffers are counted apart, 0 where `passes` holds them."""
+    side_copies: Array = 0.0
+    """Of the time that such copies take on a stream of their own, the share by which they hold compute up: both want the same memory."""
+    logit_bytes: Array = 16.0
+    """Bytes moved per logit by the loss, beside the head's products."""
+    compiled: Array = 0.0
+    """1 where the compiler sees a recomputed block whole: `full` leaves out the last product, whose result no gradient needs, and
+    `selective` repeats the element-wise passes and not attention."""
+    ragged_vocab: Array = 1.0
+    """Times that the head takes where the vocabulary is no multiple of 8, so that its products run unaligned."""
+    scatter_bytes: Array = 2.0
+    """Bytes per gradient element on the wire inside a sharding group, for the closed form; the simulator asks the plan."""
+    net_sum: Array = 1.0
+    """Bandwidth of an all-reduce over TCP relative to a gather's, which `net` is then of; other fabrics take both at the product."""
+    net_yield: Array = 0.0
+    """Share of the compute beside a reduction across nodes by which it takes longer (TCP only)."""
 
 
 GENERATION = ("gemm", "gemm_low", "gemm_block", "gemm_fp4", "attention", "hbm", "link", "narrow", "tail_us")
@@ -114,16 +137,37 @@ NAMES = tuple(field.name for field in fields(Constants))
 
 @cache
 def table() -> dict[str, Any]:
-    """constants.yaml as it stands: `generations`, `stacks`, `bands`, `memory` and `fitted_on`."""
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    """constants.yaml with own.yaml laid in: `generations`, `stacks`, `measured`, `bands`, `memory` and `fitted_on`."""
+    rows = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return with_own(rows, yaml.safe_load(OWN_FILE.read_text(encoding="utf-8")))
+
+
+def with_own(rows: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A table with this program's own stack beside the published ones."""
+    return {
+        **rows,
+        "stacks": {**rows["stacks"], OWN: own["stack"]},
+        "bands": {**rows["bands"], OWN: own["band"]},
+        "measured": {OWN: own["measured"]},
+        "own_runs": sum(len(runs) for runs in own.get("fitted_on", {}).values()),
+    }
 
 
 def constants(generation: str, stack: str, given: dict[str, Any] | None = None) -> Constants:
-    """The constants of one GPU generation and one stack; unknown names take `default`."""
+    """The constants of one GPU generation and one stack; unknown names take `default`.
+
+    What a stack was measured at on a generation goes before what either is said to do with others.
+    """
     rows = given or table()
     chip, software = rows["generations"], rows["stacks"]
     defaults = {**chip["default"], **software["default"]}
-    return Constants(**{**defaults, **chip.get(generation, {}), **software.get(stack, {})})
+    together = rows.get("measured", {}).get(stack, {}).get(generation, {})
+    return Constants(**{**defaults, **chip.get(generation, {}), **software.get(stack, {}), **together})
+
+
+def is_measured(generation: str, stack: str = OWN) -> bool:
+    """Whether `stack` ran on `generation`, so that its constants there are no guess from other stacks and generations."""
+    return generation in table()["measured"].get(stack, {})
 
 
 def aged(k: Constants, release: Array) -> Constants:

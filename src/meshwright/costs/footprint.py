@@ -1,19 +1,153 @@
 """Bytes of the fullest rank by kind, in closed form, for arrays of layouts at once.
 
-The same accounts as `memory.py` keeps for a Plan that this program runs, but with every axis and for other software: what a stack keeps
-is one set of constants a stack. Formulas and sources: docs/cost-model.md, "Memory".
+`planned` is the account that `memory.py` keeps of a Plan, for layouts that are not written out as plans yet: the same arithmetic, with
+counts of layers and micro-batches in closed form. `footprint` is for other software: what a stack keeps is one set of constants a stack.
+Formulas and sources: docs/cost-model.md, "Memory".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from meshwright.costs.account import LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.constants import table
 from meshwright.costs.inputs import Array, Layouts, Shape
+from meshwright.costs.memory import exchanged_per_token, kept_per_token, made_per_token
 from meshwright.costs.stages import stage_layers
+from meshwright.spec.layout import balanced_stages
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.plan import Recompute
+
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Recompute by its number in `Layouts.recompute`."""
+
+MOST_STAGES = 1 << 16
+"""More virtual stages than a pipeline rank can have."""
+
+
+def planned(model: ModelSpec, layout: Layouts, f: Formats, *, head: float = 0.5) -> dict[str, Array]:
+    """Bytes by kind of the fuller of the first and the last pipeline rank of this program's runs.
+
+    `layout` says in `in_flight`, `in_flight_last` and `vee` how the schedule holds micro-batches, in `gather_once` (weights stay gathered)
+    and `reduce_once` (gradients whole) what a plan's layers do; `head` is how many layers the head's arithmetic equals, by which stages are
+    cut. `transfers` is 0 without a pipeline. Layers of a mixture count at their mean.
+    """
+    columns = [account(_held(model, layout, f, head, last=last), f) for last in (False, True)]
+    first, second = (sum(kinds.values()) for kinds in columns)
+    return {kind: np.where(second > first, columns[1][kind], columns[0][kind]) for kind in columns[0]}
+
+
+def _held(model: ModelSpec, layout: Layouts, f: Formats, head: float, *, last: bool) -> Held:
+    sizes, width, m = _sizes(model), np.asarray(layout.tensor), layout.micro_batches
+    lone, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
+    ends, loss, shared = _ends(sizes, layout, model.tied, last)
+    block = (sizes.block - sizes.experts * (1 - 1 / np.maximum(1.0, layout.expert / width))) / width
+    layers = _layers(model.layers, head, layout.pipeline, layout.virtual, layout.vee, last)
+    owned = (layers * sizes.block / width + ends) / shards
+    tokens = layout.micro_batch * layout.seq / layout.context / width
+    mode = np.asarray(layout.recompute, dtype=np.int64)
+    kept = tokens * f.compute * np.choose(mode, np.broadcast_arrays(*sizes.kept))
+    forwards, forwards_first = _forwards(layout, last)
+    alive = np.where(np.asarray(layout.offload_activations) > 0, np.minimum(LAYERS_STAYING, layers), forwards * layers)
+    working = sizes.made + np.where(mode > 0, sizes.kept[0], 0.0) + exchanged_per_token(model, width, layout.context)
+    piled = np.where(layout.layered > 0, m, 0.0)
+    whole = (np.asarray(layout.reduce_once) > 0) & (m > 1)
+    sums = np.where(whole & (shards > 1), (layers * block + ends) * f.reduce, owned * f.stored)
+    return Held(
+        owned=owned, block=block, ends=ends, head=loss, shards=shards,
+        gathers=np.where((shards == 1) & (layout.data <= 1) & (f.compute >= f.stored), 0.0, 1.0),
+        kept=np.where(layout.gather_once > 0, layers, 0.0), ends_kept=layout.gather_once,
+        last=np.where((loss > 0) & ~shared, loss, block), sums=np.where((piled > 0) | (m <= 1), 0.0, sums),
+        reduces=np.where(~whole | (lone & ~forwards_first) | (piled > 0), 1.0, 0.0), away=layout.offload, layers=layers,
+        alive=alive * kept, working=tokens * f.compute * working, tokens=tokens, width=width, hidden=model.hidden,
+        vocab=model.vocab_size, piled=piled, piled_head=np.where(forwards_first, m, np.maximum(1.0, piled)),
+        messages=np.where(lone, -1.0, _sends(layout, last)),
+    )  # fmt: skip
+
+
+def _ends(sizes: _Sizes, layout: Layouts, tied: bool, last: bool) -> tuple[Array, Array, Array]:
+    """Of the rank: parameters of embedding and head, those of the unit with the loss, and whether one unit has both ends."""
+    lone = np.asarray(layout.pipeline) == 1
+    first_has_both = lone | (np.asarray(layout.vee) > 0)
+    has_head = lone | ~first_has_both if last else first_has_both
+    has_embed = lone if last else np.ones_like(lone)
+    shared = has_head & has_embed & tied
+    copy = np.where(has_head & ~has_embed & tied, sizes.table, 0.0)
+    ends = has_embed * sizes.embed + has_head * sizes.final + copy
+    loss = has_head * sizes.final + copy + np.where(shared, sizes.embed, 0.0)
+    return ends / layout.tensor, loss / layout.tensor, shared
+
+
+def _forwards(layout: Layouts, last: bool) -> tuple[Array, Array]:
+    """Micro-batches whose forwards wait for their backwards, and whether all forwards come first, as GPipe has it."""
+    m, depth = layout.micro_batches, np.asarray(layout.pipeline)
+    rule = np.where(layout.layered > 0, m, np.minimum(m, 1.0 if last else depth))
+    said = np.asarray(layout.in_flight_last if last else layout.in_flight)
+    # The last rank of no other schedule holds that many.
+    return np.where(said > 0, said, rule), (np.asarray(layout.in_flight_last) >= m) & (m > depth)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of a model, mean over layers."""
+
+    block: float
+    """Parameters of a block with all experts."""
+    experts: float
+    """Those of its routed experts."""
+    table: float
+    """Parameters of the token table."""
+    final: float
+    """Those of the unit that ends with the loss, without a tied table."""
+    embed: float
+    """Those of the embedding's unit."""
+    kept: tuple[float, ...]
+    """Elements a token that a block keeps, by recompute mode."""
+    made: float
+    """Elements a token of gradients in its backward."""
+
+
+@lru_cache(maxsize=8)  # a sweep asks about one model thousands of times
+def _sizes(model: ModelSpec) -> _Sizes:
+    rows, layers = parameters(model), range(model.layers)
+    outside = [row for row in rows if not row.name.startswith("layers.")]
+    embed = sum(row.count for row in outside if row.name.partition(".")[0] in ("embed", "positions"))
+    ends = sum(row.count for row in outside)
+    return _Sizes(
+        block=(sum(row.count for row in rows) - ends) / model.layers,
+        experts=sum(row.count for row in rows if row.expert) / model.layers,
+        table=outside[0].count,
+        final=ends - embed,
+        embed=embed,
+        kept=tuple(sum(kept_per_token(model, layer, mode) for layer in layers) / model.layers for mode in MODES),
+        made=sum(made_per_token(model, layer) for layer in layers) / model.layers,
+    )
+
+
+def _layers(layers: int, head: float, depth: Array, virtual: Array, vee: Array, last: bool) -> Array:
+    """Layers of the first or the last pipeline rank."""
+    ranks, stages, vees = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (depth, virtual, vee)))
+    kinds, where = np.unique((ranks * MOST_STAGES + np.maximum(1, stages)) * 2 + (vees > 0), return_inverse=True)
+    counts = [_of_rank(layers, head, *divmod(int(kind) // 2, MOST_STAGES), bool(kind % 2), last) for kind in kinds]
+    return np.array(counts, float)[where.reshape(-1)].reshape(ranks.shape)
+
+
+@lru_cache(maxsize=4096)
+def _of_rank(layers: int, head: float, pipeline: int, virtual: int, vee: bool, last: bool) -> int:
+    if layers < pipeline * virtual:
+        return -(-layers // pipeline)  # no such plan; whoever asks for many layouts at once drops it
+    rows = balanced_stages("zbv" if vee else "interleaved", pipeline, layers, head, virtual)
+    return sum(len(stage) for stage in rows[-1 if last else 0])
+
+
+def _sends(layout: Layouts, last: bool) -> Array:
+    """Messages of one micro-batch that an end of the pipeline sends: in a V the first rank turns at no border, the last at one a turn."""
+    stages = np.asarray(layout.virtual, float)
+    return np.where(np.asarray(layout.vee) > 0, 2 * stages - 2 if last else stages, 2 * stages - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,7 @@ class Layouts:
     virtual: Array
     context: Array
     expert: Array
+    """Ranks that the experts of one layer are spread over, tensor ranks among them."""
     data: Array
     zero: Array
     shards: Array
@@ -125,6 +126,22 @@ class Layouts:
     """0 none, 1 selective (attention), 2 full."""
     keep_gathered: Array = 0.0
     """1 when gathered weights stay after forward."""
+    gather_once: Array = 0.0
+    """1 when they stay for the whole step, all its micro-batches."""
+    reduce_once: Array = 0.0
+    """1 when sharded gradients are summed over ranks once a step rather than once a micro-batch."""
+    replica_bytes: Array = 0.0
+    """Bytes per gradient element on the wire between replicas of sharded weights; 0 leaves it to the stack."""
+    fill: Array = 1.0
+    """Idle time at the pipeline's ends over 1F1B's with as many virtual stages (a schedule that splits the backward has less)."""
+    in_flight: Array = 0.0
+    """Micro-batches whose activations the first pipeline rank holds at once (`schedules.in_flight`); 0 as 1F1B does."""
+    in_flight_last: Array = 0.0
+    """The same of the last pipeline rank."""
+    vee: Array = 0.0
+    """1 when the first pipeline rank holds both ends of the model (schedules that lay their stages in a V)."""
+    loss_chunk: Array = 4096.0
+    """Tokens whose logits exist at once (train.loss_chunk)."""
     offload: Array = 0.0
     """1 when the optimizer runs in host memory."""
     offload_activations: Array = 0.0
@@ -141,10 +158,53 @@ class Layouts:
     """1 when stages are cut by the cost of layers and head rather than by number of layers."""
     sequence: Array = 0.0
     """1 when tensor parallelism keeps only its share of the sequence of what it does not split by width."""
+    port: Array = 1.0
+    """Bandwidth of the ports that its groups use over the machine's (unlike nodes: less where only a slower network joins them)."""
+    tensor_stride: Array = 0.0
+    """Ranks from one member of an axis's groups to the next (`spec.layout.Layout.stride`); 0 where axes lie tensor, context, shards,
+    replicas, pipeline from the innermost outward."""
+    context_stride: Array = 0.0
+    shard_stride: Array = 0.0
+    replicate_stride: Array = 0.0
+    pipeline_stride: Array = 0.0
 
     @property
     def ranks(self) -> Array:
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def expert_shard(self) -> Array:
+        """Ranks that the parameters of each expert are split over."""
+        return np.maximum(1.0, self.shards * self.tensor / np.maximum(self.expert, 1.0))
+
+    @property
+    def tensor_step(self) -> Array:
+        """Ranks from one tensor rank to the next; below the same of the other axes."""
+        return np.where(self.tensor_stride > 0, self.tensor_stride, 1.0)
+
+    @property
+    def context_step(self) -> Array:
+        return np.where(self.context_stride > 0, self.context_stride, self.tensor)
+
+    @property
+    def shard_step(self) -> Array:
+        return np.where(self.shard_stride > 0, self.shard_stride, self.tensor)
+
+    @property
+    def replicate_step(self) -> Array:
+        return np.where(self.replicate_stride > 0, self.replicate_stride, self.tensor * self.shards)
+
+    @property
+    def data_step(self) -> Array:
+        """Over shards and replicas together, on average where other axes lie between them."""
+        ranks = self.data * self.context
+        span = np.maximum(self.shard_step * self.shards, self.replicate_step * np.maximum(1.0, ranks / self.shards))
+        placed = (self.shard_stride > 0) | (self.replicate_stride > 0)
+        return np.where(placed, span / ranks, self.tensor)
+
+    @property
+    def pipeline_step(self) -> Array:
+        return np.where(self.pipeline_stride > 0, self.pipeline_stride, self.tensor * self.context * self.data)
 
     @property
     def micro_batches(self) -> Array:

@@ -1,36 +1,46 @@
 """Memory of one rank under a plan, by kind, in bytes.
 
 Weights and optimizer state are exact, and gradients at the moment counted. Activations count what autograd keeps of a block whose
-element-wise work is fused (every matrix product's input, the attention inputs and output, the two residuals), as often as the schedule
-holds it; gathered parameters and reduction buffers follow FSDP2's two units in flight. The framework's share is a guess until a profile
-replaces it.
+element-wise work is fused (every matrix product's input, what attention reads and writes, the two residuals), as often as the schedule
+holds it; `account` adds what is gathered, reduced and computed beside them. The framework's share is a guess until a profile replaces it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from meshwright.costs.of_plan import context_size, shard_size
+import numpy as np
+
+from meshwright.costs.account import KINDS, LAYERS_STAYING, Formats, Held, account
+from meshwright.costs.inputs import Array
+from meshwright.costs.of_plan import context_size, experts_over, shard_size
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import held_parameters, shard_rows, stage_table
-from meshwright.spec.model import ModelSpec, layer_parameters, parameters
-from meshwright.spec.plan import LayerStrategy, Plan
+from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
+from meshwright.spec.plan import LayerStrategy, Plan, Precision, Recompute
 
 StageTable = tuple[tuple[range, ...], ...]
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
-KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
-UNITS_IN_FLIGHT = 2
-"""FSDP units whose gathered weights or unreduced gradients exist at once: the one computing and the one on the wire."""
-RECEIVES_AHEAD = 2
-"""Buffers of receives that are posted before their compute: one in each direction."""
 
 
 def bytes_of(number_format: str) -> int:
     return {"bf16": 2, "fp32": 4, "fp64": 8}[number_format]
+
+
+def formats(train: TrainSpec, precision: Precision, *, cpu: bool, replicas: int = 1) -> Formats:
+    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding."""
+    narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
+    return Formats(
+        compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored),
+        travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
+        logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
+        framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"],
+    )  # fmt: skip
 
 
 def memory_by_kind(
@@ -48,6 +58,11 @@ def fullest(rows: Sequence[dict[str, int]]) -> dict[str, int]:
     return max(rows, key=lambda kinds: sum(kinds.values()))
 
 
+def allocated(kinds: dict[str, int]) -> int:
+    """The part of a row that tensors take: what an allocator's peak is compared with."""
+    return sum(kinds.values()) - kinds["framework"]
+
+
 def memory_by_rank(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
 ) -> tuple[dict[str, int], ...]:
@@ -55,33 +70,85 @@ def memory_by_rank(
 
     `alive` says by pipeline rank how many bytes of `activation_bytes` the schedule holds at once (`schedules.memory.peak_in_flight`).
     Left out, a rank holds all micro-batches of all its stages, or one when it runs them one after another.
+
+    A layer with `offload: activations` (or `both`) leaves nothing on the device between its forward and its backward but two layers of one
+    micro-batch. Where the optimizer is in host memory, master weights and moments are there too; the rank keeps its shard of the weights in
+    the compute format, from which units are gathered, and the sum of their gradients.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    framework = FRAMEWORK_BYTES["cpu" if cpu else "cuda"]
-    found = []
+    times = 1 if one_by_one(plan) else plan.batch.accumulate
+    columns = []
     for rank in range(len(table)):
-        part = _part(model, plan.axis_size("tensor"), shard_size(plan), table, rank)
-        times = 1 if one_by_one(plan) else plan.batch.accumulate
+        part = _part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
         held = alive[rank] if alive else times * _left_by(model, train, plan, part.layers)
-        found.append(_of_rank(model, train, plan, part, held, framework))
-    return tuple(found)
+        columns.append(_held(model, train, plan, part, held))
+    joined = Held(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
+    found = account(joined, formats(train, plan.precision, cpu=cpu, replicas=plan.axis_size("replicate")))
+    kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
+    return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))
 
 
 def one_by_one(plan: Plan) -> bool:
     """Whether one rank takes each micro-batch forward and back before the next."""
-    return plan.axis_size("pipeline") == 1 and plan.schedule.name in ("1f1b", "zb_h1")
+    return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")
 
 
 def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan) -> tuple[float, ...]:
-    """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves until its backward."""
+    """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves on the device until its
+    backward."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
     return tuple(_left_by(model, train, plan, stage) for stage in stages)
 
 
+def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute) -> float:
+    """Elements that autograd keeps of block `layer` for one token."""
+    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    joined = query + 2 * kv
+    if recompute == "full":
+        return model.hidden
+    wide, inner, routed = _feed_forward(model, layer)
+    if recompute == "selective":
+        return 2 * model.hidden + query + joined + wide + routed
+    norms = 1 if model.parallel_block else 2
+    # Values are a view into the joined projection, which therefore stays whole beside the turned queries and keys.
+    turned = query + kv if model.positions == "rope" else 0
+    return (2 + norms) * model.hidden + query + joined + turned + wide + inner + routed
+
+
+def made_per_token(model: ModelSpec, layer: int) -> float:
+    """Elements of gradients in a block's backward over what it has let go: those of the feed-forward's wide half and of the stream."""
+    wide, _, routed = _feed_forward(model, layer)
+    return wide + routed + model.hidden
+
+
+def _feed_forward(model: ModelSpec, layer: int) -> tuple[float, float, float]:
+    """Elements of one token before the activation, behind it, and of copies that routing makes: each expert's input and output."""
+    width, copies = model.ffn_hidden, 0
+    if model.routed(layer):
+        width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
+        copies = 2 * model.experts_per_token * model.hidden + model.experts
+    return (2 * width if model.mlp == "swiglu" else width), width, copies
+
+
+def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Array:
+    """Elements of the block at work that other ranks sent: its gathered input with the gradient; queries, keys and values."""
+    gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
+    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+    return gathered + np.where(np.asarray(context) > 1, heads, 0)
+
+
 def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
-    kept = sum(_kept_per_token(model, plan.strategy(layer, model.layers)) for layer in layers)
+    kept = 0.0
+    for layer in layers:
+        strategy = plan.strategy(layer, model.layers)
+        kept += 0.0 if _waits(strategy) else kept_per_token(model, layer, strategy.recompute)
     return _tokens(train, plan) * kept * bytes_of(plan.precision.compute)
+
+
+def _waits(strategy: LayerStrategy) -> bool:
+    """Whether a layer's activations wait in host memory."""
+    return strategy.offload in ("activations", "both")
 
 
 def _tokens(train: TrainSpec, plan: Plan) -> float:
@@ -94,29 +161,44 @@ class _Part:
     """What one pipeline rank holds of the model."""
 
     layers: tuple[int, ...]
-    block: int
-    """Parameters of one block on this rank, before sharding."""
+    blocks: tuple[int, ...]
+    """Parameters of each block on this rank, its experts among them, before sharding."""
+    shards: tuple[float, ...]
+    """Those of each block that the rank keeps for itself."""
     ends: int
     """Those of the embedding and the head that are here."""
-    sharded: int
+    head: int
+    """Those of the unit that ends with the loss."""
+    last: int
+    """Those of the unit that a forward gathers last."""
+    sharded: float
     """Parameters of the whole part that the rank keeps for itself: its shard."""
     sends: int
     """Messages of one micro-batch to other ranks, activations and gradients."""
-    has_head: bool
 
 
 @lru_cache(maxsize=256)  # the planner asks for the same parts under every batch and strategy
-def _part(model: ModelSpec, width: int, shards: int, table: StageTable, rank: int) -> _Part:
+def _part(model: ModelSpec, width: int, shards: int, expert: int, table: StageTable, rank: int) -> _Part:
     names = set(held_parameters(model, table, rank))
     rows = [row for row in parameters(model) if row.name in names]
     layers = tuple(layer for stage in table[rank] for layer in stage)
+    blocks = tuple(block_count(model, layer, width, expert) for layer in layers)
+    ends = {row.name.partition(".")[0]: row.count for row in rows if not row.name.startswith("layers.")}
+    has_head = model.layers - 1 in layers
+    together = model.tied and 0 in layers  # one unit for both ends
+    names_of_head = ("embed", "positions", "norm", "head") if together else ("norm", "head", *["embed"][: model.tied])
+    head = _sum_of(rows, names_of_head) // width if has_head else 0
+    # Experts are cut evenly: over `expert` ranks, and each over the other ranks of the shard and context axes.
+    whole = sum(row.count / shards if row.expert else _shard(row.shape, shards) for row in rows)
     return _Part(
         layers=layers,
-        block=sum(row.count for row in layer_parameters(model, 0)) // width,
-        ends=sum(row.count for row in rows if not row.name.startswith("layers.")) // width,
-        sharded=sum(len(shard_rows(row.shape[0], shards, 0)) * (row.count // row.shape[0]) for row in rows) // width,
+        blocks=blocks,
+        shards=tuple(block_count(model, layer, width, 1) / shards for layer in layers),
+        ends=_sum_of(rows, tuple(ends)) // width,
+        head=head,
+        last=head if has_head and not together else max(blocks),
+        sharded=whole / width,
         sends=_sends(table, rank),
-        has_head=model.layers - 1 in layers,
     )
 
 
@@ -127,110 +209,61 @@ def _sends(table: StageTable, rank: int) -> int:
     return sum(border.count(rank) for border in borders)
 
 
-def _of_rank(
-    model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: float, framework: int
-) -> dict[str, int]:
-    """The fuller of two moments: when most activations are alive, and when backward has ended.
-
-    Gradients come as activations go, so a rank never holds all of both, unless earlier micro-batches left their sums.
-    """
-    stored = 8 if plan.precision.compute == "fp64" else 4
-    states = {"weights": part.sharded * stored, "optimizer": 2 * part.sharded * stored, "framework": framework}
-    if plan.axis_size("pipeline") > 1:
-        messages = RECEIVES_AHEAD + part.sends  # a message sent is let go when the next one goes out
-        states["transfers"] = messages * _boundary(model, train, plan)
-    full = {
-        "gradients": _earlier_gradients(model, plan, part, stored),
-        "gathered": _gathered(model, plan, part),
-        "activations": round(alive) + _working(model, train, plan, part),
-        "logits": _logits(model, train, plan) if part.has_head else 0,
-    }
-    ended = {
-        "gradients": part.sharded * (stored + _travelling(plan)),
-        "gathered": _largest(model, plan, part) * _in_flight_bytes(plan),
-        "activations": 0,
-        "logits": 0,
-    }
-    kinds = states | max(full, ended, key=lambda kinds: sum(kinds.values()))
-    return {kind: kinds[kind] for kind in KINDS if kind in kinds}
+def _sum_of(rows: Sequence[ParameterSpec], parts: Sequence[str]) -> int:
+    return sum(row.count for row in rows if row.name.partition(".")[0] in parts)
 
 
-def _earlier_gradients(model: ModelSpec, plan: Plan, part: _Part, stored: int) -> int:
+def _shard(shape: tuple[int, ...], shards: int) -> int:
+    """Elements of the first rank's rows."""
+    return len(shard_rows(shape[0], shards, 0)) * (math.prod(shape) // shape[0])
+
+
+def block_count(model: ModelSpec, layer: int, width: int, expert: int) -> int:
+    """Parameters of block `layer` on one rank before sharding: split over `width` tensor ranks, its experts over `expert` more."""
+    return sum(row.count // (expert if row.expert else 1) for row in layer_parameters(model, layer)) // width
+
+
+def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: float) -> dict[str, float]:
+    strategies = [plan.strategy(layer, model.layers) for layer in part.layers]
+    tokens, compute, accumulate = _tokens(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
+    size = tokens * compute
+    waiting = [
+        size * kept_per_token(model, layer, strategy.recompute)
+        for layer, strategy in zip(part.layers, strategies, strict=True)
+        if _waits(strategy)
+    ]
+    working = max(
+        made_per_token(model, layer) + (strategy.recompute != "none" and kept_per_token(model, layer, "none"))
+        for layer, strategy in zip(part.layers, strategies, strict=True)
+    )
+    exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
+    whole = shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16"
+    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.offload in ("optimizer", "both"))
+    piled = accumulate if plan.layered else 0
+    once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
+    return {
+        "owned": part.sharded, "block": max(part.blocks), "ends": part.ends, "head": part.head, "shards": shard_size(plan),
+        "gathers": not whole, "kept": sum(not strategy.reshard for strategy in strategies),
+        "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
+        "reduces": not once or one_by_one(plan) or plan.layered,
+        "away": (host + part.ends * (strategies[-1].offload in ("optimizer", "both"))) / (sum(part.blocks) + part.ends),
+        "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-LAYERS_STAYING:]),
+        "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
+        "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled,
+        "piled_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
+        "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
+    }  # fmt: skip
+
+
+def _sums(plan: Plan, part: _Part, strategies: Sequence[LayerStrategy]) -> float:
     """Sums that earlier micro-batches left: each rank's shard, or its own of the whole; none in layered order or with one micro-batch."""
     if plan.layered or plan.batch.accumulate == 1:
         return 0
+    stored = bytes_of(plan.precision.stored)
     if shard_size(plan) == 1:
         return part.sharded * stored
-    kept = {"whole": bytes_of(plan.precision.reduce), "shard": stored / shard_size(plan)}
-    each = [kept[plan.strategy(layer, model.layers).gradients] for layer in part.layers]
-    return round(sum(each) * part.block + each[-1] * part.ends)
-
-
-def _travelling(plan: Plan) -> int:
-    """Bytes a parameter of the copies in which gradients travel between replicas: they wait together for the end of backward."""
-    narrow = plan.precision.reduce_replicas
-    return bytes_of(narrow) if narrow and narrow != plan.precision.stored and plan.axis_size("replicate") > 1 else 0
-
-
-def _gathered(model: ModelSpec, plan: Plan, part: _Part) -> int:
-    """Gathered compute-format weights kept or in flight, and unreduced gradients of the units in flight."""
-    if shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16":
-        return 0
-    compute, reduce = bytes_of(plan.precision.compute), bytes_of(plan.precision.reduce)
-    kept = sum(1 for layer in part.layers if not plan.strategy(layer, model.layers).reshard)
-    weights = (max(kept, min(UNITS_IN_FLIGHT, len(part.layers))) * part.block + part.ends) * compute
-    return weights + UNITS_IN_FLIGHT * _largest(model, plan, part) * reduce
-
-
-def _largest(model: ModelSpec, plan: Plan, part: _Part) -> int:
-    """Parameters of the largest unit."""
-    table = model.vocab_size * model.hidden // plan.axis_size("tensor")
-    return max(part.block, table if part.ends else 0)
-
-
-def _in_flight_bytes(plan: Plan) -> int:
-    """Bytes a parameter of what is gathered, and of gradients on their way to be reduced."""
-    if shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16":
-        return 0
-    return bytes_of(plan.precision.compute) + UNITS_IN_FLIGHT * bytes_of(plan.precision.reduce)
-
-
-def _working(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part) -> int:
-    """What exists beside kept activations: one recomputed block whole, and in layered order every micro-batch's gradient between units."""
-    recomputed = any(plan.strategy(layer, model.layers).recompute != "none" for layer in part.layers)
-    block = _tokens(train, plan) * _kept_per_token(model, LayerStrategy()) * bytes_of(plan.precision.compute)
-    between = plan.batch.accumulate * _boundary(model, train, plan) if plan.layered else 0
-    return round(block if recomputed else 0) + between
-
-
-def _boundary(model: ModelSpec, train: TrainSpec, plan: Plan) -> int:
-    """One micro-batch's residual stream."""
-    return round(_tokens(train, plan) * model.hidden * bytes_of(plan.precision.compute))
-
-
-def _kept_per_token(model: ModelSpec, strategy: LayerStrategy) -> int:
-    """Elements autograd keeps of one block for one token."""
-    heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    wide = 2 * model.ffn_hidden if model.mlp == "swiglu" else model.ffn_hidden
-    if strategy.recompute == "full":
-        return model.hidden
-    if strategy.recompute == "selective":
-        return 3 * model.hidden + 2 * heads + 2 * kv + wide
-    norms = 1 if model.parallel_block else 2
-    return (2 + norms) * model.hidden + 2 * heads + 2 * kv + wide + model.ffn_hidden
-
-
-def _logits(model: ModelSpec, train: TrainSpec, plan: Plan) -> int:
-    """The loss: one chunk of logits in compute format and fp32, the head's gradient in fp32, hidden states and their gradient.
-
-    The head's forward makes both gradients, and the head's is added up at once; where all forwards run before the first backward, the
-    gradients of every micro-batch's hidden states are alive.
-    """
-    tokens, width = _tokens(train, plan), plan.axis_size("tensor")
-    together = tokens * width  # the head sees the tokens of all tensor ranks, and its own part of the vocabulary
-    chunk = min(together, train.loss_chunk)
-    compute = bytes_of(plan.precision.compute)
-    head = model.vocab_size * model.hidden // width * max(4, compute)
-    piled = plan.layered or plan.schedule.name == "gpipe"
-    left = head + tokens * model.hidden * compute * (plan.batch.accumulate if piled else 1)
-    return round(chunk * model.vocab_size / width * (compute + 4) + left + tokens * model.hidden * compute)
+    whole = [strategy.gradients == "whole" for strategy in strategies]
+    blocks = zip(whole, part.blocks, part.shards, strict=True)
+    narrow, ends = bytes_of(plan.precision.reduce), part.ends
+    sums = sum(narrow * block if own else stored * shard for own, block, shard in blocks)
+    return sums + (narrow * ends if whole[-1] else stored * ends / shard_size(plan))

@@ -1,33 +1,37 @@
 """Step time of a run's own Plan, from the closed-form cost model.
 
-Meshwright's runs have not been fitted yet: the constants and the band are those of the stack most like it (torchtitan: FSDP2, compiled
-blocks), from rows of 2024 and 2025. Ours ran 30% faster than that on 4 H200s (docs/cost-model.md), so this compares plans and networks;
-it is no promise, and a Plan's `predicted` does not carry it. A plan's `layers` may differ; here the first strategy stands for all, and
-every pipeline schedule fills as 1F1B does. `simulator.of_plan` plays the schedule itself, unit by unit.
+Constants and band are this program's own (costs/own.yaml), fitted on its runs on H200; on other generations they are a guess
+(docs/cost-model.md). A plan's `layers` may differ; `plan_time` takes the mean of their steps, and
+a pipeline's fill is 1F1B's times a factor of the schedule. `simulator.of_plan` plays the schedule itself, unit by unit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from meshwright.costs.constants import Constants, aged, per_row, table
-from meshwright.costs.inputs import Layouts, Machine, Shape
-from meshwright.costs.machine import FORMATS, machine_of, with_latencies
-from meshwright.costs.step import step_cost
+from meshwright.costs.idle import NAMES, fill
+from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.machine import FORMATS, as_measured, chip_of, machine_of, measured_port, spread
+from meshwright.costs.step import StepCost, step_cost
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import stage_table
+from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import Plan
+from meshwright.spec.nodes import slowest_rank
+from meshwright.spec.plan import LayerStrategy, Plan
 
 STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 """Whose constants price a plan: this program's own once constants.yaml has enough of its runs."""
-LOOPBACK_GB_PER_S = 13.0
-"""What one emulated node sends, in all, when the cluster does not say (measured: NCCL over loopback, two groups of 4 H200s)."""
+LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
+"""What one emulated node sends when the cluster does not say, in all and by each rank: NCCL's all-reduces over loopback between nodes of
+one and of two H200s (benchmarks/fit_own.py)."""
 RECOMPUTE = {"none": 0.0, "selective": 1.0, "full": 2.0}
 
 
@@ -52,7 +56,7 @@ class Pricing:
 
 
 def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> PlanTime | None:
-    """What one step of `plan` takes on `cluster`; None where the model says nothing (CPU ranks, an unknown chip or format).
+    """What one step of `plan` takes on `cluster`; None where the model says nothing (see `pricing`).
 
     Raises BadInput for a cluster whose groups contradict it.
     """
@@ -60,9 +64,9 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     if priced is None:
         return None
     filled = plan.predicted.memory_peak_bytes / priced.machine.memory if plan.predicted else 0.0
-    cost = step_cost(priced.shape, priced.machine, priced.layout, priced.constants, filled)
+    cost = _mean_cost(model, train, plan, priced, filled)
     seconds = number(cost.seconds)
-    low, high = band(seconds)
+    low, high = band(seconds, cluster)
     parts = {"compute": cost.compute, "optimizer": cost.optimizer, "host": cost.host + cost.constant}
     if plan.axis_size("pipeline") > 1:
         parts["bubble"] = cost.bubble
@@ -71,17 +75,23 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 
 
 def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing | None:
-    """The cost model's inputs for `plan`; None where it says nothing (CPU ranks, an unknown chip or format).
+    """The cost model's inputs for `plan`; None where it says nothing (a chip that is neither known nor measured, an unknown format).
 
+    On unlike nodes those of the slowest pipeline rank: `simulator.slow_nodes` has each rank's own.
     Raises BadInput for a cluster whose groups contradict it.
     """
     compute, cluster = plan.precision.compute, as_nodes(cluster)
-    chip = CHIPS.get(cluster.gpu)
+    if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
+        machine_of(cluster, compute)  # says what is wrong with the groups
+        cluster = slowest_rank(cluster, Layout.of(plan, cluster.gpus_per_node))
+    chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
     constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
-    stated = with_latencies(constants, cluster) if cluster.network else constants
-    return Pricing(_shape(model), machine_of(cluster, compute), _layout(model, train, plan), stated)
+    if cluster.network is None or cluster.network.fabric != "tcp":
+        constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_yield=0.0)
+    constants, machine = as_measured(constants, machine_of(cluster, compute), cluster, compute)
+    return Pricing(_shape(model), machine, _layout(model, train, plan), constants)
 
 
 def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
@@ -89,16 +99,20 @@ def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
     if cluster.emulate_nodes == 1:
         return cluster
     network = cluster.network or NetworkSpec()
-    port = network.port_gb_per_s or LOOPBACK_GB_PER_S / cluster.ranks_per_node
+    port = (
+        network.port_gb_per_s
+        or measured_port(cluster)
+        or min(LOOPBACK_GB_PER_S / cluster.ranks_per_node, LOOPBACK_PORT_GB_PER_S)
+    )
     network = replace(network, fabric="tcp", port_gb_per_s=port, domain=None)
     return replace(
         cluster, nodes=cluster.emulate_nodes, gpus_per_node=cluster.ranks_per_node, network=network, emulate_nodes=1
     )
 
 
-def band(seconds: float) -> tuple[float, float]:
+def band(seconds: float, cluster: ClusterSpec) -> tuple[float, float]:
     """The ends of the 80% band round a predicted step time, in seconds."""
-    low, high = table()["bands"][STACK]
+    low, high = spread(cluster) or table()["bands"][STACK]
     return seconds * float(np.exp(low)), seconds * float(np.exp(high))
 
 
@@ -117,25 +131,77 @@ def shard_size(plan: Plan) -> int:
     return plan.axis_size("shard") * context_size(plan)
 
 
+def experts_over(plan: Plan) -> int:
+    """Ranks, of those that share one tensor rank's weights, that a layer's experts are spread over."""
+    return plan.experts.expert if plan.experts else 1
+
+
+def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
+    """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
+    counts = Counter(replace(plan.strategy(layer, model.layers), range="all") for layer in range(model.layers))
+    layouts = [replace(priced.layout, **_strategy(layer)) for layer in counts]
+    costs = [step_cost(priced.shape, priced.machine, layout, priced.constants, filled) for layout in layouts]
+    shares = [count / model.layers for count in counts.values()]
+
+    def mean(parts: Sequence[Array]) -> Array:
+        return sum(share * part for share, part in zip(shares, parts, strict=True))
+
+    plain = {
+        part.name: mean([getattr(cost, part.name) for cost in costs])
+        for part in fields(StepCost)
+        if part.name != "exposed"
+    }
+    return StepCost(**plain, exposed={axis: mean([cost.exposed[axis] for cost in costs]) for axis in costs[0].exposed})
+
+
+def _strategy(layer: LayerStrategy) -> dict[str, float]:
+    """What a strategy sets in a layout."""
+    return {
+        "recompute": RECOMPUTE[layer.recompute],
+        "keep_gathered": float(not layer.reshard),
+        "gather_once": float(not layer.reshard),
+        "reduce_once": float(layer.gradients == "whole"),
+        "offload": float(layer.offload in ("optimizer", "both")),
+        "offload_activations": float(layer.offload in ("activations", "both")),
+    }
+
+
 def _shape(model: ModelSpec) -> Shape:
+    routed = sum(model.routed(layer) for layer in range(model.layers))
     heads, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     return Shape(
         layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
         kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
         full_attention=0.0 if model.sliding_window else 1.0, scores=0.0, mixer_layers=0, mixer_params=0, ffn=model.ffn_hidden,
-        dense_layers=model.layers, moe_layers=0, experts=0, top_k=0, expert_ffn=0, shared_ffn=0, expert_in=model.hidden,
+        dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
+        expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),
     )  # fmt: skip
 
 
 def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
-    layer, shards, pipeline = plan.layers[0], shard_size(plan), plan.axis_size("pipeline")
+    shards, pipeline = shard_size(plan), plan.axis_size("pipeline")
     return Layouts(
         tensor=float(plan.axis_size("tensor")), pipeline=float(pipeline),
         virtual=float(len(stage_table(plan.schedule, pipeline, model.layers)[0]) if pipeline > 1 else 1),
-        context=float(context_size(plan)), all_to_all=float(plan.axis_size("context_ulysses") > 1), expert=1.0,
+        context=float(context_size(plan)), all_to_all=float(plan.axis_size("context_ulysses") > 1),
+        expert=float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0,
         data=float(plan.data_ranks), zero=3.0 if shards > 1 else 0.0, shards=float(shards),
         micro_batch=float(plan.batch.micro_batch), global_batch=float(plan.batch.global_batch), seq=float(train.seq_len),
-        recompute=RECOMPUTE[layer.recompute], sequence=float(plan.axis_size("tensor") > 1),
-        keep_gathered=float(not layer.reshard), layered=float(plan.layered),
+        sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
+        replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
+        fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
+        **_strides(plan), **_strategy(plan.layers[0]),
     )  # fmt: skip
+
+
+def _strides(plan: Plan) -> dict[str, float]:
+    """Where the plan's order of axes puts the members of each kind of group."""
+    layout = Layout.of(plan, plan.ranks)
+    return {
+        "tensor_stride": layout.stride("tensor"),
+        "context_stride": layout.stride("context_ring", "context_ulysses"),
+        "shard_stride": layout.stride("shard", "context_ring", "context_ulysses"),
+        "replicate_stride": layout.stride("replicate"),
+        "pipeline_stride": layout.stride("pipeline"),
+    }

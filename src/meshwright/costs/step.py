@@ -2,18 +2,19 @@
 
     step = pipeline(m micro-batches of the slowest stage, plus the fill) + exposed data-parallel traffic + optimizer + constants
 
-Each part is a formula of docs/cost-model.md. Ranks are laid out tensor, context, data, pipeline from the innermost outward.
+Each part is a formula of docs/cost-model.md. Groups of ranks lie where the layout's strides put them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.costs.collectives import all_reduce, all_to_all, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
+from meshwright.costs.copies import copies
 from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 from meshwright.costs.offload import exposed_copies, host_optimizer
 from meshwright.costs.stages import stage_layers
@@ -43,6 +44,7 @@ class StepCost:
 
 def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, filled: Array = 0.0) -> StepCost:
     """What one step costs under each layout; `filled` is the share of a device's memory that it is predicted to need."""
+    machine = replace(machine, nic=machine.nic * layout.port)
     times = layer_times(shape, machine, layout, k)
     tensor = _tensor_traffic(shape, machine, layout, k)
     context = _context_traffic(shape, machine, layout, k)
@@ -50,24 +52,33 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     device = times.forward + times.backward
     work = device + tensor + context + expert
     host_short = _soft_maximum(work, times.host) - work
-    sharded = _weights_traffic(shape, machine, layout, k)
+    sharded, (gathered, reduced), tax = _weights_traffic(shape, machine, layout, k, times.backward)
     layers_time = work + host_short
-    hidden_room = layers_time * k.hide
-    shard_exposed = np.maximum(0.0, sharded - hidden_room) + np.minimum(sharded, hidden_room) * k.overlap_tax
-    copies = exposed_copies(shape, machine, layout, times.forward, times.backward)
-    chain = layers_time + shard_exposed + copies
+    backward = layers_time * times.backward / np.maximum(device, 1e-12)
+    hidden_room = np.where(layout.gather_once > 0, backward, layers_time) * k.hide
+    moved, moved_once = copies(shape, machine, layout, k)
+    shard_exposed = np.maximum(0.0, sharded - hidden_room) + np.minimum(sharded, hidden_room) * tax + moved
+    offloaded = exposed_copies(shape, machine, layout, times.forward, times.backward)
+    chain = layers_time + shard_exposed + offloaded
     micro = k.host_micro_us * 1e-6
     stage, whole = _stages(shape, layout, chain, times)
     edge = _boundary(shape, machine, layout, k)
     m = layout.micro_batches
-    fill = np.where(layout.pipeline > 1, k.bubble * (whole - stage) / layout.virtual, 0.0)
+    fill = np.where(layout.pipeline > 1, layout.fill * k.bubble * (whole - stage) / layout.virtual, 0.0)
+    # With fewer micro-batches than ranks virtual stages help little: the first micro-batch still passes all of them.
+    fill = np.where(layout.virtual > 1, np.maximum(fill, whole - m * stage), fill)
     pipe = np.where(
         layout.pipeline > 1, edge * (2 * m * layout.virtual * k.pipe_exposed + 2 * (layout.pipeline - 1)), 0.0
     )
     stalls = _stalls(machine, layout, k, filled)
     waiting = m * (layout.slowest - 1) * stage
     body = m * (stage + micro) + waiting
-    data = _gradient_traffic(shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12))
+    first = _once_a_step(gathered, (layers_time - backward) * k.hide, tax)
+    last = _once_a_step(reduced, backward * k.hide, tax)
+    first_and_last = (first + last + moved_once) / layout.pipeline
+    data = first_and_last + _gradient_traffic(
+        shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
+    )
     update = _optimizer(shape, machine, layout, k)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
@@ -80,7 +91,7 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
         "shard": shard_exposed * share,
         "pipeline": pipe + stalls,
         "data": data,
-        "host link": copies * share,
+        "host link": offloaded * share,
         "slowest rank": waiting,
     }
     compute = (device + times.head + times.embed) * share
@@ -118,7 +129,7 @@ def _stalls(machine: Machine, layout: Layouts, k: Constants, filled: Array) -> A
 def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     """Two all-reduces (or gather-scatter pairs) per layer and direction, two more when the forward is repeated."""
     tokens = layout.micro_batch * layout.seq / layout.context
-    where = group(machine, k, layout.tensor, 1.0, crowding(machine, layout, k))
+    where = group(machine, k, layout.tensor, layout.tensor_step, crowding(machine, layout, k))
     each = all_reduce(where, k, tokens * shape.hidden * 2)
     count = np.where(layout.recompute == 2, 6.0, 4.0) - 2.0 * (shape.moe_layers > 0)
     return shape.layers * count * each * k.tensor_exposed
@@ -128,7 +139,7 @@ def _context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constan
     """Keys and values pass every rank of a ring, once forward and twice backward, half of it under attention; or, exchanging
     heads, all-to-alls of queries, keys, values and outputs in both directions."""
     tokens = layout.micro_batch * layout.seq
-    where = group(machine, k, layout.context, layout.tensor)
+    where = group(machine, k, layout.context, layout.context_step)
     ring = 1.5 * gather(where, k, tokens * shape.kv_width / layout.tensor * 2)
     widths = (shape.query_width + shape.kv_width + shape.value_width) / layout.tensor
     heads = 2 * all_to_all(where, k, machine, tokens / layout.context * widths * 2)
@@ -150,33 +161,51 @@ def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
     return dense, shape.expert_params / layout.pipeline / np.maximum(layout.expert, 1.0)
 
 
-def _weights_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Gathers and reduce-scatters of fully sharded weights for one micro-batch, over all layers of the model."""
+def _weights_traffic(
+    shape: Shape, machine: Machine, layout: Layouts, k: Constants, backward: Array
+) -> tuple[Array, tuple[Array, Array], Array]:
+    """Of fully sharded weights, over all layers of the model: gathers and reduce-scatters of one micro-batch; gathers and reduce-scatters
+    that are made once a step; and what each second of either takes from the compute that hides it."""
     width = layout.tensor
-    where = group(machine, k, layout.shards, width)
-    bytes_of_all = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / width * WEIGHT_BYTES
-    gathers = 2.0 - layout.keep_gathered
-    one = gather(where, k, bytes_of_all, shape.layers)
-    # Gradients are reduced in the width of weights here: mixed precision's default.
+    where = group(machine, k, layout.shards, layout.shard_step)
+    ends = k.copies * (2 - shape.tied) * shape.table_params  # other stacks' fit has them in `passes`
+    one = gather(where, k, (shape.dense_params + ends) / width * WEIGHT_BYTES, shape.layers)
+    ranks = np.maximum(layout.expert, 1.0)
+    experts = group(machine, k, layout.expert_shard, ranks)
+    one = one + gather(experts, k, shape.expert_params / ranks * WEIGHT_BYTES, shape.moe_layers)
+    scatter = one * (k.scatter_bytes / WEIGHT_BYTES)
+    scatter = scatter + np.where(where.domains > 1, k.net_yield, 0.0) * np.minimum(scatter, backward)
+    gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
+    reductions = np.where(layout.reduce_once > 0, 0.0, 1.0)
     times = np.where(layout.layered > 0, 1 / layout.micro_batches, 1.0)
-    return np.where(layout.zero >= 3, (gathers + 1.0) * one * times, 0.0)
+    sharded = layout.zero >= 3
+    each = np.where(sharded, (gathers * one + reductions * scatter) * times, 0.0)
+    once = np.where(sharded, layout.gather_once * one, 0.0), np.where(sharded, layout.reduce_once * scatter, 0.0)
+    return each, once, np.where((where.domains > 1) & (k.copies > 0), k.net_tax, k.overlap_tax)
+
+
+def _once_a_step(traffic: Array, room: Array, tax: Array) -> Array:
+    """What shows of gathers under the first micro-batch's forward, or of reductions under the last one's backward: `room`."""
+    return np.maximum(0.0, traffic - room) + np.minimum(traffic, room) * tax
 
 
 def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, backward: Array) -> Array:
     """Gradients summed over replicas once a step and, where the optimizer is sharded, weights gathered again: what is not hidden."""
     width = layout.tensor
     ranks = layout.data * layout.context
-    where = group(machine, k, ranks, width, crowding(machine, layout, k))
+    where = group(machine, k, ranks, layout.data_step, crowding(machine, layout, k))
     dense, experts = _rank_params(shape, layout)
     weight = np.where(machine.low > 0, 1.0, WEIGHT_BYTES)
     messages = k.messages * shape.layers / layout.pipeline
     replicas_of = np.maximum(layout.expert, 1.0)
     copies = group(machine, k, np.maximum(1.0, ranks * width / replicas_of), replicas_of)
     expert_bytes = np.where(shape.experts > 0, experts, 0.0)
-    hybrid = group(machine, k, np.maximum(1.0, ranks / layout.shards), width * layout.shards)
+    hybrid = group(machine, k, np.maximum(1.0, ranks / layout.shards), layout.replicate_step)
     whole = all_reduce(where, k, dense * k.reduce_bytes, messages)
     part = gather(where, k, dense * k.reduce_bytes, messages)
-    between = all_reduce(hybrid, k, (dense + experts) / layout.shards * k.reduce_bytes)
+    replica_bytes = np.where(layout.replica_bytes > 0, layout.replica_bytes, k.reduce_bytes)
+    between = all_reduce(hybrid, k, (dense / layout.shards + experts / layout.expert_shard) * replica_bytes)
+    between = between + np.where(hybrid.domains > 1, k.net_yield, 0.0) * np.minimum(between, backward)
     reduced = np.where(layout.zero == 0, whole, part) + gather(copies, k, expert_bytes * k.reduce_bytes, messages)
     reduced = np.where(layout.zero >= 3, between, reduced)
     steps = 2 * (ranks - 1) * k.ring_us / RINGS * 1e-6 * shape.layers / layout.pipeline
@@ -187,20 +216,21 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     # travel while the others' last round is computed; weights are wanted at once by the first forward.
     rounds = 1 + LAST_ROUND * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
     shown = 1 - np.minimum(k.hide, 1.0)
+    rounds = rounds * np.where(layout.layered > 0, layout.micro_batches, 1.0)
     late = np.maximum(reduced - k.hide * backward * rounds, shown * reduced / layout.virtual)
     return late + np.maximum(gathered - k.hide * backward / 2, shown * gathered)
 
 
 def _boundary(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     """One micro-batch's activations from a stage to the next, one direction."""
-    across = layout.tensor * layout.context * layout.data >= machine.domain
+    across = layout.pipeline_step >= machine.domain
     size = layout.micro_batch * layout.seq / layout.context * shape.hidden * 2
     return k.pipe_us * 1e-6 + size / np.where(across, machine.nic * k.net, machine.link * k.link)
 
 
 def _optimizer(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     dense, experts = _rank_params(shape, layout)
-    owned = (dense + experts) / np.where(layout.zero >= 1, layout.shards, 1.0)
+    owned = np.where(layout.zero >= 1, dense / layout.shards + experts / layout.expert_shard, dense + experts)
     sweep = owned * k.update / (machine.hbm * k.hbm)
     sweep = np.where(layout.offload > 0, host_optimizer(machine, owned, k.reduce_bytes), sweep)
     return sweep + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

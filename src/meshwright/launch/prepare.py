@@ -16,11 +16,12 @@ from meshwright.data.source import DataSource, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.planner.candidate import Candidate, untrainable
-from meshwright.planner.data_parallel import choose
+from meshwright.planner.fixes import search_or_fixes
+from meshwright.planner.reprice import repriced
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml
-from meshwright.spec.model import parameter_count
+from meshwright.spec.model import parameter_count, plan_only
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
 from meshwright.spec.yaml_positions import dump_yaml
@@ -79,20 +80,30 @@ def with_vocabulary(run: RunSpec) -> RunSpec:
     return replace(run, model=replace(run.model, vocab_size=VOCABULARY))
 
 
-def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
-    """The plan the run starts with: the one in its plan file, or the planner's choice around its pins."""
+def plan_for(run: RunSpec, *, trainable: bool = False) -> tuple[Plan, tuple[Candidate, ...]]:
+    """The plan in the run's plan file, or the planner's choice around its pins, and every candidate, the chosen one first.
+
+    `trainable` chooses among what this release can train.
+    """
     if isinstance(run.plan, str) and run.plan != "auto":
         return load_plan(Path(run.plan)), ()
-    share = host_memory_bytes() // run.cluster.gpus_per_node if run.cluster.is_cpu else None
-    return choose(run, memory_bytes=share)
+    answer = search_or_fixes(run, memory_bytes=device_memory(run), trainable=trainable)
+    return answer.best.plan, (answer.best, *answer.others)
 
 
-def training_plan(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
-    """`plan_for`, for a run that will train. Raises BadInput when the plan has an axis that this release can only plan and simulate."""
-    plan, candidates = plan_for(run)
+def device_memory(run: RunSpec) -> int | None:
+    """A CPU rank's share of this host's memory; None for GPUs, whose cluster says it."""
+    return host_memory_bytes() // run.cluster.gpus_per_node if run.cluster.is_cpu else None
+
+
+def training_plan(run: RunSpec) -> Plan:
+    """The plan of a run that will train. Raises BadInput for a model, or a plan with an axis, that this release can only plan."""
+    if refused := plan_only(run.model):
+        raise BadInput(refused)
+    plan, _ = plan_for(run, trainable=True)
     if refused := untrainable(plan):
         raise BadInput(refused)
-    return plan, candidates
+    return plan
 
 
 def prepare_run(
@@ -108,10 +119,13 @@ def prepare_run(
 
     Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk is too small.
     """
+    if refused := plan_only(run.model):  # before any text is prepared for it
+        raise BadInput(refused)
     run = resolve_data(run, note)
     folder, resumes = find_folder(run, runs, fresh=fresh)
     run = replace(run, name=folder.name)
-    plan, _ = training_plan(run)
+    # What the run is held to; a plan file's own figures may be of another machine.
+    plan = repriced(run, training_plan(run))
     check_disk(run, folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, plan_only
 
 
 def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
-    """Raise BadInput, naming every field that does not fit another; `where` is the file or section they come from."""
+    """Raise BadInput for a model that can only be planned, and naming every field that does not fit another.
+
+    `where` is the file or section that the fields come from.
+    """
+    if refused := plan_only(spec):
+        raise BadInput(refused)
     mistakes = []
     if spec.vocab_size == 0:
         mistakes.append("vocab_size is 0: expected the tokenizer's size; give model.vocab_size or a tokenizer")

@@ -18,7 +18,7 @@ from meshwright.models.llama import LLAMA
 from meshwright.models.qwen3 import QWEN3
 from meshwright.spec.errors import BadInput, Damaged, nearest
 from meshwright.spec.fields import from_plain
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, plan_only
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN3)}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -48,8 +48,10 @@ def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
 def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = None) -> dict[str, Any]:
     """config.json of the model, with the keys of both transformers 4 and 5.
 
-    Raises BadInput for a field that the family's architecture cannot express.
+    Raises BadInput for a model that can only be planned, and for a field that the family's architecture cannot express.
     """
+    if refused := plan_only(spec):
+        raise BadInput(refused)
     family = FAMILIES[spec.family]
     for name, value in family.fixed.items():
         if getattr(spec, name) != value:

@@ -1,6 +1,6 @@
 """metrics.jsonl: one JSON object a line, the source of truth about a run; every other view is made from it.
 
-Lines have a `kind`: "step", "validation" or "event". Steps count from 1. A number that is not finite is written as null
+Lines have a `kind`: "step", "validation", "event" or "account". Steps count from 1. A number that is not finite is written as null
 and named under `nonfinite`, so that every line is valid JSON.
 """
 
@@ -65,6 +65,10 @@ class MetricsWriter:
     def write_event(self, step: int, text: str) -> None:
         """Something worth a line in the report: resumed, preempted, a checkpoint written."""
         self._append({"kind": "event", "step": step, "text": text})
+
+    def write_account(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Measured figures beside the predicted ones (observe.account) after `step`."""
+        self._append({"kind": "account", "step": step, **figures})
 
     def close(self) -> None:
         self._file.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from meshwright import __version__
 from meshwright.observe import figures, report_parts
+from meshwright.observe.report_account import predicted_and_measured
 from meshwright.observe.report_charts import Sheet, sheet
 from meshwright.observe.runfolder import RunFolder, read_run
 from meshwright.observe.svg import draw, numbers
@@ -53,6 +54,7 @@ def render(run: RunFolder) -> str:
 {_header(run)}
 {report_parts.tiles(run)}
 {_charts(run, charts)}
+{predicted_and_measured(run)}
 {report_parts.plan_picture(run)}
 {report_parts.samples(run)}
 <div class="grid">{report_parts.history(run)}</div>

@@ -101,13 +101,13 @@ def _parameter_tile(run: RunFolder) -> Tile:
 
 def memory(run: RunFolder) -> str:
     """Predicted memory by kind above the measured peak, on one scale, with the device's limit."""
-    measured = max((value for value in column(run.steps, "memory_peak_bytes") if value is not None), default=None)
+    held, taken = _peaks(run)
     predicted = _predicted_kinds(run.plan)
-    if measured is None and not predicted:
+    if held is None and not predicted:
         return ""
     total = sum(size for _, size in predicted)
     limit = _device_memory(run)
-    top = 1.04 * max(total, measured or 0, limit or 0)
+    top = 1.04 * max(total, held or 0, limit or 0)
     line = f'<span class="limit" style="left:{100 * limit / top:.2f}%"></span>' if limit else ""
     bars, keys = [], []
     if predicted:
@@ -120,19 +120,44 @@ def memory(run: RunFolder) -> str:
             f'<li class="k{i % 8} column">{escape(k)} <b>{figures.size(s)}</b></li>'
             for i, (k, s) in enumerate(predicted)
         ]
-    if measured is not None:
-        off = f" ({100 * (measured / total - 1):+.1f}%)" if total else ""
-        bars.append(
-            _bar(
-                "measured peak",
-                figures.size(measured) + off,
-                f'<i class="measured" style="width:{100 * measured / top:.2f}%"></i>' + line,
-            )
-        )
-    note = f'<p class="aside">The dashed line is the device\'s memory, {figures.size(limit)}.</p>' if limit else ""
+    if held is not None:
+        bars.append(_measured_bar(held, taken, _comparable(predicted, allocated=taken is not None), top, line))
+    said = [f"The dashed line is the device's memory, {figures.size(limit)}."] if limit else []
+    if taken is not None and predicted:
+        said.append("Tensors are compared with the prediction without its framework, which torch does not count.")
+    note = f'<p class="aside">{escape(" ".join(said))}</p>' if said else ""
     return f"""<figure class="card memory">
 <figcaption><h3>Memory</h3><span class="unit">largest of a rank</span></figcaption>
 <div class="bars">{"".join(bars)}</div><ul class="legend">{"".join(keys)}</ul>{note}</figure>"""
+
+
+def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
+    """The most that rank 0 held, and that its tensors took of it (on a GPU); the fullest rank's where the run has compared them."""
+    held, taken = (
+        max((value for value in column(run.steps, key) if value is not None), default=None)
+        for key in ("memory_peak_bytes", "memory_allocated_peak_bytes")
+    )
+    fullest = run.account.memory_bytes.measured if run.account else 0.0
+    if taken is not None:
+        taken = max(taken, fullest)
+    return (None if held is None else max(held, fullest)), taken
+
+
+def _comparable(predicted: Sequence[tuple[str, float]], *, allocated: bool) -> float:
+    """Predicted bytes to hold against the measured: torch does not count what the framework takes for itself."""
+    return sum(size for kind, size in predicted if not (allocated and kind == "framework"))
+
+
+def _measured_bar(held: float, taken: float | None, expected: float, top: float, line: str) -> str:
+    """The measured peak; on a GPU what tensors took, and behind it what torch had reserved besides."""
+    shown = held if taken is None else taken
+    off = f" ({100 * (shown / expected - 1):+.1f}%)" if expected else ""
+    inside = f'<i class="measured" style="width:{100 * shown / top:.2f}%"></i>'
+    if taken is None:
+        return _bar("measured peak", figures.size(shown) + off, inside + line)
+    more = f'<i class="measured reserved" style="width:{100 * max(0.0, held - taken) / top:.2f}%" title="reserved besides"></i>'
+    text = f"{figures.size(taken)}{off}, {figures.size(held)} reserved"
+    return _bar("measured peak", text, inside + more + line)
 
 
 def _bar(label: str, value: str, inside: str) -> str:
@@ -155,30 +180,31 @@ def _device_memory(run: RunFolder) -> float | None:
 
 
 def plan_picture(run: RunFolder) -> str:
-    """Ranks as boxes grouped by node, coloured by the copy of the model they hold, beside what the plan says and
-    why.
+    """`plan_section` of the run's plan; empty where there is none."""
+    per_node = number(run.setting("cluster", "gpus_per_node"))
+    return plan_section(run.plan, int(per_node) if per_node and per_node >= 1 else None) if run.plan else ""
+
+
+def plan_section(plan: Plan, ranks_per_node: int | None, most: int = MOST_RANKS_DRAWN) -> str:
+    """Ranks (of many about `most`) as boxes grouped by node, coloured by the copy of the model they hold, beside what
+    the plan says and why.
     """
-    plan = run.plan
-    if plan is None:
-        return ""
     rows = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
     rows += [(_layers_text(strategy), _strategy_text(strategy)) for strategy in plan.layers[:MOST_ROWS]]
     rows.append(("Compiled", "each block, with torch.compile" if plan.compile else "no"))
     table = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in rows)
     why = "".join(f"<li>{escape(str(reason))}</li>" for reason in plan.why[:MOST_ROWS])
     reasons = f'<h4>Why this plan</h4><ul class="why">{why}</ul>' if why else ""
-    return f"""<section class="card plan" id="plan"><h2>Plan</h2><div class="pair"><div>{_mesh(plan, run)}</div>
+    mesh = _mesh(plan, ranks_per_node or plan.ranks, most)
+    return f"""<section class="card plan" id="plan"><h2>Plan</h2><div class="pair"><div>{mesh}</div>
 <div><table class="facts"><tbody>{table}</tbody></table>{reasons}</div></div></section>"""
 
 
-def _mesh(plan: Plan, run: RunFolder) -> str:
-    per_node = number(run.setting("cluster", "gpus_per_node"))
-    layout = Layout.of(plan, int(per_node) if per_node and per_node >= 1 else plan.ranks)
-    drawn = min(
-        plan.ranks, max(layout.ranks_per_node, MOST_RANKS_DRAWN // layout.ranks_per_node * layout.ranks_per_node)
-    )
+def _mesh(plan: Plan, ranks_per_node: int, most: int) -> str:
+    layout = Layout.of(plan, ranks_per_node)
+    drawn = min(plan.ranks, max(layout.ranks_per_node, most // layout.ranks_per_node * layout.ranks_per_node))
     nodes = []
-    for first in range(0, min(drawn, 4 * MOST_RANKS_DRAWN), layout.ranks_per_node):
+    for first in range(0, min(drawn, 4 * most), layout.ranks_per_node):
         ranks = range(first, min(first + layout.ranks_per_node, drawn))
         boxes = "".join(_rank(layout, rank) for rank in ranks)
         nodes.append(f'<div class="node"><p>node {layout.node(first)}</p><div class="ranks">{boxes}</div></div>')

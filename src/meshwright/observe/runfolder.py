@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.observe.account import Account, read_account
 from meshwright.observe.metrics import scan_metrics
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import parameter_count
@@ -29,6 +30,7 @@ class RunFolder:
     steps: tuple[Record, ...]
     validations: tuple[Record, ...]
     events: tuple[Record, ...]
+    account: Account | None
     config: Record
     config_text: str
     plan: Plan | None
@@ -70,6 +72,7 @@ def read_run(folder: Path) -> RunFolder:
         steps=tuple(r for r in records if r.get("kind", "step") == "step"),
         validations=tuple(r for r in records if r.get("kind") == "validation"),
         events=tuple(r for r in records if r.get("kind") == "event"),
+        account=_account([r for r in records if r.get("kind") == "account"], notes),
         config=config if isinstance(config, dict) else {},
         config_text=_text(folder / "config.yaml", []) or "",
         plan=_plan(folder / "plan.yaml", notes),
@@ -112,6 +115,17 @@ def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if damaged:
         notes.append(f"{path.name}: {len(damaged)} damaged lines were left out, the first is line {damaged[0]}")
     return sorted(records, key=lambda record: record["step"])
+
+
+def _account(records: Sequence[Record], notes: list[str]) -> Account | None:
+    """The newest account of predicted and measured figures."""
+    if not records:
+        return None
+    try:
+        return read_account(records[-1])
+    except ValueError as error:
+        notes.append(f"metrics.jsonl: the account after step {records[-1]['step']}: {error}")
+        return None
 
 
 def _json(path: Path, notes: list[str], kind: type) -> Any:

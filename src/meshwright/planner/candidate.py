@@ -4,62 +4,71 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.spec.plan import RUNNABLE_AXES, Plan, PlanPins
+from meshwright.spec.plan import RUNNABLE_AXES, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.92
 """Share of a device's memory a plan may fill; the rest is left to fragmentation."""
-ORDER = (
-    "computes activations twice",
-    "gathers weights twice",
-    "shards across nodes",
-    "smaller products to hide gathers under",
-)
-"""What each place of a candidate's order stands for."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan, whether it fits, and its place in the order (lower is better)."""
+    """One plan with what is predicted of it."""
 
     plan: Plan
-    fits: bool
-    order: tuple[float, ...]
-    seconds: float | None = None
-    """Step time by the cost model, where it decides."""
-    simulated: bool = False
-    """Whether `seconds` were simulated unit by unit, and not only estimated."""
+    fits: bool = True
+    simulated: bool = True
+    """Whether its step was played unit by unit, and not only by whole stages."""
+    estimated: float | None = None
+    """Seconds of a step by whole stages: what all candidates of a search have, so that any two compare like with like."""
 
     @property
-    def key(self) -> tuple[object, ...]:
-        return not self.fits, not self.simulated, self.seconds or 0.0, self.order
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        known = self.plan.predicted.step_seconds if self.plan.predicted else None
+        return float("inf") if known is None else known
 
-    def reason_over(self, other: Candidate) -> str:
-        """Why this one was preferred to `other`: the first thing in the order in which they differ."""
-        if self.fits and not other.fits:
-            return "does not fit"
-        if self.seconds and other.seconds:
-            # An estimate need not agree with a simulation to the last percent; the estimate only chose what to simulate.
-            return f"{other.seconds:.2f} s a step" + ("" if other.simulated else ", estimated")
-        mine = (
-            now
-            for now, then in zip(ORDER, zip(self.order, other.order, strict=True), strict=True)
-            if then[0] != then[1]
-        )
-        return next(mine, "equal")
+    def behind(self, other: Candidate) -> float:
+        """Seconds a step that this one takes longer than `other`."""
+        if self.simulated == other.simulated or self.estimated is None or other.estimated is None:
+            return self.seconds - other.seconds
+        return self.estimated - other.estimated
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found."""
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    """Runner-ups, fastest first."""
+    considered: int
+    """Layouts that were priced in closed form."""
+    seconds: float
+    """How long the search took."""
 
 
 def untrainable(plan: Plan) -> str | None:
     """What of the plan this release can plan and simulate but not train, or None."""
-    axes = [f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES]
-    if not axes:
+    parts = [f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES]
+    parts += [f"expert {plan.experts.expert}"] if plan.experts else []
+    parts += [f"offload {layer.offload}" for layer in plan.layers[:1] if layer.offload != "none"]
+    if not parts:
         return None
-    return f"this release cannot train {', '.join(axes)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
+    return f"this release cannot train {', '.join(parts)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
 
 
 def peak_bytes(plan: Plan) -> int:
     """Predicted memory of the fullest rank; 0 when the plan does not say."""
     return plan.predicted.memory_peak_bytes if plan.predicted else 0
+
+
+def precision_of(run: RunSpec) -> Precision:
+    """Number formats: those pinned, bf16 on GPUs and fp32 on CPUs else."""
+    pins = pins_of(run)
+    compute = pins.compute or ("fp32" if run.cluster.is_cpu else "bf16")
+    wide = "fp64" if compute == "fp64" else "fp32"
+    return Precision(compute=compute, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas)
 
 
 def pins_of(run: RunSpec) -> PlanPins:

@@ -1,4 +1,4 @@
-"""Step seconds of a plan for ranking: a quick estimate that plays whole stages, and the simulator's answer for the few that lead.
+"""Where a plan's step goes, in seconds: played by the simulator unit by unit, or, for ranking many plans, in a tenth of the work by stages.
 
 Both play few micro-batches and draw a straight line to the plan's number: past filling and draining, a schedule repeats itself.
 """
@@ -18,54 +18,63 @@ from meshwright.spec.run import RunSpec
 
 FEW, MORE = 3, 4
 """Micro-batches for each pipeline rank that are played instead of many."""
+Parts = dict[str, float]
+"""Seconds by `Timeline.breakdown`'s names; they add up to the step."""
 
 
-def simulated_seconds(run: RunSpec, plan: Plan) -> float:
-    """Seconds of one step, unit by unit, with gathers and reductions."""
+def played_by_units(run: RunSpec, plan: Plan) -> Parts:
+    """With every gather and reduction. Raises BadInput as `simulator.of_plan.simulate_plan` does."""
     timing = timing_of(run.model, run.train, plan, run.cluster)
-    return _in_line(plan, lambda few: simulate(training_schedule(few, run.model.layers), timing).step_seconds)
+    return _in_line(plan, lambda few: simulate(training_schedule(few, run.model.layers), timing).breakdown)
 
 
-def estimated_seconds(run: RunSpec, plan: Plan) -> float:
-    """The same in a hundredth of the work: stages played whole, and of gathers and reductions what compute cannot hide."""
+def played_by_stages(run: RunSpec, plan: Plan) -> Parts:
+    """Stages played whole, and of gathers and reductions what compute cannot hide. Raises as `played_by_units`."""
     timing = timing_of(run.model, run.train, plan, run.cluster)
-    whole = replace(
-        timing, forward=_summed(timing.forward), backward_input=_summed(timing.backward_input),
-        backward_weight=_summed(timing.backward_weight), unshard=(), reduce=(), replicate=(),
-    )  # fmt: skip
-    played = _in_line(plan, lambda few: simulate(stage_schedule(few, run.model.layers), whole).step_seconds)
+    parts = _in_line(plan, lambda few: simulate(stage_schedule(few, run.model.layers), _whole(timing)).breakdown)
     schedule = stage_schedule(plan, run.model.layers)
-    return played + max(_not_hidden(plan, timing, schedule, rank) for rank in range(schedule.ranks))
+    shown = max(_not_hidden(plan, timing, schedule, rank) for rank in range(schedule.ranks))
+    return parts | {"shard": parts["shard"] + shown}
 
 
-def _in_line(plan: Plan, seconds: Callable[[Plan], float]) -> float:
-    """`seconds` of the plan, from two shorter ones when it has many micro-batches."""
+def _in_line(plan: Plan, parts: Callable[[Plan], Parts]) -> Parts:
+    """`parts` of the plan, from two shorter ones when it has many micro-batches."""
     ranks, wanted = plan.axis_size("pipeline"), plan.batch.accumulate
     if wanted <= (MORE + 1) * ranks:
-        return seconds(plan)
+        return parts(plan)
     # A remainder makes groups uneven; the short plans have the same one.
     few, more = (times * ranks + wanted % ranks for times in (FEW, MORE))
-    first, second = (seconds(_with_micro_batches(plan, count)) for count in (few, more))
-    return second + (second - first) / (more - few) * (wanted - more)
+    first, second = (parts(_with_micro_batches(plan, count)) for count in (few, more))
+    steep = (wanted - more) / (more - few)
+    return {name: seconds + steep * (seconds - first[name]) for name, seconds in second.items()}
 
 
 def _with_micro_batches(plan: Plan, count: int) -> Plan:
     return replace(plan, batch=replace(plan.batch, accumulate=count))
 
 
+def _whole(timing: Timing) -> Timing:
+    """Stages as one unit each, without collectives and the copies for them."""
+    return replace(
+        timing, forward=_summed(timing.forward), backward_input=_summed(timing.backward_input),
+        backward_weight=_summed(timing.backward_weight), unshard=(), reduce=(), replicate=(), copy_out=(), copy_in=(), accumulate=(),
+    )  # fmt: skip
+
+
 def _not_hidden(plan: Plan, timing: Timing, schedule: Schedule, rank: int) -> float:
-    """Collective seconds of a rank beyond its compute, and what the hidden ones slow compute down by."""
-    layer, many = plan.layers[0], plan.batch.accumulate
+    """Collective seconds of a rank beyond its compute, what the hidden ones slow compute down by, and compute's copies for them."""
+    layer, many, held = plan.layers[0], plan.batch.accumulate, schedule.placement[rank]
     times = 1 if plan.layered else many
     gathers = 2 * times if layer.reshard else 1
     reductions = times if layer.gradients == "shard" else 1
-    held = schedule.placement[rank]
     travelling = gathers * _total(timing.unshard, held) + reductions * _total(timing.reduce, held)
     travelling += _total(timing.replicate, held)
     compute = many * sum(
         _total(table, held) for table in (timing.forward, timing.backward_input, timing.backward_weight)
     )
-    return max(0.0, travelling - compute) + min(travelling, compute) * (1 - 1 / timing.collective_slowdown)
+    copies = gathers * _total(timing.copy_out, held) + reductions * _total(timing.copy_in, held)
+    copies += (many - reductions) * _total(timing.accumulate, held)
+    return max(0.0, travelling - compute) + min(travelling, compute) * (1 - 1 / timing.collective_slowdown) + copies
 
 
 def _total(table: Table, stages: tuple[int, ...]) -> float:

@@ -2,53 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of, untrainable
+from meshwright.planner.explain import shortfall
+from meshwright.schedules.registry import entry_of, refusal
+from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
+CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
+    ("pipeline", ("pipeline",), lambda plan: plan.axis_size("pipeline")),
+    ("tensor", ("tensor",), lambda plan: plan.axis_size("tensor")),
+    ("context", ("context_ring", "context_ulysses"), lambda plan: _context(plan)),
+    ("replicate", ("replicate", "shard"), lambda plan: plan.axis_size("replicate")),
+    ("schedule", ("schedule", "stages"), lambda plan: plan.schedule.name),
+    ("micro-batch", ("micro_batch",), lambda plan: plan.batch.micro_batch),
+    ("gradients", ("gradients", "layers"), lambda plan: plan.layers[-1].gradients),
+)
+"""What a person asks about: its name, the pins that settle it, and its value in a plan."""
 
-def reasons(best: Candidate, candidates: list[Candidate], run: RunSpec, budget: int | None) -> tuple[str, ...]:
+
+def reasons(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> tuple[str, ...]:
     """One sentence for each thing that a person might ask about `best`."""
     plan, pins = best.plan, pins_of(run)
-    layer = plan.layers[0]
-    room = f" of {budget / 1e9:.1f} GB" if budget else ""
-    said = [f"predicted peak {peak_bytes(plan) / 1e9:.1f} GB a rank{room}"]
-    # Ranked by time, a smaller micro-batch may have done without and been slower.
-    size = f" micro-batches of {plan.batch.micro_batch}" if best.seconds else ""
-    if pins.schedule is None:
-        said += _other_schedules(best, candidates)
-    if layer.recompute != "none" and pins.recompute is None and pins.layers is None:
-        said.append(f"recompute {layer.recompute}: less does not fit{size}")
-    if layer.reshard and plan.axis_size("shard") > 1 and pins.reshard is None and pins.layers is None:
-        said.append(f"reshard: keeping gathered weights does not fit{size}")
-    if plan.axis_size("replicate") > 1 and pins.replicate is None and pins.shard is None:
-        said.append(f"replicate {plan.axis_size('replicate')}: only gradient sums cross the replicas")
+    said = [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
+    said += _by_memory(plan, run)
     if refused := untrainable(plan):
         said.append(refused)
     pinned = [key for key, value in vars(pins).items() if value is not None]
-    return (*said, "pinned by the run file: " + ", ".join(pinned)) if pinned else tuple(said)
+    said += ["pinned by the run file: " + ", ".join(pinned)] * bool(pinned)
+    return tuple(sentence for sentence in said if sentence)
 
 
-def _other_schedules(best: Candidate, candidates: list[Candidate]) -> list[str]:
-    """The best of each other schedule beside the chosen one, by the cost model."""
-    if best.seconds is None:
-        return []
-    first: dict[str, Candidate] = {}
-    for candidate in candidates:
-        if candidate.fits and candidate.seconds:
-            first.setdefault(candidate.plan.schedule.name, candidate)
-    others = [f"{name} {c.seconds:.2f}" for name, c in first.items() if name != best.plan.schedule.name]
-    said = f"schedule {best.plan.schedule.name}: {best.seconds:.2f} s a step by the cost model"
-    return [f"{said} ({', '.join(others[:3])} at their best)" if others else said]
-
-
-def nothing_fits(candidates: list[Candidate], budget: int) -> str:
-    """What the smallest plan needs, where nothing fits `budget` bytes."""
-    smallest = min(candidates, key=lambda c: peak_bytes(c.plan))
-    assert smallest.plan.predicted is not None
-    kinds = sorted(smallest.plan.predicted.memory_bytes.items(), key=lambda item: -item[1])
-    top = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds[:3])
+def _beside(best: Candidate, others: Sequence[Candidate], name: str, value: Callable[[Plan], object]) -> str:
+    """The chosen value beside the fastest plans that have another."""
+    mine = value(best.plan)
+    fastest: dict[object, Candidate] = {}
+    for other in others:
+        if value(other.plan) != mine:
+            fastest.setdefault(value(other.plan), other)
+    if not fastest:
+        return ""
+    gaps = [f"{other} {_gap(best, one)}" for other, one in list(fastest.items())[:3]]
     return (
-        f"no plan fits: the smallest needs {smallest.plan.predicted.memory_peak_bytes / 1e9:.1f} GB a rank and "
-        f"{HEADROOM * budget / 1e9:.1f} GB ({HEADROOM:.0%} of {budget / 1e9:.1f}) may be used; most of it: {top} (GB). "
-        "More ranks, a shorter train.seq_len or a smaller train.loss_chunk lower it"
+        f"{name} {mine}: {', '.join(gaps)} at its best"
+        if len(gaps) == 1
+        else f"{name} {mine}: {', '.join(gaps)} at their best"
+    )
+
+
+def _gap(best: Candidate, other: Candidate) -> str:
+    """Seconds that the other takes longer; less than nothing where the simpler plan was taken."""
+    return f"{other.behind(best):+.3g} s"
+
+
+def _by_memory(plan: Plan, run: RunSpec) -> list[str]:
+    pins, said = pins_of(run), []
+    lean = [layer for layer in plan.layers if layer.recompute != "none"]
+    if lean and pins.recompute is None and pins.layers is None:
+        where = "" if len(plan.layers) == 1 else f" on layers {', '.join(layer.range for layer in lean)}"
+        said.append(
+            f"recompute {lean[0].recompute}{where}: less does not fit micro-batches of {plan.batch.micro_batch}"
+        )
+    again = [layer for layer in plan.layers if layer.reshard]
+    if again and plan.axis_size("shard") > 1 and pins.reshard is None and pins.layers is None:
+        where = "" if len(plan.layers) == 1 else f" on layers {', '.join(layer.range for layer in again)}"
+        said.append(f"reshard{where}: keeping gathered weights does not fit micro-batches of {plan.batch.micro_batch}")
+    if plan.layers[0].offload != "none" and pins.offload is None:
+        said.append(f"offload {plan.layers[0].offload}: without it memory asks for a slower plan")
+    return said
+
+
+def _context(plan: Plan) -> int:
+    return plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
+
+
+def _open(pins: object, keys: tuple[str, ...]) -> bool:
+    return all(getattr(pins, key) is None for key in keys)
+
+
+def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> str:
+    """What the smallest plan needs, where nothing fits `budget` bytes."""
+    smallest = min(candidates, key=lambda one: peak_bytes(one.plan)).plan
+    return (
+        f"no plan fits: of the smallest, {shortfall(run, smallest, budget)}; {HEADROOM:.0%} of the device may be used"
+    )
+
+
+def no_layout(run: RunSpec) -> str:
+    """Why the run's pins and sizes leave no layout at all."""
+    pins, cluster, batch = pins_of(run), run.cluster, run.train.global_batch
+    others = [value for value in (pins.pipeline, pins.tensor, pins.context_ring, pins.context_ulysses) if value]
+    inner = 1
+    for value in others:
+        inner *= value
+    data = cluster.ranks // inner
+    if pins.schedule and inner * data == cluster.ranks and data and batch % (data * (pins.micro_batch or 1)) == 0:
+        many = batch // (data * (pins.micro_batch or 1))
+        per_rank = len(pins.stages[0]) if pins.stages else entry_of(pins.schedule).stages_per_rank.start
+        if refused := refusal(pins.schedule, pins.pipeline or 1, many, per_rank):
+            return f"no plan: {refused}; they are train.global_batch ÷ data ranks ÷ micro-batch size"
+    heads, seq = run.model.heads, run.train.seq_len
+    return (
+        f"no plan: train.global_batch {batch} must be a multiple of the data ranks (the cluster's {cluster.ranks} ranks ÷ pinned pipeline, "
+        "tensor and context; times plan.micro_batch if pinned), plan.replicate × plan.shard that number, and pinned tensor and context "
+        f"ranks must divide the model's {heads} heads and the sequence's {seq} tokens"
     )

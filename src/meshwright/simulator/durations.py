@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from meshwright.schedules.action import Action
 from meshwright.simulator.timing import Table, Timing
+
+Busy = tuple[float, float, float]
+"""(begin, end, how many times as long compute takes in it)."""
 
 
 class Durations:
@@ -31,10 +35,13 @@ class Durations:
         return self._rows[action.kind][action.stage][-1 if action.unit is None else action.unit]
 
 
-def stretched(start: float, work: float, busy: Iterable[tuple[float, float]], factor: float) -> float:
-    """When `work` seconds begun at `start` end, if they pass `factor` times slower inside the `busy` intervals."""
+def stretched(start: float, work: float, busy: Iterable[Busy]) -> float:
+    """When `work` seconds begun at `start` end, if inside each `busy` interval they pass that many times slower.
+
+    Where two overlap the slower one counts.
+    """
     now = start
-    for first, last in _joined(busy):
+    for first, last, factor in _apart(busy):
         if last <= now:
             continue
         if first > now:
@@ -48,15 +55,18 @@ def stretched(start: float, work: float, busy: Iterable[tuple[float, float]], fa
     return now + work
 
 
-def _joined(busy: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The intervals in order, those that touch made one."""
-    joined: list[tuple[float, float]] = []
-    for first, last in sorted(busy):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(last, joined[-1][1])
-        else:
-            joined.append((first, last))
-    return joined
+def _apart(busy: Iterable[Busy]) -> list[Busy]:
+    """The intervals cut so that none overlaps another, in order; the larger factor holds where two did."""
+    rows = sorted(busy)
+    if all(one[1] <= other[0] for one, other in pairwise(rows)):
+        return rows
+    edges = sorted({edge for first, last, _ in rows for edge in (first, last)})
+    cut = []
+    for first, last in pairwise(edges):
+        factors = [factor for begin, end, factor in rows if begin <= first and end >= last]
+        if factors:
+            cut.append((first, last, max(factors)))
+    return cut
 
 
 def _summed(table: Table) -> list[list[float]]:

@@ -3,45 +3,63 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import inf
 
 from meshwright.costs.of_plan import Pricing, number
 from meshwright.simulator.timing import Link
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
+from meshwright.spec.network import FABRIC_US
+from meshwright.spec.nodes import rank_clusters
 from meshwright.spec.plan import Plan
 
 
 def links_of(
-    plan: Plan, cluster: ClusterSpec, priced: Pricing, channels: Iterable[tuple[int, int]]
+    plan: Plan, cluster: ClusterSpec, prices: Sequence[Pricing], channels: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], Link]:
-    """The link of each (sender, receiver) pair of pipeline ranks.
+    """The link of each (sender, receiver) pair of pipeline ranks; `prices` by pipeline rank.
 
     All devices of a stage send at once. One device drives one port; only over TCP may the devices of a node that send across share all of
-    its ports between them.
+    its ports between them. Between ranks on unlike nodes the slower end counts.
     """
     layout = Layout.of(plan, cluster.gpus_per_node)
     by_stage: dict[int, list[int]] = {}
     for rank in range(layout.ranks):
         by_stage.setdefault(layout.coordinates(rank).get("pipeline", 0), []).append(rank)
-    return {
-        (one, other): _link(list(zip(by_stage[one], by_stage[other], strict=True)), cluster, priced)
-        for one, other in channels
-    }
+    fabrics = [alike.network.fabric if alike.network else None for alike in rank_clusters(cluster, layout)]
+
+    def link(one: int, other: int) -> Link:
+        pairs = list(zip(by_stage[one], by_stage[other], strict=True))
+        ends = prices[one], prices[other]
+        if fabrics[one] == fabrics[other]:
+            return _link(pairs, cluster.gpus_per_node, ends, tcp=fabrics[one] == "tcp", bridge=Link())
+        rate = cluster.network.bridge_gb_per_s if cluster.network else None
+        return _link(
+            pairs, cluster.gpus_per_node, ends, tcp=True, bridge=Link(FABRIC_US["tcp"] * 1e-6, (rate or inf) * 1e9)
+        )
+
+    return {channel: link(*channel) for channel in channels}
 
 
-def _link(pairs: list[tuple[int, int]], cluster: ClusterSpec, priced: Pricing) -> Link:
-    machine, k = priced.machine, priced.constants
-    boundary_us = number(k.pipe_us)
-    domain = int(number(machine.domain))
+def _link(
+    pairs: list[tuple[int, int]], per_node: int, ends: tuple[Pricing, Pricing], *, tcp: bool, bridge: Link
+) -> Link:
+    """The link between two stages whose devices `pairs` names; across nodes it is no better than `bridge`."""
+    machine, constants = ends[0].machine, [end.constants for end in ends]
+    boundary_us = max(number(k.pipe_us) for k in constants)
+    domain = min(int(number(end.machine.domain)) for end in ends)
     across = [(one, other) for one, other in pairs if one // domain != other // domain]
     if not across:
-        return Link((boundary_us + number(k.link_us)) * 1e-6, number(machine.link * k.link))
-    port = number(machine.nic * k.net)
-    if cluster.network is not None and cluster.network.fabric == "tcp":
-        senders = Counter(one // cluster.gpus_per_node for one, _ in across)
-        port *= cluster.gpus_per_node / max(senders.values())
+        rate = min(number(end.machine.link * end.constants.link) for end in ends)
+        return Link((boundary_us + max(number(k.link_us) for k in constants)) * 1e-6, rate)
+    port = min(number(end.machine.nic * end.constants.net) for end in ends)
+    port = min(port, bridge.bytes_per_second * min(number(k.net) for k in constants))
+    if tcp:
+        senders = Counter(one // per_node for one, _ in across)
+        port *= per_node / max(senders.values())
     pod = number(machine.pod)
     if any(one // pod != other // pod for one, other in across):
         port /= number(machine.oversubscribed)
-    return Link((boundary_us + number(k.net_us)) * 1e-6, port)
+    late = max(bridge.latency_seconds, *(number(k.net_us) * 1e-6 for k in constants))
+    return Link(boundary_us * 1e-6 + late, port)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from meshwright.costs.memory import activation_bytes, memory_by_rank
 from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
@@ -11,7 +12,7 @@ from meshwright.schedules.memory import peak_in_flight
 from meshwright.schedules.of_plan import stage_schedule, stages_of, training_schedule
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.slow_nodes import rank_slowdown
+from meshwright.simulator.slow_nodes import rank_prices
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Table, Timing
 from meshwright.simulator.units import Seconds, Unit, UnitCosts
@@ -19,15 +20,18 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
+
+T = TypeVar("T")
 
 
 def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timeline:
     """One step of `plan` on `cluster`, by pipeline rank.
 
-    Raises BadInput where the cost model says nothing (CPU ranks, an unknown chip or format) and when the schedule cannot be made for the
-    plan's micro-batches and stages.
+    Raises BadInput where the cost model says nothing (a device neither known nor measured, a format it lacks), and when the schedule
+    cannot be made for the plan's micro-batches and stages.
     """
     return simulate(training_schedule(plan, model.layers), timing_of(model, train, plan, cluster))
 
@@ -51,11 +55,18 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     cluster = as_nodes(cluster)
     priced = priced_or_refused(model, train, plan, cluster)
     schedule = stage_schedule(plan, model.layers)
+    prices = [rank or priced for rank in rank_prices(model, train, plan, cluster)]
     held = schedule.rank_of
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]
-    costs = UnitCosts(model, plan, priced, tied_apart=held[0] != held[-1])
-    compute = [[costs.compute(unit) for unit in row] for row in stages]
-    for stages_held in schedule.placement:  # a rank's host time of one micro-batch, booked where its first stage begins
+    made = {id(one): UnitCosts(model, plan, one, tied_apart=held[0] != held[-1]) for one in prices}
+    ranks = [made[id(one)] for one in prices]  # one object for all ranks on nodes alike
+
+    def table(price: Callable[[UnitCosts, Unit], T]) -> list[list[T]]:
+        return [[price(ranks[rank], unit) for unit in row] for rank, row in zip(held, stages, strict=True)]
+
+    compute = table(UnitCosts.compute)
+    # A rank's host time of one micro-batch is booked where its first stage begins.
+    for costs, stages_held in zip(ranks, schedule.placement, strict=True):
         first = compute[stages_held[0]]
         first[0] = replace(first[0], forward=first[0].forward + costs.host_micro)
     sharded, replicated = shard_size(plan) > 1, plan.axis_size("replicate") > 1
@@ -65,23 +76,37 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
         backward_input=_column(compute, "backward_input"),
         backward_weight=_column(compute, "backward_weight"),
         boundary_bytes=[size * model.hidden * 2] * (len(stages) - 1),
-        links=links_of(plan, cluster, priced, schedule.channels),
-        unshard=[[costs.gather(unit) for unit in row] for row in stages] if sharded else (),
-        reduce=[[costs.reduce(unit) for unit in row] for row in stages] if sharded else (),
-        replicate=[[costs.replicate(unit) for unit in row] for row in stages] if replicated else (),
-        collective_slowdown=1 / (1 - min(number(priced.constants.overlap_tax), 0.5)),
-        rank_slowdown=rank_slowdown(model, train, plan, cluster),
-        norm_seconds=costs.constant,
-        optim_seconds=[_optimizer(costs, plan, [stages[s] for s in row]) for row in schedule.placement],
+        links=links_of(plan, cluster, prices, schedule.channels),
+        unshard=table(UnitCosts.gather) if sharded else (),
+        reduce=table(UnitCosts.reduce) if sharded else (),
+        replicate=table(UnitCosts.replicate) if replicated else (),
+        copy_out=table(UnitCosts.copy_out),
+        copy_in=table(UnitCosts.copy_in),
+        accumulate=table(UnitCosts.accumulate),
+        one_reduction=True,
+        collective_slowdown=max(costs.slowdown("shard") for costs in ranks),
+        replicate_slowdown=max(costs.slowdown("replicate") for costs in ranks),
+        norm_seconds=max(costs.constant for costs in ranks),
+        optim_seconds=[
+            costs.optimizer([unit for stage in row for unit in stages[stage]])
+            for costs, row in zip(ranks, schedule.placement, strict=True)
+        ],
     )
 
 
 def inside_compute(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> dict[str, float]:
-    """Seconds of a step's compute that are exposed tensor and context communication, mean over pipeline ranks."""
-    costs = UnitCosts(model, plan, priced_or_refused(model, train, plan, as_nodes(cluster)))
-    blocks = [costs.compute(layer).inside for layer in range(model.layers)]
-    share = plan.batch.accumulate / plan.axis_size("pipeline")
-    totals = {axis: share * sum(block[axis] for block in blocks) for axis in ("tensor", "context")}
+    """Seconds of a step's compute that are exposed communication of tensor, context and expert ranks and with host memory, mean over
+    pipeline ranks."""
+    priced = priced_or_refused(model, train, plan, as_nodes(cluster))
+    ranks = [UnitCosts(model, plan, rank or priced) for rank in rank_prices(model, train, plan, cluster)]
+    table = stage_table(plan.schedule, len(ranks), model.layers)
+    blocks = [
+        costs.compute(layer).inside for costs, row in zip(ranks, table, strict=True) for held in row for layer in held
+    ]
+    share = plan.batch.accumulate / len(ranks)
+    totals = {
+        axis: share * sum(block[axis] for block in blocks) for axis in ("tensor", "context", "expert", "host link")
+    }
     return {axis: seconds for axis, seconds in totals.items() if seconds}
 
 
@@ -93,15 +118,9 @@ def priced_or_refused(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: C
         known = ", ".join(name for name, chip in CHIPS.items() if "bf16" in chip.peak_flops)
         raise BadInput(
             f"the cost model has no figures for {asked}; it knows bf16 on {known}. "
-            "Ask about one of those: cluster.gpu=H200 cluster.gpus_per_node=8"
+            "Ask about one of those (cluster.gpu=H200 cluster.gpus_per_node=8), or measure this one with `meshwright profile --out FILE`"
         )
     return priced
-
-
-def _optimizer(costs: UnitCosts, plan: Plan, stages: Sequence[Sequence[Unit]]) -> float:
-    units = [unit for row in stages for unit in row]
-    owned = sum(costs.count(unit) for unit in units) / shard_size(plan)
-    return costs.optimizer(owned, sum(isinstance(unit, int) for unit in units))
 
 
 def _column(rows: Sequence[Sequence[Seconds]], name: str) -> Table:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshwright.schedules.action import COMPUTE, FORWARD, Action
 from meshwright.schedules.schedule import Schedule
-from meshwright.simulator.durations import Durations, stretched
+from meshwright.simulator.durations import Busy, Durations, stretched
 from meshwright.simulator.timeline import AXES, Record, Timeline
 from meshwright.simulator.timing import Timing
 from meshwright.spec.errors import BadInput
@@ -59,7 +59,9 @@ class _Rank:
     gathers: dict[tuple[int, int], Way] = field(default_factory=dict)
     """Gathers that compute has not waited for yet, by stage and unit."""
     reductions: list[Way] = field(default_factory=list)
-    busy: list[tuple[float, float]] = field(default_factory=list)
+    alone: set[int] = field(default_factory=set)
+    """Places of actions whose gradients are reduced before their unit makes more, so that there is nothing to add them to."""
+    busy: list[Busy] = field(default_factory=list)
     """Collectives that may still slow compute down."""
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
 
@@ -71,6 +73,9 @@ class _Simulation:
         self.last_unit = [count - 1 for count in schedule.units or (1,) * schedule.stages]
         self.durations = Durations(timing)
         self.ranks = [_Rank(number) for number in range(schedule.ranks)]
+        if timing.accumulate:
+            for mine in self.ranks:
+                mine.alone = made_alone(schedule, mine.number)
         self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.messages: dict[tuple[bool, int, int], Way] = {}
         self.waiting: dict[tuple[bool, int, int], int] = {}
@@ -128,9 +133,10 @@ class _Simulation:
         work = self.durations.compute(action)
         if self.timing.rank_slowdown:
             work *= self.timing.rank_slowdown[mine.number]
+        work += self._copies(mine, action)
         if mine.busy:
             mine.busy = [one for one in mine.busy if one[1] > start]
-        end = stretched(start, work, mine.busy, self.timing.collective_slowdown) if mine.busy else start + work
+        end = stretched(start, work, mine.busy) if mine.busy else start + work
         mine.computed += end - start
         mine.first, mine.last, mine.clock = min(mine.first, start), end, end
         self.records.append((mine.number, "compute", action, start, end))
@@ -155,6 +161,20 @@ class _Simulation:
         if mine.gathers and (gather := mine.gathers.get((stage, unit or 0))):
             ways.append(gather)
         return True
+
+    def _copies(self, mine: _Rank, action: Action) -> float:
+        """Seconds in which compute copies gathered weights out, and adds new gradients to those before."""
+        seconds, timing = 0.0, self.timing
+        if mine.gathers:
+            for part in action.parts:
+                used = part.kind != "backward_weight" and mine.gathers.pop((part.stage, part.unit or 0), None)
+                if used and timing.copy_out:
+                    seconds += timing.copy_out[part.stage][part.unit or 0]
+        if timing.accumulate and mine.place not in mine.alone:
+            made = [part for part in action.parts if makes_gradients(self.schedule, part)]
+            rows = [(timing.accumulate[part.stage], part.unit) for part in made]
+            seconds += sum(sum(row) if unit is None else row[unit] for row, unit in rows)
+        return seconds
 
     def _wait(self, mine: _Rank, ways: list[Way]) -> float:
         """Let compute stand still until all of `ways` is through, and book the time in which bytes were on their way."""
@@ -203,15 +223,22 @@ class _Simulation:
             self.todo.append(self.waiting.pop(key))
 
     def _unshard(self, mine: _Rank, action: Action) -> bool:
+        unit = action.stage, action.unit or 0
         if self.timing.unshard:
-            unit = action.stage, action.unit or 0
             mine.gathers[unit] = self._collective(
                 mine, "unshard", "shard", action, self.timing.unshard[unit[0]][unit[1]]
             )
+        elif self.timing.copy_out:  # weights that nobody else has a part of are copied all the same
+            mine.gathers[unit] = "shard", mine.clock, mine.clock
         return True
 
     def _reduce(self, mine: _Rank, action: Action) -> bool:
         stage, unit = action.stage, action.unit or 0
+        if self.timing.one_reduction and mine.reductions:
+            self._wait(mine, [way for way in mine.reductions[-2:] if way[0] == "shard"])
+        if self.timing.copy_in:
+            mine.clock += self.timing.copy_in[stage][unit]
+            mine.computed += self.timing.copy_in[stage][unit]
         issued = mine.clock
         if self.timing.reduce:
             seconds = self.timing.reduce[stage][unit]
@@ -239,8 +266,9 @@ class _Simulation:
         waits_for = "unshard" if shares else lane
         start = max(issued, mine.lanes[waits_for])
         mine.lanes[waits_for] = start + seconds
-        if self.timing.collective_slowdown != 1.0:
-            mine.busy.append((start, start + seconds))
+        slowdown = self.timing.replicate_slowdown if lane == "replicate" else self.timing.collective_slowdown
+        if slowdown != 1.0 and seconds:
+            mine.busy.append((start, start + seconds, slowdown))
         self.records.append((mine.number, lane, action, start, start + seconds))
         return axis, issued, start + seconds
 
@@ -264,3 +292,26 @@ class _Simulation:
         self.records.append((mine.number, "compute", action, mine.clock, mine.clock + seconds))
         mine.clock += seconds
         mine.closing += seconds
+
+
+def makes_gradients(schedule: Schedule, part: Action) -> bool:
+    """Whether an action adds to its unit's weight gradients. The loss makes them in its forward (kernels.loss)."""
+    units = schedule.units[part.stage] if schedule.units else 1
+    if part.stage + 1 == schedule.stages and (part.unit or 0) + 1 == units and units > 1:
+        return part.kind == "forward"
+    return part.kind in ("backward", "backward_weight")
+
+
+def made_alone(schedule: Schedule, rank: int) -> set[int]:
+    """Places in a rank's row of actions whose gradients are reduced before their unit makes more."""
+    found: set[int] = set()
+    since: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place, action in enumerate(schedule.actions[rank]):
+        if action.kind == "reduce_grad":
+            places = since.pop((action.stage, action.unit or 0), [])
+            found.update(places if len(places) == 1 else ())
+        elif action.kind in COMPUTE:
+            for part in action.parts:
+                if makes_gradients(schedule, part):
+                    since[part.stage, part.unit or 0].append(place)
+    return found

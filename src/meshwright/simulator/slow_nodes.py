@@ -1,45 +1,49 @@
-"""Nodes with another chip than the slowest: how long a pipeline rank's compute takes, relative to the slowest device's."""
+"""Unlike nodes: what each pipeline rank is priced with, and how fast it is."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import cache
 
-from meshwright.costs.of_plan import pricing
+from meshwright.costs.of_plan import Pricing, as_nodes, pricing
 from meshwright.simulator.units import UnitCosts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import Plan
+from meshwright.spec.nodes import NodeKind, all_like, kinds_by_rank, node_kinds, rank_clusters
+from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
 
 
-def rank_slowdown(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> tuple[float, ...]:
-    """By pipeline rank, its block seconds over those of the machine that the closed form prices (the slowest); empty when nodes are alike.
+def rank_prices(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> tuple[Pricing | None, ...]:
+    """By pipeline rank, the cost model's inputs for the slowest of its own nodes: its chip, links and ports.
 
-    A pipeline rank is as slow as its slowest device. Groups stand behind the cluster's other nodes, in the order in which they are listed.
+    One and the same object for ranks on nodes alike; None where the cost model says nothing. Raises BadInput for groups that contradict
+    the cluster.
     """
-    chips = chip_by_node(cluster)
-    if len(set(chips)) == 1:
-        return ()
-    whole = _block(model, train, plan, cluster)
-    alone = {chip: _block(model, train, plan, replace(cluster, gpu=chip, groups=())) for chip in set(chips)}
-    layout = Layout.of(plan, cluster.gpus_per_node)
-    slowest = [0.0] * plan.axis_size("pipeline")
-    for rank in range(layout.ranks):
-        stage = layout.coordinates(rank).get("pipeline", 0)
-        slowest[stage] = max(slowest[stage], alone[chips[layout.node(rank)]] / whole)
-    return tuple(slowest)
+    cluster = as_nodes(cluster)
+    priced = cache(lambda alike: pricing(model, train, plan, alike))
+    return tuple(priced(alike) for alike in rank_clusters(cluster, Layout.of(plan, cluster.gpus_per_node)))
 
 
-def chip_by_node(cluster: ClusterSpec) -> list[str]:
-    """The chip of every node."""
-    groups = [(group.gpu or cluster.gpu, group.nodes) for group in cluster.groups]
-    rest = cluster.nodes - sum(nodes for _, nodes in groups)
-    return [cluster.gpu] * rest + [chip for chip, nodes in groups for _ in range(nodes)]
+def kind_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -> dict[NodeKind, float]:
+    """By kind of node, the blocks that one of its devices computes, a sequence at a time, while one of the slowest kind computes one.
+
+    Empty where the cost model says nothing of a kind.
+    """
+    seconds = {}
+    for kind, _ in node_kinds(cluster):
+        priced = pricing(model, train, _ALONE, all_like(cluster, (kind,)))
+        if priced is None:
+            return {}
+        one = UnitCosts(model, _ALONE, priced).compute(0)
+        seconds[kind] = one.forward + one.backward_input + one.backward_weight
+    return {kind: max(seconds.values()) / own for kind, own in seconds.items()}
 
 
-def _block(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> float:
-    priced = pricing(model, train, plan, cluster)
-    assert priced is not None  # the cluster's chips were priced together before
-    seconds = UnitCosts(model, plan, priced).compute(0)
-    return seconds.forward + seconds.backward_input + seconds.backward_weight
+def rank_speeds(speeds: Mapping[NodeKind, float], cluster: ClusterSpec, layout: Layout) -> tuple[float, ...]:
+    """The same by pipeline rank, which is as fast as the slowest of its nodes; empty when `speeds` is."""
+    return tuple(min(speeds[kind] for kind in kinds) for kinds in kinds_by_rank(cluster, layout)) if speeds else ()
+
+
+_ALONE = Plan(mesh=(MeshAxis(axis="shard", size=1),), batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1))

@@ -49,10 +49,20 @@ class Timing:
     """Reducing a unit's gradients over the shard axis."""
     replicate: Table = ()
     """Summing a unit's gradient shards over the replicate axis, once a step: after its last `reduce`."""
+    copy_out: Table = ()
+    """Compute's time to copy a unit's weights out of the buffer that they were gathered in, before their first use."""
+    copy_in: Table = ()
+    """Compute's time to copy a unit's gradients into the buffer that is reduced."""
+    accumulate: Table = ()
+    """Compute's time to add a micro-batch's gradients of a unit to the sum of those before: of several that are reduced together."""
+    one_reduction: bool = False
+    """Compute waits for a reduction before it copies the next one in, as FSDP2 does to have one buffer of each."""
     one_communicator: bool = True
     """Gathers and reductions of the shard axis wait for each other, as FSDP2's do in torch 2.11; false gives each its own."""
     collective_slowdown: float = 1.0
     """Compute takes this many times as long while the same rank gathers or reduces."""
+    replicate_slowdown: float = 1.0
+    """The same while it sums over replicas; where both go on the larger one counts."""
     overlap_hidden: float = 0.0
     """Part of the shorter side of an overlap that disappears under the longer: 0 one after the other, 1 all of it."""
     rank_slowdown: Sequence[float] = ()
@@ -73,10 +83,11 @@ class Timing:
             "backward_input": self.backward_input,
             "backward_weight": self.backward_weight,
         }
-        tables |= {"unshard": self.unshard, "reduce": self.reduce, "replicate": self.replicate}
+        optional = {"unshard": self.unshard, "reduce": self.reduce, "replicate": self.replicate}
+        optional |= {"copy_out": self.copy_out, "copy_in": self.copy_in, "accumulate": self.accumulate}
+        tables |= {name: table for name, table in optional.items() if table}
         for name, table in tables.items():
-            optional = name in ("unshard", "reduce", "replicate")
-            if len(table) != schedule.stages and not (optional and not table):
+            if len(table) != schedule.stages:
                 raise BadInput(f"timing.{name}: expected a row for each of {schedule.stages} stages, got {len(table)}")
             for stage, row in enumerate(table):
                 if schedule.units and len(row) != schedule.units[stage]:

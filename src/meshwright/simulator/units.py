@@ -1,29 +1,34 @@
 """Seconds of one unit of a plan, from the closed-form cost model: its arithmetic, its gather, its reductions.
 
-A unit is the embedding, one block, or the final norm with head and loss. Communication inside it (tensor, context) and recomputation are
-part of its arithmetic; the closed form gives all layers together, and a block takes its share.
+A unit is the embedding, one block, or the final norm with head and loss. Communication inside it (tensor, context, expert), copies to
+host memory that it does not hide and recomputation are part of its arithmetic; the closed form gives all layers together, and a block
+takes its share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collectives import all_reduce, crowding, gather, group
+from meshwright.costs.collectives import Group, all_reduce, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
-from meshwright.costs.inputs import Layouts
+from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import bytes_of
-from meshwright.costs.of_plan import RECOMPUTE, Pricing, number, shard_size
+from meshwright.costs.of_plan import RECOMPUTE, Pricing, experts_over, number, shard_size
+from meshwright.costs.offload import HOST_SHARE, copied_bytes, host_optimizer
 from meshwright.costs.step import step_cost
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import LayerStrategy, Plan, Recompute
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
+
+MOST_TAX = 0.9
+"""Of compute's speed, what a collective beside it may take at most."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class UnitCosts:
     def __init__(self, model: ModelSpec, plan: Plan, priced: Pricing, *, tied_apart: bool = False) -> None:
         self.model, self.plan, self.priced = model, plan, priced
         self._tied_apart = tied_apart
-        self._blocks: dict[str, Seconds] = {}
+        self._blocks: dict[tuple[Recompute, bool, bool], Seconds] = {}
         self._counts: dict[Unit, int] = {}
         self._split = cache(lambda size: number(gather(self._shards, priced.constants, size)))
         self._summed = cache(lambda size: number(all_reduce(self._replicas, priced.constants, size)))
@@ -55,9 +60,9 @@ class UnitCosts:
         """Host seconds of one micro-batch on one rank, beside its units."""
         self.constant = number(k.step_ms + k.sync_ms * nodes) * 1e-3
         """Seconds of one step that depend on nothing."""
-        crowd, inner = crowding(machine, layout, k), float(plan.axis_size("tensor"))
-        self._shards = group(machine, k, float(shard_size(plan)), inner, crowd)
-        self._replicas = group(machine, k, float(plan.axis_size("replicate")), inner * shard_size(plan), crowd)
+        crowd = crowding(machine, layout, k)
+        self._shards = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
+        self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
 
     def compute(self, unit: Unit) -> Seconds:
         """Arithmetic of one micro-batch."""
@@ -66,39 +71,119 @@ class UnitCosts:
             return Seconds(both / 3, 0.0, both * 2 / 3)
         if unit == "head":  # its forward makes its gradients too (kernels.loss)
             return Seconds(number(self._times("none").head) * self.jitter, 0.0, 0.0)
-        mode = self.plan.strategy(unit, self.model.layers).recompute
-        if mode not in self._blocks:
-            self._blocks[mode] = self._block(mode)
-        return self._blocks[mode]
+        strategy = self._strategy(unit)
+        kind = strategy.recompute, strategy.offload in ("activations", "both"), self.model.routed(unit)
+        if kind not in self._blocks:
+            self._blocks[kind] = self._block(*kind)
+        return self._blocks[kind]
 
     def gather(self, unit: Unit) -> float:
         """Seconds to gather the unit's weights over the shard axis."""
-        return self._split(self.count(unit) * bytes_of(self.plan.precision.compute))
+        return self._over_shards(unit, bytes_of(self.plan.precision.compute))
 
     def reduce(self, unit: Unit) -> float:
         """Seconds to reduce-scatter its gradients over the shard axis."""
-        return self._split(self.count(unit) * bytes_of(self.plan.precision.reduce))
+        return self._beside(unit, self._shards, self._over_shards(unit, bytes_of(self.plan.precision.reduce)))
 
     def replicate(self, unit: Unit) -> float:
         """Seconds to sum its gradient shards over replicas."""
         width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
-        return self._summed(self.count(unit) / shard_size(self.plan) * width)
+        return self._beside(unit, self._replicas, self._summed(self.owned(unit) * width))
+
+    def slowdown(self, axis: Literal["shard", "replicate"]) -> float:
+        """How many times as long compute takes while a collective of `axis` runs beside it."""
+        where, k = {"shard": self._shards, "replicate": self._replicas}[axis], self.priced.constants
+        tax = k.net_tax if number(where.domains) > 1 else k.overlap_tax
+        return 1 / (1 - min(number(tax), MOST_TAX))
+
+    def copy_out(self, unit: Unit) -> float:
+        """Seconds by which a gather's copies hold compute up: shards cast on another stream, whole weights copied to their places."""
+        precision, shards = self.plan.precision, shard_size(self.plan)
+        cast = (bytes_of(precision.stored) + bytes_of(precision.compute)) / shards
+        return self._moved(self.count(unit) * 2 * bytes_of(precision.compute), self.count(unit) * cast)
+
+    def copy_in(self, unit: Unit) -> float:
+        """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""
+        precision, shards = self.plan.precision, shard_size(self.plan)
+        wide = bytes_of(precision.reduce)
+        beside = 4 * wide if shards == 1 else 0  # a lone rank scales them into another buffer, and copies that
+        if self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard":
+            beside += 3 * bytes_of(precision.stored) / shards
+        return self._moved(self.count(unit) * (bytes_of(precision.compute) + wide), self.count(unit) * beside)
+
+    def accumulate(self, unit: Unit) -> float:
+        """Seconds in which compute adds a micro-batch's gradients to their sum in the format of the reduction: both read, one written."""
+        precision = self.plan.precision
+        return self._moved(self.count(unit) * (bytes_of(precision.compute) + 2 * bytes_of(precision.reduce)))
 
     def count(self, unit: Unit) -> int:
         """Parameters of the unit on one tensor rank, before sharding."""
-        alike = 0 if isinstance(unit, int) else unit
+        alike = self._alike(unit)
         if alike not in self._counts:
             self._counts[alike] = self._parameters(alike) // self.plan.axis_size("tensor")
         return self._counts[alike]
 
-    def optimizer(self, owned: float, layers: int) -> float:
-        """Seconds to update `owned` parameters of a rank that runs `layers` blocks."""
+    def owned(self, unit: Unit) -> float:
+        """Parameters of the unit that a rank keeps, sharded, for itself."""
+        return (self.count(unit) + self._experts(unit) * (experts_over(self.plan) - 1)) / shard_size(self.plan)
+
+    def optimizer(self, units: Sequence[Unit]) -> float:
+        """Seconds of a rank's update of `units`, those in host memory one after another with their transfers."""
         machine, k = self.priced.machine, self.priced.constants
-        return number(owned * k.update / (machine.hbm * k.hbm) + k.step_layer_us * 1e-6 * layers)
+        away = [self._strategy(unit).offload in ("optimizer", "both") for unit in units]
+        here, there = (
+            sum(self.owned(u) for u, left in zip(units, away, strict=True) if left is side) for side in (False, True)
+        )
+        blocks = sum(isinstance(unit, int) for unit in units)
+        launches = k.step_layer_us * 1e-6 * blocks
+        return number(
+            here * k.update / (machine.hbm * k.hbm) + launches + host_optimizer(machine, there, k.reduce_bytes)
+        )
+
+    def _beside(self, unit: Unit, where: Group, alone: float) -> float:
+        """Seconds of a reduction that takes `alone` with nothing beside it, while the backward of a unit like its own is computed."""
+        if number(where.domains) == 1:
+            return alone
+        one = self.compute(unit)
+        return alone + number(self.priced.constants.net_yield) * min(one.backward_input + one.backward_weight, alone)
+
+    def _moved(self, size: float, beside: float = 0.0) -> float:
+        """Seconds to read and write `size` bytes in all, while another stream does `beside` bytes."""
+        machine, k = self.priced.machine, self.priced.constants
+        return number(k.copies * (size + k.side_copies * beside) / (machine.hbm * k.hbm)) * self.jitter
+
+    def _strategy(self, unit: Unit) -> LayerStrategy:
+        """The strategy of a block, or of the one beside an end."""
+        layers = self.model.layers
+        return self.plan.strategy({"embed": 0, "head": layers - 1}[unit] if isinstance(unit, str) else unit, layers)
+
+    def _over_shards(self, unit: Unit, width: int) -> float:
+        """Seconds to gather or scatter a unit of `width` bytes an element: its experts among the ranks that each is split over."""
+        experts = self._experts(unit)
+        dense = self._split((self.count(unit) - experts) * width)
+        if not experts:
+            return dense
+        layout, k = self.priced.layout, self.priced.constants
+        where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
+        return dense + number(gather(where, k, experts * width))
+
+    def _alike(self, unit: Unit) -> Unit:
+        """The first block of the unit's kind, or the end itself."""
+        if isinstance(unit, str) or not self.model.experts:
+            return unit if isinstance(unit, str) else 0
+        return self.model.first_dense_layers if self.model.routed(unit) else 0
+
+    def _experts(self, unit: Unit) -> int:
+        """Parameters of a block's experts on one rank, before sharding."""
+        if isinstance(unit, str) or not self.model.routed(unit):
+            return 0
+        rows = layer_parameters(self.model, self._alike(unit))  # type: ignore[arg-type]
+        return sum(row.count for row in rows if row.expert) // (experts_over(self.plan) * self.plan.axis_size("tensor"))
 
     def _parameters(self, unit: Unit) -> int:
         if isinstance(unit, int):
-            return sum(row.count for row in layer_parameters(self.model, unit))
+            rows = layer_parameters(self.model, unit)
+            return sum(row.count // (experts_over(self.plan) if row.expert else 1) for row in rows)
         wanted = ("embed", "positions") if unit == "embed" else ("norm", "head")
         total = sum(row.count for row in parameters(self.model) if row.name.partition(".")[0] in wanted)
         shared = unit == "head" and self.model.tied and self._tied_apart
@@ -106,6 +191,16 @@ class UnitCosts:
 
     def _times(self, mode: str) -> LayerTime:
         return layer_times(self.priced.shape, self.priced.machine, self._lone(mode), self.priced.constants)
+
+    def _of_kind(self, routed: bool) -> Shape:
+        """The model with all its blocks of one kind."""
+        layers = self.model.layers
+        return replace(
+            self.priced.shape,
+            moe_layers=layers * routed,
+            dense_layers=layers * (not routed),
+            experts=self.model.experts * routed,
+        )
 
     def _lone(self, mode: str) -> Layouts:
         """One micro-batch of one replica in one piece."""
@@ -115,30 +210,44 @@ class UnitCosts:
             global_batch=layout.micro_batch, recompute=RECOMPUTE[mode],
         )  # fmt: skip
 
-    def _block(self, mode: str) -> Seconds:
-        times, k = self._times(mode), self.priced.constants
-        cost = step_cost(self.priced.shape, self.priced.machine, self._lone(mode), k)
-        tensor, context = number(cost.exposed["tensor"]), number(cost.exposed["context"])
+    def _block(self, mode: Recompute, offloaded: bool, routed: bool) -> Seconds:
+        shape, lone, machine, k = self._of_kind(routed), self._lone(mode), self.priced.machine, self.priced.constants
+        times, cost = layer_times(shape, machine, lone, k), step_cost(shape, machine, lone, k)
+        tensor, context, expert = (number(cost.exposed[axis]) for axis in ("tensor", "context", "expert"))
         forward = number(times.forward)
-        # Repeating the forward repeats its two collectives; a ring passes keys and values once forward and twice backward.
+        # Repeating the forward repeats its two collectives; a ring passes keys and values once forward and twice backward; tokens go to
+        # their experts and back in either direction.
         forward += tensor * (1 / 3 if mode == "full" else 1 / 2)
         forward += context * (1 / 2 if number(self.priced.layout.all_to_all) else 1 / 3)
-        work = number(times.forward + times.backward) + tensor + context
+        forward += expert / 2
+        work = number(times.forward + times.backward) + tensor + context + expert
         backward = work - forward
         host = number(cost.host) - number(k.host_micro_us) * 1e-6
         each = (work + host) / work * self.jitter / self.model.layers
-        weight = min(self._weight_products() * self.model.layers, backward)
+        weight = min(self._weight_products(routed) * self.model.layers, backward)
+        copied = number(copied_bytes(shape, lone) / (machine.host * HOST_SHARE)) if offloaded else 0.0
+        late = [max(0.0, copied - part * each) for part in (forward, backward)]
         return Seconds(
-            forward=forward * each,
-            backward_input=(backward - weight) * each,
+            forward=forward * each + late[0],
+            backward_input=(backward - weight) * each + late[1],
             backward_weight=weight * each,
-            inside={"tensor": tensor * each, "context": context * each},
+            inside={
+                "tensor": tensor * each,
+                "context": context * each,
+                "expert": expert * each,
+                "host link": sum(late),
+            },
         )
 
-    def _weight_products(self) -> float:
+    def _weight_products(self, routed: bool) -> float:
         """Seconds of one block's weight gradients: of each matrix a product as large as its forward."""
         machine, k, layout = self.priced.machine, self.priced.constants, self.priced.layout
         tokens = layout.micro_batch * layout.seq / layout.context
         speed, width = rate(machine, k), layout.tensor
-        matrices = [row.shape for row in layer_parameters(self.model, 0) if len(row.shape) == 2]
-        return sum(number(product(speed, k, tokens, inner, out / width)) for out, inner in matrices)
+        rows = list(layer_parameters(self.model, self.model.first_dense_layers if routed else 0))
+        matrices = [row.shape for row in rows if len(row.shape) == 2]
+        dense = sum(number(product(speed, k, tokens, inner, out / width)) for out, inner in matrices)
+        experts = [row.shape for row in rows if row.expert]
+        local = self.model.experts / np.maximum(layout.expert, 1.0)  # experts on this rank, and the rows that each gets
+        sent = tokens / width * self.model.experts_per_token / np.maximum(local, 1e-9)
+        return dense + sum(number(local * product(speed, k, sent, inner, out)) for _, out, inner in experts)

@@ -28,6 +28,8 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
     rules = (
         _names,
         _attention,
+        _experts,
+        _expert_pin,
         _sequence,
         _warmup,
         _data,
@@ -62,6 +64,12 @@ def plan_file_checks(
         mistakes.append(_at(plan, path, f"train.global_batch = {batch}", say(plan.get(path))))
     if layers and not any(path[:1] == ("layers",) for path in unusable):
         mistakes += _coverage(plan, ("layers",), layers)
+    experts = asked("model.experts")
+    if sound and experts is not None and plan.has(("experts",)) and isinstance(plan.get(("experts",)), dict):
+        size = plan.get(("experts", "expert"))
+        if not experts or experts % size:
+            expected = f"a divisor of model.experts = {experts}" if experts else "no `experts`, as the model is dense"
+            mistakes.append(_at(plan, ("experts", "expert"), expected, str(size)))
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
@@ -83,7 +91,21 @@ def plan_rules(plan: Document) -> list[Mistake]:
     if product != batch["global_batch"]:
         expected = f"micro_batch × accumulate × replicate × shard = {product}"
         mistakes.append(_at(plan, ("batch", "global_batch"), expected, say(batch["global_batch"]), str(product)))
-    return mistakes
+    return mistakes + list(_fold(plan))
+
+
+def _fold(plan: Document) -> Iterator[Mistake]:
+    """Experts lie on all ranks that hold one copy of a layer's other weights."""
+    fold = plan.get(("experts",)) if plan.has(("experts",)) else None
+    if not isinstance(fold, dict):
+        return
+    held = ("shard", "context_ring", "context_ulysses")
+    ranks = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in held)
+    product = fold["expert"] * fold.get("expert_shard", 1)
+    if product != ranks:
+        near = str(ranks // fold["expert"]) if ranks % fold["expert"] == 0 else None
+        expected = f"expert × expert_shard = the {ranks} ranks of shard × context"
+        yield _at(plan, ("experts",), expected, str(product), near and f"expert_shard: {near}")
 
 
 class _Run:
@@ -137,6 +159,50 @@ def _attention(run: _Run) -> Iterator[Mistake]:
         yield run.broken("model.kv_heads", f"a divisor of model.heads = {heads}", str(divisor))
     if head_dim and head_dim % 2 and run("model.positions") == "rope":
         yield run.broken("model.head_dim", "an even number, as rotary embedding turns pairs", str(head_dim + 1))
+
+
+def _experts(run: _Run) -> Iterator[Mistake]:
+    """A mixture says how many experts a token passes and how wide they are; a dense model says nothing of experts."""
+    experts, passed, width = run("model.experts"), run("model.experts_per_token"), run("model.expert_hidden")
+    if experts is None:
+        return
+    if not experts:
+        for key in (
+            "model.experts_per_token",
+            "model.expert_hidden",
+            "model.shared_expert_hidden",
+            "model.first_dense_layers",
+        ):
+            if run(key):
+                yield run.broken(key, "0, as model.experts is 0: a dense model", "0")
+        return
+    if passed is not None and not 1 <= passed <= experts:
+        yield run.broken(
+            "model.experts_per_token", f"1 to model.experts = {experts}", str(min(max(passed, 1), experts))
+        )
+    if width == 0:
+        yield run.broken("model.expert_hidden", "the width inside one expert", say(run("model.ffn_hidden")))
+    layers, dense = run("model.layers"), run("model.first_dense_layers")
+    if layers and dense and dense >= layers:
+        yield run.broken("model.first_dense_layers", f"fewer than model.layers = {layers}", str(layers - 1))
+
+
+def _expert_pin(run: _Run) -> Iterator[Mistake]:
+    """Experts lie on ranks in equal numbers, on ranks that otherwise hold one copy of the layer together."""
+    experts, ranks = run("model.experts"), run("plan.expert")
+    if experts is None or ranks is None:
+        return
+    if not experts:
+        yield run.broken("plan.expert", "no key, as the model is dense (model.experts is 0)")
+    elif experts % ranks:
+        divisor = min((n for n in range(1, experts + 1) if experts % n == 0), key=lambda n: abs(n - ranks))
+        yield run.broken("plan.expert", f"a divisor of model.experts = {experts}", str(divisor))
+    elif (shard := run("plan.shard")) is not None:
+        size = shard * (run("plan.context_ring") or 1) * (run("plan.context_ulysses") or 1)
+        if size % ranks:
+            yield run.broken(
+                "plan.expert", f"a divisor of plan.shard × context ranks = {size}", str(math.gcd(size, ranks))
+            )
 
 
 def _sequence(run: _Run) -> Iterator[Mistake]:
@@ -220,14 +286,14 @@ def _ranks(run: _Run) -> Iterator[Mistake]:
 
 
 def _global_batch(run: _Run) -> Iterator[Mistake]:
-    ranks, batch, micro = _rank_count(run), run("train.global_batch"), run("plan.micro_batch")
-    others, said = _model_ranks(run)
-    if ranks is None or ranks % others:
+    """What is pinned of data ranks and micro-batch divides the batch; what is not, the planner makes divide it."""
+    keys = ("plan.replicate", "plan.shard", "plan.micro_batch")
+    batch, ranks, pinned = run("train.global_batch"), _rank_count(run), {key: run(key) for key in keys if run(key)}
+    if ranks is None or any(ranks % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
         return
-    unit = ranks // others * (micro or 1)
+    unit = math.prod(pinned.values())
     if batch and batch % unit:
-        whole = f"{ranks} ranks{said}" if micro else f"the cluster's {ranks} ranks{said}"
-        product = f"{whole} × plan.micro_batch {micro}" if micro else whole
+        product = " × ".join(f"{key} {size}" for key, size in pinned.items())
         yield run.broken("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
 
 
@@ -250,7 +316,7 @@ def _stages_fit(
 
 
 def _pins(run: _Run) -> Iterator[Mistake]:
-    for key in ("plan.reshard", "plan.gradients", "plan.recompute"):
+    for key in ("plan.reshard", "plan.gradients", "plan.recompute", "plan.offload"):
         if run("plan.layers") is not None and run(key) is not None:
             name = key.partition(".")[2]
             yield run.broken(key, f"`{name}` inside plan.layers only, as plan.layers is given")

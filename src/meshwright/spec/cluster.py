@@ -33,6 +33,8 @@ class ClusterSpec:
     """Nodes, of those counted above, that differ from the rest."""
     emulate_nodes: Positive = 1
     """Nodes that this one host plays: that many equal groups of its ranks, in order, that reach one another only over TCP."""
+    profile: str | None = None
+    """File that `meshwright profile` wrote on such a machine: its figures price plans in place of the datasheet's and fitted ones."""
 
     @property
     def ranks(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwright.spec.model import ModelSpec, parameters
@@ -48,6 +49,15 @@ class Layout:
     def size(self, axis: str) -> int:
         """Ranks along `axis`; 1 when there is no such axis."""
         return dict(self.axes).get(axis, 1)
+
+    def stride(self, *axes: str) -> float:
+        """Ranks from one member to the next of a group along `axes`, on average where other axes lie between them; 1 for a group of one."""
+        size, span, inner = 1, 1, 1
+        for name, length in reversed(self.axes):
+            if name in axes and length > 1:
+                size, span = size * length, inner * length
+            inner *= length
+        return span / size
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """All ranks that differ from `rank` only along `axis`, itself included, in axis order."""
@@ -104,28 +114,53 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
     return table
 
 
+@lru_cache(maxsize=1024)
 def balanced_stages(
-    name: str, pipeline: int, layers: int, head: float, per_rank: int | None = None
+    name: str, pipeline: int, layers: int, head: float, per_rank: int | None = None, speeds: tuple[float, ...] = ()
 ) -> tuple[tuple[range, ...], ...]:
-    """Even stages, but for the last: it also has the head, which takes as long as `head` layers, and gets fewer layers for it.
+    """Layers cut so that the slowest pipeline rank has the least to do, and then the slowest stage.
 
-    `per_rank` stages on each rank, as many as the schedule needs when left out. Raises ValueError when there are more stages than layers.
+    The last stage has the head too, which takes as long as `head` layers. `speeds` are layers a second by pipeline rank, relative; alike
+    when left out. `per_rank` stages on each rank, as many as the schedule needs when left out. What does not divide goes to the first
+    stages.
+    Raises ValueError when there are more stages than layers.
     """
     per_rank = STAGES_PER_RANK.get(name, 1) if per_rank is None else max(1, per_rank)
-    stages = pipeline * per_rank
-    if layers < stages:
-        raise ValueError(f"{layers} layers cannot fill {stages} stages")
-    last = min(
-        range(1, layers - stages + 2),
-        key=lambda size: (max(size + head, -(-(layers - size) // max(1, stages - 1))), -size),
-    )
-    others, last = (stages - 1, last) if stages > 1 else (0, layers)
-    sizes = [(layers - last) // others + (stage < (layers - last) % others) for stage in range(others)] + [last]
-    ranges = [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
+    if layers < pipeline * per_rank:
+        raise ValueError(f"{layers} layers cannot fill {pipeline * per_rank} stages")
+    owners, speeds = [rank for rank, _ in _visits(name, pipeline, per_rank)], speeds or (1.0,) * pipeline
+    ends = [head * (rank == owners[-1]) for rank in range(pipeline)]
+    held = _dealt(layers, [per_rank] * pipeline, ends, speeds, owners[-1], [layers] * pipeline, range(pipeline))
+    slowest = max((count + end) / speed for count, end, speed in zip(held, ends, speeds, strict=True))
+    # A rank may take more than it was dealt, as long as none becomes slower than the slowest: that leaves room to even out stages.
+    most = [max(count, int(slowest * speed - end + 1e-9)) for count, end, speed in zip(held, ends, speeds, strict=True)]
+    stages, last = len(owners), len(owners) - 1
+    heads = [0.0] * last + [head]
+    sizes = _dealt(layers, [1] * stages, heads, [speeds[rank] for rank in owners], last, most, owners)
     rows: list[list[range]] = [[] for _ in range(pipeline)]
-    for (rank, _), held in zip(_visits(name, pipeline, per_rank), ranges, strict=True):
-        rows[rank].append(held)
+    for rank, (first, stop) in zip(owners, pairwise(accumulate(sizes, initial=0)), strict=True):
+        rows[rank].append(range(first, stop))
     return tuple(map(tuple, rows))
+
+
+def _dealt(
+    layers: int, least: Sequence[int], extra: Sequence[float], speeds: Sequence[float], last: int,
+    most: Sequence[int], owners: Sequence[int],
+) -> list[int]:  # fmt: skip
+    """Layers of each place, dealt one by one to the place that ends first with it, `last` before others.
+
+    `owners` says whose each place is, and `most` how many layers an owner may hold.
+    Layers are alike and limits nest, so dealing greedily makes the latest end as early as can be (a bottleneck over a laminar matroid).
+    """
+    counts, room = list(least), list(most)
+    for owner, count in zip(owners, least, strict=True):
+        room[owner] -= count
+    for _ in range(layers - sum(counts)):
+        places = (place for place in range(len(counts)) if room[owners[place]] > 0)
+        chosen = min(places, key=lambda at: ((counts[at] + 1 + extra[at]) / speeds[at], at != last, at))
+        counts[chosen] += 1
+        room[owners[chosen]] -= 1
+    return counts
 
 
 def _visits(name: str, pipeline: int, per_rank: int) -> list[tuple[int, int]]:

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.checks import cross_checks, plan_file_checks, plan_rules
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.complete import ModelReader, complete
-from meshwright.spec.errors import BadConfig, Mistake
+from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.mistakes import schema_mistakes
 from meshwright.spec.plan import Plan
+from meshwright.spec.profile import load_profile
 from meshwright.spec.run import RunSpec
+from meshwright.spec.schema import validate
 from meshwright.spec.sources import COMMAND_LINE, EMBEDDED, Detect, gather
 from meshwright.spec.yaml_positions import Document, KeyPath, dump_yaml, read_yaml
 
@@ -49,6 +52,7 @@ def load_run(
     complete(document, file.stem, runs, model_reader)
     given, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable) + _plan_file_mistakes(document, unusable)
+    mistakes += _profile_mistakes(document, unusable)
     if mistakes:
         raise BadConfig(_in_reading_order(mistakes, shown))
     return from_plain(RunSpec, given)
@@ -66,6 +70,23 @@ def load_resolved(path: Path) -> RunSpec:
     if mistakes:
         raise BadConfig(_in_reading_order(mistakes, str(path)))
     return from_plain(RunSpec, given)
+
+
+def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: Detect | None = None) -> ClusterSpec:
+    """The cluster alone of the run that `load_run` would load. A profile that it names is not read: it may be about to be written.
+
+    Raises BadConfig with every mistake in the section.
+    """
+    file, shown = (QUICKSTART, EMBEDDED) if path is None else (path, str(path))
+    document = gather(file, shown, overrides, detect or _one_cpu_rank)
+    complete(document, file.stem, Path("runs"), None)
+    _, mistakes, unusable = schema_mistakes(RunSpec, document)
+    mistakes += document.mistakes + cross_checks(document, unusable)
+    mistakes = [mistake for mistake in mistakes if mistake.key.partition(".")[0] == "cluster"]
+    if mistakes:
+        raise BadConfig(_in_reading_order(mistakes, shown))
+    given, _ = validate(ClusterSpec, document.data.get("cluster", {}))
+    return from_plain(ClusterSpec, given)
 
 
 def load_plan(path: Path) -> Plan:
@@ -114,6 +135,34 @@ def _plan_file_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mist
     plan = read_yaml(Path(file), os.path.relpath(file))
     _, mistakes, wrong = _checked_plan(plan)
     return mistakes + plan_file_checks(plan, wrong, document, unusable)
+
+
+def _profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
+    """What is wrong with the machine profile that a run's cluster names."""
+    path: KeyPath = ("cluster", "profile")
+    file = document.get(path)
+    if not isinstance(file, str) or file == "none" or path in unusable or ("cluster",) in unusable:
+        return []
+    place, shown = document.value_place(path), os.path.relpath(file)
+    expected = "a file that `meshwright profile --out FILE` wrote"
+    if not os.path.isfile(file):
+        close = nearest(os.path.basename(file), [near.name for near in Path(file).parent.glob("*.json")])
+        return [
+            Mistake(place.file, place.line, place.column, "cluster.profile", expected, f"{shown}: no such file", close)
+        ]
+    try:
+        measured = load_profile(file)
+    except BadInput as error:
+        got = str(error).replace(file, shown)
+        return [Mistake(place.file, place.line, place.column, "cluster.profile", expected, got)]
+    gpu = document.get(("cluster", "gpu")) or ClusterSpec().gpu
+    if measured.gpu == gpu:
+        return []
+    return [
+        Mistake(
+            place.file, place.line, place.column, "cluster.profile", f"a profile of {gpu}", f"one of {measured.gpu}"
+        )
+    ]
 
 
 def _checked_plan(document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:

@@ -24,9 +24,11 @@ from meshwright.spec.sources import COMMAND_LINE
 from meshwright.spec.yaml_positions import Document, KeyPath, Place, dotted, say
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
-_DENSE = "no such key; this release trains dense models, without experts"
-_NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring and context_ulysses"
-_OTHER_PARALLELISM = ("sequence", "context", "expert", "experts", "offload")
+_EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
+_NOT_YET = (
+    "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses and expert"
+)
+_OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
 _SYNONYMS: dict[str, KeyPath] = {
     "lr": ("train", "learning_rate"),
     "max_steps": ("train", "steps"),
@@ -40,6 +42,11 @@ _SYNONYMS: dict[str, KeyPath] = {
     "num_attention_heads": ("model", "heads"),
     "num_key_value_heads": ("model", "kv_heads"),
     "max_position_embeddings": ("model", "max_seq_len"),
+    "num_experts": ("model", "experts"),
+    "num_local_experts": ("model", "experts"),
+    "num_experts_per_tok": ("model", "experts_per_token"),
+    "moe_intermediate_size": ("model", "expert_hidden"),
+    "first_k_dense_replace": ("model", "first_dense_layers"),
     "tie_word_embeddings": ("model", "tied"),
 }
 _SHORTHANDS: dict[KeyPath, str] = {
@@ -104,7 +111,7 @@ def _refusal(path: KeyPath) -> str | None:
     if name.endswith(("dropout", "dropout_p", "dropout_prob")):
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):
-        return _DENSE
+        return _EXPERTS
     return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound
@@ -33,9 +34,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3 dense, and MegaScale's variants of them."""
+    """One decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3, MegaScale's variants of them, and mixtures of experts to plan for."""
 
-    family: Literal["gpt2", "llama", "qwen3"]
+    family: Literal["gpt2", "llama", "qwen3", "mixtral", "qwen3_moe"]
     """Whose Hugging Face names and config keys the model is imported from and exported to."""
     layers: Positive
     """Transformer blocks."""
@@ -48,7 +49,7 @@ class ModelSpec:
     head_dim: Positive
     """Width of one head."""
     ffn_hidden: Positive
-    """Width inside the feed-forward network."""
+    """Width inside the feed-forward network of a dense layer."""
     vocab_size: Annotated[int, Bound(at_least=0)] = 0
     """Rows of the embedding; 0 takes the tokenizer's size, rounded up to a multiple of 128."""
     max_seq_len: Positive = 2048
@@ -75,8 +76,34 @@ class ModelSpec:
     """Attention and feed-forward network read one norm and are added together (MegaScale §3.1)."""
     sliding_window: Positive | None = None
     """Each token attends to this many tokens, itself included; none is full causal attention."""
+    experts: Annotated[int, Bound(at_least=0)] = 0
+    """Routed experts in place of a layer's feed-forward network, of which a router picks some for each token; 0 is a dense model."""
+    experts_per_token: Annotated[int, Bound(at_least=0)] = 0
+    """Experts that each token passes."""
+    expert_hidden: Annotated[int, Bound(at_least=0)] = 0
+    """Width inside one routed expert."""
+    shared_expert_hidden: Annotated[int, Bound(at_least=0)] = 0
+    """Width inside the expert that every token passes beside the routed ones; 0 is none."""
+    first_dense_layers: Annotated[int, Bound(at_least=0)] = 0
+    """Layers at the start that have a dense feed-forward network in place of experts."""
     init_std: Annotated[float, Bound(more_than=0)] = 0.02
     """Standard deviation of initial weights; projections back into the residual stream use it / √(2·layers)."""
+
+    def routed(self, layer: int) -> bool:
+        """Whether block `layer` has experts in place of a dense feed-forward network."""
+        return self.experts > 0 and layer >= self.first_dense_layers
+
+
+PLAN_ONLY = ("mixtral", "qwen3_moe")
+"""Families that can be planned and simulated, and not yet built."""
+
+
+def plan_only(spec: ModelSpec) -> str | None:
+    """Why this release can plan and simulate the model but neither train, evaluate, generate from nor export it; None when it can."""
+    if not spec.experts and spec.family not in PLAN_ONLY:
+        return None
+    what = f"model.experts {spec.experts}" if spec.experts else f"model.family {spec.family}"
+    return f"{what}: this release plans and simulates mixtures of experts; it trains dense models (family gpt2, llama or qwen3)"
 
 
 @dataclass(frozen=True)
@@ -84,7 +111,9 @@ class ParameterSpec:
     """One stored weight.
 
     `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024), …)`;
-    empty when nothing is fused. `decay` says whether AdamW's weight decay applies.
+    empty when nothing is fused. `decay` says whether AdamW's weight decay applies. Weights of a layer's routed experts are one tensor
+    with the experts along dimension 0, as a grouped matrix product reads them: `moe.experts.gate_up` (experts, 2·expert_hidden, hidden),
+    the gate's rows first, and `moe.experts.down` (experts, hidden, expert_hidden).
     """
 
     name: str
@@ -98,7 +127,13 @@ class ParameterSpec:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def expert(self) -> bool:
+        """Whether it holds the routed experts of a layer, one after another along dimension 0."""
+        return ".moe.experts." in self.name
 
+
+@lru_cache(maxsize=64)  # the planner asks for every layout
 def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
     """Every weight of the model in the order the module registers them; a tied head is not listed."""
     rows = [_matrix("embed.weight", spec.vocab_size, spec.hidden, spec.init_std)]
@@ -126,12 +161,30 @@ def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
     yield from _linear(f"{at}.attention.out", spec, spec.hidden, heads, residual_std)
     if not spec.parallel_block:
         yield from _norm(f"{at}.mlp_norm", spec, spec.hidden)
-    if spec.mlp == "swiglu":
-        gate_up = (("gate", spec.ffn_hidden), ("up", spec.ffn_hidden))
-        yield from _linear(f"{at}.mlp.gate_up", spec, 2 * spec.ffn_hidden, spec.hidden, spec.init_std, gate_up)
+    if spec.routed(layer):
+        yield from _mixture(f"{at}.moe", spec, residual_std)
     else:
-        yield from _linear(f"{at}.mlp.up", spec, spec.ffn_hidden, spec.hidden, spec.init_std)
-    yield from _linear(f"{at}.mlp.down", spec, spec.hidden, spec.ffn_hidden, residual_std)
+        yield from _feed_forward(f"{at}.mlp", spec, spec.ffn_hidden, residual_std)
+
+
+def _feed_forward(at: str, spec: ModelSpec, width: int, residual_std: float) -> Iterator[ParameterSpec]:
+    if spec.mlp == "swiglu":
+        gate_up = (("gate", width), ("up", width))
+        yield from _linear(f"{at}.gate_up", spec, 2 * width, spec.hidden, spec.init_std, gate_up)
+    else:
+        yield from _linear(f"{at}.up", spec, width, spec.hidden, spec.init_std)
+    yield from _linear(f"{at}.down", spec, spec.hidden, width, residual_std)
+
+
+def _mixture(at: str, spec: ModelSpec, residual_std: float) -> Iterator[ParameterSpec]:
+    """Router, routed experts, and the one for all tokens. Routed experts have no biases."""
+    yield _matrix(f"{at}.router.weight", spec.experts, spec.hidden, spec.init_std)
+    first, rows = ("gate_up", 2 * spec.expert_hidden) if spec.mlp == "swiglu" else ("up", spec.expert_hidden)
+    into, out = (spec.experts, rows, spec.hidden), (spec.experts, spec.hidden, spec.expert_hidden)
+    yield ParameterSpec(f"{at}.experts.{first}", into, "normal", spec.init_std)
+    yield ParameterSpec(f"{at}.experts.down", out, "normal", residual_std)
+    if spec.shared_expert_hidden:
+        yield from _feed_forward(f"{at}.shared", spec, spec.shared_expert_hidden, residual_std)
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -139,16 +192,27 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(row.count for row in parameters(spec))
 
 
+def active_parameter_count(spec: ModelSpec) -> int:
+    """Weights that one token passes: of the routed experts only those it is sent to."""
+    return sum(_active(spec, row) for row in parameters(spec))
+
+
 def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     """Training FLOPs (forward + backward) per token at `seq_len`.
 
-    6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not) plus attention scores and values:
-    12·layers·heads·head_dim·length. `causal=False` counts the full square as torchtitan does; `causal=True` counts the half
-    that is not masked, as Megatron does. Norms, RoPE and activations are not counted in either.
+    6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not; of routed experts those that a token
+    passes) plus attention scores and values: 12·layers·heads·head_dim·length. `causal=False` counts the full square as torchtitan does;
+    `causal=True` counts the half that is not masked, as Megatron does. Norms, RoPE and activations are not counted in either.
     """
-    matmul = sum(row.count for row in parameters(spec) if row.name.startswith("layers.") and len(row.shape) == 2)
+    matmul = sum(
+        _active(spec, row) for row in parameters(spec) if row.name.startswith("layers.") and len(row.shape) > 1
+    )
     matmul += spec.vocab_size * spec.hidden
     return 6.0 * matmul + 12.0 * spec.layers * spec.heads * spec.head_dim * _mean_span(spec, seq_len, causal)
+
+
+def _active(spec: ModelSpec, row: ParameterSpec) -> int:
+    return row.count * spec.experts_per_token // spec.experts if row.expert else row.count
 
 
 def _mean_span(spec: ModelSpec, seq_len: int, causal: bool) -> float:

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 Rate = Annotated[float, Bound(more_than=0)]
 Count = Annotated[int, Bound(at_least=1)]
+Fabric = Literal["infiniband", "roce", "efa", "tcp"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
     """Two levels and one place where the upper one narrows. What is left out is the chip's reference machine."""
 
-    fabric: Literal["infiniband", "roce", "efa", "tcp"] | None = None
+    fabric: Fabric | None = None
     """What runs across nodes; it gives the latency when `port_us` does not."""
     link_gb_per_s: Rate | None = None
     """Bytes per second and direction that one device moves to its neighbours inside a domain, in GB/s."""
@@ -34,6 +35,8 @@ class NetworkSpec:
     """Nodes below the level at which the fabric narrows; none when it never does."""
     oversubscription: Annotated[float, Bound(at_least=1)] = 1.0
     """Bandwidth below that level over bandwidth above it."""
+    bridge_gb_per_s: Rate | None = None
+    """One device's share of what joins nodes of different fabrics, where only TCP goes, in GB/s; none takes the slower of the two ports."""
     interface: str | None = None
     """Network interface that TCP between nodes uses, as `ip link` names it; none leaves the choice to NCCL and Gloo."""
     socket_threads: Annotated[int, Bound(at_least=1, at_most=16)] | None = None
@@ -54,7 +57,7 @@ FABRIC_US = {"infiniband": 5.0, "roce": 8.0, "efa": 15.0, "tcp": 30.0}
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes that differ from the rest of the cluster."""
+    """Nodes that differ from the rest of the cluster, and stand behind it in the order of ranks."""
 
     nodes: Count
     """How many."""
@@ -62,6 +65,10 @@ class NodeGroup:
     """Their chip, when it is another."""
     port_gb_per_s: Rate | None = None
     """Their devices' share of network ports, when it is another, in GB/s."""
+    link_gb_per_s: Rate | None = None
+    """What one of their devices moves to its neighbours inside a domain, when it is another, in GB/s and direction."""
+    fabric: Fabric | None = None
+    """What runs across them, when it is another; only TCP joins nodes of different fabrics."""
 
 
 EMULATED_SOCKET_THREADS, EMULATED_SOCKETS_PER_THREAD = 4, 4

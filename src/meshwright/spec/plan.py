@@ -13,6 +13,7 @@ from meshwright.spec.fields import Bound
 
 Recompute = Literal["none", "selective", "full"]
 Gradients = Literal["shard", "whole"]
+Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
 Positive = Annotated[int, Bound(at_least=1)]
@@ -72,6 +73,8 @@ class LayerStrategy:
     over ranks once a step."""
     recompute: Recompute = "none"
     """Activations computed again in backward. selective: all but matrix products and attention. full: the whole block."""
+    offload: Offload = "none"
+    """What waits in host memory: activations between a block's forward and its backward, the optimizer with its state, or both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,30 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertPlan:
+    """How a layer's experts lie on the ranks that hold one copy of the rest: innermost of the shard and context axes together."""
+
+    expert: Positive
+    """Ranks that the experts of a layer are spread over."""
+    expert_shard: Positive = 1
+    """Ranks that each expert's parameters are split over; `expert` × `expert_shard` = shard × context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Where a rank's step goes, in seconds, mean over ranks; the parts add up to the step."""
+
+    compute: float
+    """Arithmetic, with recomputation, gradient norm and optimizer."""
+    exposed: dict[str, float] = field(default_factory=dict)
+    """Communication that no compute hides, by axis."""
+    bubble: float = 0.0
+    """Waiting for other pipeline ranks."""
+    host: float = 0.0
+    """Device idle because its host launches too slowly."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Predicted:
     """What the planner expects of the run."""
 
@@ -99,6 +126,20 @@ class Predicted:
     """Largest memory of one rank."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """The same by kind: weights, gradients, optimizer, gathered, activations, logits, framework."""
+    step_seconds: float | None = None
+    """One training step. It and what follows are none where no figures of the device are known."""
+    low_seconds: float | None = None
+    """The fast end of the 80% band."""
+    high_seconds: float | None = None
+    """The slow end of the 80% band."""
+    tokens_per_second: float | None = None
+    """Of the whole cluster."""
+    tokens_per_second_per_gpu: float | None = None
+    """Of one device."""
+    mfu: float | None = None
+    """Model FLOPs utilisation, causal attention counted, of the chip's peak; none for chips of several kinds."""
+    breakdown: Breakdown | None = None
+    """Where the step goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +152,8 @@ class Plan:
     """How the global batch is cut."""
     schedule: SchedulePlan = SchedulePlan()
     """In which order stages and micro-batches run."""
+    experts: ExpertPlan | None = None
+    """The fold of a mixture-of-experts model's experts; none for a dense model."""
     layers: tuple[LayerStrategy, ...] = (LayerStrategy(),)
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
@@ -164,6 +207,8 @@ class PlanPins:
     """Ranks a sequence is split over, heads exchanged for it in attention."""
     tensor: Positive | None = None
     """Ranks every matrix is split over."""
+    expert: Positive | None = None
+    """Ranks that a layer's experts are spread over."""
     schedule: ScheduleName | None = None
     """Order of stages and micro-batches."""
     stages: tuple[tuple[str, ...], ...] | None = None
@@ -176,8 +221,10 @@ class PlanPins:
     """How gradients are kept between micro-batches, for all layers."""
     recompute: Recompute | None = None
     """Activations computed again in backward, for all layers."""
+    offload: Offload | None = None
+    """What waits in host memory, for all layers."""
     layers: tuple[LayerStrategy, ...] | None = None
-    """Strategies by layer range, in place of `reshard`, `gradients` and `recompute`."""
+    """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
     compute: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of forward and backward."""
     reduce: Literal["bf16", "fp32", "fp64"] | None = None

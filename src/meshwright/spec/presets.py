@@ -2,7 +2,8 @@
 
 Sources: GPT-2 and GPT-3 (Brown et al. 2020, table 2.1; 13B at width 5120, which its 40 heads of 128 need), Megatron-Turing NLG 530B
 (Smith et al. 2022), Megatron 1T (Narayanan et al. 2021, table 1), Llama 3.x (Grattafiori et al. 2024 and the released config files),
-Qwen3 (released config files).
+Qwen3 and Mixtral (released config files), PanGu-α 200B (Zeng et al. 2021, table 1; planned as 64 plain layers, which make the paper's
+207.0 billion: that its last layer takes its queries from a table of positions is left out).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _QWEN3 = {
     "family": "qwen3", "kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_seq_len": 40960, "rope_theta": 1000000.0,
     "norm": "rmsnorm", "norm_eps": 1e-6, "mlp": "swiglu", "qk_norm": True,
 }  # fmt: skip
+_QWEN3_MOE = {**_QWEN3, "family": "qwen3_moe", "kv_heads": 4, "experts": 128, "experts_per_token": 8}
 
 
 def _gpt(layers: int, hidden: int, heads: int, **other: Any) -> dict[str, Any]:
@@ -45,6 +47,13 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "llama3-405b": _sized(_LLAMA3, 126, 16384, 128, 53248),
     "qwen3-0.6b": _sized(_QWEN3, 28, 1024, 16, 3072, tied=True),
     "qwen3-8b": _sized(_QWEN3, 36, 4096, 32, 12288),
+    "pangu-alpha-200b": _gpt(64, 16384, 128, vocab_size=40000, max_seq_len=1024),
+    "mixtral-8x7b": {
+        "family": "mixtral", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn_hidden": 14336,
+        "vocab_size": 32000, "max_seq_len": 32768, "rope_theta": 1000000.0, "experts": 8, "experts_per_token": 2, "expert_hidden": 14336,
+    },
+    "qwen3-30b-a3b": _sized(_QWEN3_MOE, 48, 2048, 32, 6144, expert_hidden=768),
+    "qwen3-235b-a22b": _sized(_QWEN3_MOE, 94, 4096, 64, 12288, expert_hidden=1536),
     "llama-nano": {
         "family": "llama", "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_hidden": 640,
         "vocab_size": 0, "max_seq_len": 1024, "tied": True,
@@ -55,8 +64,9 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
 _LEARNING_RATES = {
     "gpt2-124m": 6e-4, "gpt3-13b": 1e-4, "gpt3-175b": 6e-5, "gpt-530b": 5e-5, "gpt-1t": 5e-5, "llama3-1b": 4e-4, "llama3-3b": 3e-4,
     "llama3-8b": 3e-4, "llama3-70b": 1.5e-4, "llama3-405b": 8e-5, "qwen3-0.6b": 6e-4, "qwen3-8b": 3e-4, "llama-nano": 3e-3,
+    "pangu-alpha-200b": 2e-5, "mixtral-8x7b": 3e-4, "qwen3-30b-a3b": 3e-4, "qwen3-235b-a22b": 1.5e-4,
 }  # fmt: skip
-_SEQUENCE_LENGTHS = {"gpt2-124m": 1024, "llama-nano": 256}
+_SEQUENCE_LENGTHS = {"gpt2-124m": 1024, "pangu-alpha-200b": 1024, "llama-nano": 256}
 
 
 def run_preset(name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Every source is read with the places of its tokens, its shorthands are expanded (`model: NAME`, `data.mix: DIR`,
 `cluster: auto | NAME | FILE`), and a later source is merged over the earlier ones. Files that describe something (`extends`,
-`cluster`, `plan`) are looked for beside the file that names them; data and weights from the current directory.
+`cluster`, `plan`, `cluster.profile`) are looked for beside the file that names them; data and weights from the current directory.
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ def _expand(document: Document, folder: Path, detect: Detect) -> None:
     if isinstance(data.get("model"), str):
         document.put(("model",), {"preset": data["model"]}, document.value_place(("model",)))
     _expand_cluster(document, folder, detect)
+    _expand_profile(document, folder)
     _expand_plan(document, folder)
     if isinstance(document.get(("data", "mix")), str):
         document.put(("data", "mix"), {data["data"]["mix"]: 1.0}, document.value_place(("data", "mix")))
@@ -174,6 +175,14 @@ def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
         document.reject(("cluster",), "auto, a built-in cluster, an existing cluster file, or a section", nearest=close)
         return
     document.graft("cluster", read_yaml(file, os.path.normpath(file)))
+    _expand_profile(document, file.parent)
+
+
+def _expand_profile(document: Document, folder: Path) -> None:
+    """A profile is looked for beside the file that names it: the run's, or the cluster's own."""
+    given = document.get(("cluster", "profile"))
+    if isinstance(given, str) and given != "none":
+        document.data["cluster"]["profile"] = os.path.abspath(folder / os.path.expanduser(given))
 
 
 def _expand_plan(document: Document, folder: Path) -> None:

@@ -7,10 +7,13 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from meshwright.data.loader import Loader
+from meshwright.observe.account import Account
 from meshwright.optim.schedule import learning_rate
 from meshwright.spec.errors import Interrupted, Preempted
+from meshwright.train.accounting import Accounting
 from meshwright.train.evaluate import Evaluation, evaluate
 from meshwright.train.figures import FigureReader, check_finite
 from meshwright.train.reporting import Reporter
@@ -25,24 +28,33 @@ from meshwright.train.traffic import WireCount, wire_count
 log = logging.getLogger("meshwright")
 
 
-def train(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation | None:
-    """Run the session's remaining steps and return the last validation.
+@dataclass(frozen=True)
+class Trained:
+    """How a run ended: its last validation, and its figures beside the predicted ones; None where there is nothing to say."""
+
+    validation: Evaluation | None
+    account: Account | None
+
+
+def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
+    """Run the session's remaining steps.
 
     Raises Preempted or Interrupted after writing a checkpoint when asked to stop, and NumericalFailure when a loss is not finite.
     """
     run, wire = session.run, wire_count(session)
     figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
     last: Evaluation | None = None
-    timelines = StepTimelines(session, reporter)
+    timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
-            _one_step(session, loader, figures, reporter, step, stop)
+            _one_step(session, loader, figures, accounting, step, stop)
             trace.end_step(step)
+            accounting.end_step(step, timelines.summary)
             ends = step == run.train.steps
             validates = ends or _due(run.train.validate_every, step)
             saves = (ends and run.checkpoint.at_end) or _due(run.checkpoint.every, step)
             if validates or saves or timelines.writes_after(step) or figures.stop_flag:
-                _read(session, figures, reporter)
+                _read(session, figures, accounting)
             if figures.stop_flag:
                 _stop(session, figures, reporter)
             if validates:
@@ -54,7 +66,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation
             if timelines.end_step(step) or validates or saves:
                 figures.pause()
     _say_bytes(session, reporter, wire)
-    return last
+    return Trained(last, accounting.close(timelines.summary))
 
 
 def _say_bytes(session: Session, reporter: Reporter, wire: WireCount | None) -> None:
@@ -99,7 +111,7 @@ def _planned_collections(every: int) -> Iterator[None]:
 
 
 def _one_step(
-    session: Session, loader: Loader, figures: FigureReader, reporter: Reporter, step: int, stop: StopRequest
+    session: Session, loader: Loader, figures: FigureReader, accounting: Accounting, step: int, stop: StopRequest
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
     recorder.begin_step(step)
@@ -119,19 +131,19 @@ def _one_step(
     session.step = step
     host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
     for record in figures.push(step, result, host):
-        _report(session, reporter, record)
+        _report(session, accounting, record)
 
 
-def _read(session: Session, figures: FigureReader, reporter: Reporter) -> None:
+def _read(session: Session, figures: FigureReader, accounting: Accounting) -> None:
     """Catch up with the device, so that every launched step is reported."""
     session.recorder.wait()
     for record in figures.drain():
-        _report(session, reporter, record)
+        _report(session, accounting, record)
 
 
-def _report(session: Session, reporter: Reporter, record: dict) -> None:
+def _report(session: Session, accounting: Accounting, record: dict) -> None:
     session.tokens = record["tokens"]
-    reporter.step({**record, "phases": session.recorder.step_times(record["step"])})
+    accounting.step({**record, "phases": session.recorder.step_times(record["step"])})
     check_finite(record)
 
 

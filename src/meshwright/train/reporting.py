@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+from meshwright.observe.account import Account
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.observe.progress import Progress
 from meshwright.observe.sinks import SinkThread, open_sinks
@@ -52,6 +54,12 @@ class Reporter:
             self._metrics.write_event(step, text)
         if self._progress:
             self._progress.note(text)
+
+    def account(self, step: int, told: Account, lines: Sequence[str]) -> None:
+        """Measured figures beside the predicted ones after `step`: `lines` for people, the figures in the metrics."""
+        if self._metrics:
+            self._metrics.write_account(step, to_plain(told))
+        self.say("\n".join(lines))
 
     def say(self, text: str) -> None:
         """Lines for people alone."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshwright.costs.of_plan import pricing
 from meshwright.observe.timeline_files import ALIGNED, Measured, Recording, summary, table, trace_names, trace_spans
 from meshwright.parallel.world import World
 from meshwright.simulator.of_plan import simulate_plan
@@ -41,6 +44,8 @@ class StepTimelines:
                 f"--timeline {self._first}:{self._last}: the run goes on after step {session.step}; choose steps from "
                 f"{session.step + 1} to {session.run.train.steps}, or start anew with --fresh"
             )
+        self.summary: Mapping[str, Any] | None = None
+        """Figures of the recorded steps once they are over, on rank 0."""
         self.end_step(session.step)
 
     def writes_after(self, step: int) -> bool:
@@ -79,7 +84,7 @@ class StepTimelines:
         folder.mkdir(exist_ok=True)
         file = folder / f"steps-{self._first}-{self._last}.json.gz"
         write_spans(trace_spans(measured, predicted), file, trace_names(layout, predicted=predicted is not None))
-        found = summary(measured, predicted, why_not)
+        self.summary = found = summary(measured, predicted, why_not)
         file.with_name(f"steps-{self._first}-{self._last}.summary.json").write_text(
             json.dumps(found, indent=1), encoding="utf-8"
         )
@@ -93,9 +98,9 @@ class StepTimelines:
 
 def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
     """The step that the simulator predicts, or why it predicts none."""
-    if run.cluster.is_cpu:
-        return None, "the cost model knows GPUs only"
     try:
+        if pricing(run.model, run.train, plan, run.cluster) is None:
+            return None, f"the cost model has no figures for {run.cluster.gpu} in {plan.precision.compute}"
         return simulate_plan(run.model, run.train, plan, run.cluster), None
     except BadInput as refusal:
         return None, str(refusal)

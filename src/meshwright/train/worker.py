@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,9 @@ from meshwright.spec.errors import (
     EXIT_NO_RESOURCES,
     MeshwrightError,
 )
+from meshwright.spec.fields import to_plain
 from meshwright.spec.run import Assignment
-from meshwright.train.evaluate import Evaluation
-from meshwright.train.loop import train
+from meshwright.train.loop import Trained, train
 from meshwright.train.reporting import Reporter
 from meshwright.train.session import Session, open_session
 from meshwright.train.stop import StopRequest
@@ -77,17 +77,18 @@ def run_rank(assignment: Assignment, world: World, stop: StopRequest) -> None:
         if session.step:
             reporter.event(session.step, f"resumed after step {session.step}")
         try:
-            last = train(session, reporter, stop)
+            trained = train(session, reporter, stop)
             if world.leads:
-                _write_summary(session, last, time.perf_counter() - started)
+                _write_summary(session, trained, time.perf_counter() - started)
         finally:
             reporter.close()
             if world.leads:
                 write_report(folder)
 
 
-def _write_summary(session: Session, last: Evaluation | None, wall_seconds: float) -> None:
-    summary = {"steps": session.step, "tokens": session.tokens, "wall_seconds": wall_seconds}
+def _write_summary(session: Session, trained: Trained, wall_seconds: float) -> None:
+    last = trained.validation
+    summary: dict[str, Any] = {"steps": session.step, "tokens": session.tokens, "wall_seconds": wall_seconds}
     if last is not None and session.held_out is not None:
         summary |= {
             "held_out_loss": last.loss,
@@ -96,6 +97,8 @@ def _write_summary(session: Session, last: Evaluation | None, wall_seconds: floa
             "bits_per_byte": last.bits_per_byte,
             "unigram_entropy_nats": session.held_out.source.unigram_entropy(session.held_out.samples),
         }
+    if trained.account is not None:
+        summary["account"] = to_plain(trained.account)
     (session.folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
 

@@ -1,0 +1,249 @@
+"""What `meshwright plan` was asked and what the planner answered, before it is printed, drawn or written as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.costs.sources import sources
+from meshwright.launch.prepare import device_memory
+from meshwright.planner.candidate import Answer as Found
+from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.explain import limits, lost
+from meshwright.planner.fixes import search_or_fixes
+from meshwright.planner.objectives import (
+    Point,
+    Training,
+    cheapest,
+    cluster_sizes,
+    fastest,
+    scaling,
+    shortest_training,
+)
+from meshwright.planner.reprice import repriced
+from meshwright.planner.what_if import Change, what_if
+from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.fields import to_plain
+from meshwright.spec.load import load_plan
+from meshwright.spec.model import plan_only
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+
+OBJECTIVES = ("time", "cost", "training")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The options of one question, checked against each other."""
+
+    trainable: bool = False
+    gpus: tuple[int, int] | None = None
+    objective: str = "time"
+    critical_batch: float | None = None
+    tokens: float | None = None
+    price: float | None = None
+
+    @classmethod
+    def of(
+        cls, for_: str | None, gpus: str | None, objective: str, critical_batch: float | None, tokens: float | None, price: float | None
+    ) -> Wishes:  # fmt: skip
+        """Raises BadInput for values that are none, and for options that do not go together."""
+        if for_ not in (None, "train"):
+            raise BadInput(f"--for {for_}: expected train, the one command that a plan can be for")
+        if objective not in OBJECTIVES:
+            near = f" (nearest: {found})" if (found := nearest(objective, OBJECTIVES)) else ""
+            raise BadInput(f"--objective {objective}: expected {', '.join(OBJECTIVES)}{near}")
+        if objective == "training" and critical_batch is None:
+            raise BadInput(
+                "--objective training needs --critical-batch TOKENS: batches well below it learn as much from every token"
+            )
+        for name, value, goes in (
+            ("--critical-batch", critical_batch, objective == "training"),
+            ("--tokens", tokens, objective != "time"),
+            ("--price", price, objective != "time"),
+        ):
+            if value is not None and not goes:
+                wanted = "training" if name == "--critical-batch" else "cost or --objective training"
+                raise BadInput(f"{name} says nothing about the time of a step; it goes with --objective {wanted}")
+            if value is not None and not value > 0:
+                raise BadInput(f"{name} {value:g}: expected a number above 0")
+        return cls(for_ == "train", _range(gpus), objective, critical_batch, tokens, price)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plan and what stands beside it."""
+
+    run: RunSpec
+    """As it was planned: with the batch and the number of GPUs that the objective chose."""
+    wishes: Wishes
+    best: Candidate
+    others: tuple[Candidate, ...] = ()
+    considered: int = 0
+    search_seconds: float = 0.0
+    given: bool = False
+    """The plan comes from a file."""
+    points: tuple[Point, ...] = ()
+    trainings: tuple[Training, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.best.plan
+
+    @property
+    def tokens(self) -> float:
+        """Of the whole training."""
+        return self.wishes.tokens or self.run.train.steps * self.run.train.global_batch * self.run.train.seq_len
+
+    @property
+    def priced_points(self) -> tuple[Point, ...]:
+        """The numbers of GPUs asked about: the cluster's own where only the cost was asked."""
+        if self.points or self.wishes.objective == "time":
+            return self.points
+        return (Point(self.plan.ranks, self.run, Found(self.best, (), self.considered, self.search_seconds)),)
+
+    @property
+    def planned_only(self) -> str | None:
+        """Why this release cannot train the plan, or None."""
+        return planned_only(self.run, self.plan)
+
+    def changes(self) -> tuple[Change, ...]:
+        return what_if(self.run, self.plan, search_seconds=self.search_seconds, trainable=self.wishes.trainable)
+
+    def why_not(self, other: Candidate) -> str:
+        return lost(self.run, self.best, other)
+
+
+def answer_of(run: RunSpec, wishes: Wishes) -> Answer:
+    """The planner's answer to one question.
+
+    Raises BadInput for options that do not fit the run and for a plan that cannot be, and OutOfResources when nothing fits, with
+    what would make it fit.
+    """
+    if wishes.trainable and (refused := plan_only(run.model)):
+        raise BadInput(refused)
+    if isinstance(run.plan, str) and run.plan != "auto":
+        return _of_file(run, wishes)
+    if wishes.objective == "training":
+        return _of_training(run, wishes)
+    if wishes.gpus:
+        return _of_scaling(run, wishes)
+    return _searched(run, wishes)
+
+
+def planned_only(run: RunSpec, plan: Plan) -> str | None:
+    """Why this release can plan but not train `plan` for `run`, or None."""
+    return plan_only(run.model) or untrainable(plan)
+
+
+def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
+    """The answer as `--json` prints it."""
+    others = [
+        {
+            "fits": other.fits,
+            "trainable": planned_only(answer.run, other.plan) is None,
+            "why_not": answer.why_not(other),
+            "plan": to_plain(other.plan),
+        }
+        for other in answer.others
+    ]
+    plan = to_plain(answer.plan)
+    body = {
+        "plan": plan,
+        "predicted": plan["predicted"],
+        "alternatives": others,
+        "search_seconds": answer.search_seconds,
+    }
+    body["sources"] = sources_of(answer)
+    if answer.points or answer.trainings or answer.wishes.objective != "time":
+        body["objective"] = _objective(answer)
+    if explain:
+        body["limits"] = to_plain(limits(answer.run, answer.plan))
+        body["changes"] = to_plain(answer.changes())
+    return body
+
+
+def sources_of(answer: Answer) -> dict[str, str]:
+    """Where the numbers come from: which are measured, which are fitted, which are guesses."""
+    return sources(answer.run.cluster, answer.plan.precision.compute)
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, dots, last = text.partition("..")
+    if not first.isdigit() or (dots and not last.isdigit()):
+        raise BadInput(f"--gpus {text}: expected A..B with 1 ≤ A ≤ B, such as --gpus 8..1024")
+    return int(first), int(last or first)
+
+
+def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
+    if wishes.gpus or wishes.objective == "training":
+        raise BadInput(
+            f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
+        )
+    plan = repriced(run, load_plan(Path(str(run.plan))))
+    if wishes.trainable and (refused := untrainable(plan)):
+        raise BadInput(refused)
+    return Answer(run, wishes, Candidate(plan), considered=1, given=True)
+
+
+def _searched(run: RunSpec, wishes: Wishes) -> Answer:
+    found = search_or_fixes(run, memory_bytes=device_memory(run), trainable=wishes.trainable)
+    return Answer(run, wishes, found.best, found.others, found.considered, found.seconds)
+
+
+def _of_scaling(run: RunSpec, wishes: Wishes) -> Answer:
+    assert wishes.gpus is not None
+    points = scaling(run, cluster_sizes(run, *wishes.gpus), trainable=wishes.trainable)
+    best = cheapest(points) if wishes.objective == "cost" else fastest(points)
+    return replace(_at(best, wishes), points=points)
+
+
+def _of_training(run: RunSpec, wishes: Wishes) -> Answer:
+    assert wishes.critical_batch is not None
+    tokens = wishes.tokens or run.train.steps * run.train.global_batch * run.train.seq_len
+    sizes = cluster_sizes(run, *wishes.gpus) if wishes.gpus else None
+    trainings = shortest_training(run, wishes.critical_batch, tokens, sizes, trainable=wishes.trainable)
+    return replace(_at(trainings[0].point, wishes), trainings=trainings)
+
+
+def _at(point: Point, wishes: Wishes) -> Answer:
+    assert point.answer is not None
+    found = point.answer
+    return Answer(point.run, wishes, found.best, found.others, found.considered, found.seconds)
+
+
+def _objective(answer: Answer) -> dict[str, Any]:
+    """What the objective was asked over, and what it chose."""
+    price = answer.wishes.price
+    body: dict[str, Any] = {"name": answer.wishes.objective, "gpus": answer.plan.ranks, "tokens": answer.tokens}
+    if answer.trainings:
+        return body | {"trainings": [_training(training, price) for training in answer.trainings]}
+    return body | {"points": [_point(point, answer.tokens, price) for point in answer.priced_points]}
+
+
+def _point(point: Point, tokens: float, price: float | None) -> dict[str, Any]:
+    hours = point.gpu_hours(tokens)
+    return {
+        "gpus": point.gpus,
+        "step_seconds": point.seconds,
+        "tokens_per_second": point.tokens_per_second,
+        "mfu": point.mfu,
+        "gpu_hours": hours,
+        "cost": hours * price if hours and price else None,
+        "refused": point.refused or None,
+    }
+
+
+def _training(training: Training, price: float | None) -> dict[str, Any]:
+    return {
+        "gpus": training.point.gpus,
+        "global_batch": training.batch,
+        "steps": training.steps,
+        "step_seconds": training.point.seconds,
+        "seconds": training.seconds,
+        "gpu_hours": training.gpu_hours,
+        "cost": training.gpu_hours * price if price else None,
+    }

@@ -1,0 +1,259 @@
+"""The answer of `meshwright plan` as one self-contained page, in the report's style: nothing is loaded, no script runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from html import escape
+from importlib.resources import files
+from math import log2
+
+from meshwright import __version__
+from meshwright.cli.plan_answer import Answer, planned_only, sources_of
+from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, seconds_text
+from meshwright.cli.plan_words import axes, caution, facts, memory_rows, short_line
+from meshwright.costs.of_plan import as_nodes
+from meshwright.observe import figures
+from meshwright.observe.report_parts import plan_section
+from meshwright.observe.svg import Axis, Chart, Series, draw
+from meshwright.observe.timeline_svg import draw_timeline
+from meshwright.planner.explain import limits, parts_of
+from meshwright.simulator.of_plan import simulate_plan
+from meshwright.spec.model import parameter_count
+
+ROUNDS_DRAWN = 4
+"""Micro-batches for each pipeline rank in the timeline's picture, where the step has more than that."""
+RANKS_DRAWN = 16
+BOXES_DRAWN = 32
+SHORT = 12
+"""Characters of a cell that is not wrapped."""
+STYLE = """
+table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
+table.rows td:first-child { white-space: nowrap; }
+table.rows th { width: auto; border-top: 0; }
+section.card + section.card, .grid + section.card { margin-bottom: 20px; }
+"""
+"""What the report's style has no words for: tables of several columns."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def page(answer: Answer) -> str:
+    """The page as text."""
+    css = (files("meshwright.observe") / "template" / "report.css").read_text(encoding="utf-8").strip()
+    run, plan = answer.run, answer.plan
+    parts = [
+        _header(answer), _tiles(answer), _scaling(answer), _trainings(answer),
+        plan_section(plan, as_nodes(run.cluster).gpus_per_node, BOXES_DRAWN),
+        f'<div class="grid">{_links(answer)}{_facts(answer)}</div>',
+        f'<div class="grid">{_step(answer)}{_memory(answer)}</div>',
+        f'<div class="grid">{_timeline(answer)}</div>',
+        f'<div class="grid">{_listing("What limits the step", [one.text for one in limits(run, plan)])}{_changes(answer)}</div>',
+        _runner_ups(answer),
+        _table("Where the numbers come from", (), sources_of(answer).items()),
+    ]  # fmt: skip
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
+<title>plan · {escape(_name(answer))}</title><style>{css}{STYLE}</style></head>
+<body><main>
+{"".join(parts)}
+</main><footer>meshwright {__version__}</footer></body></html>
+"""
+
+
+def _name(answer: Answer) -> str:
+    return answer.run.model.preset or answer.run.model.family
+
+
+def _header(answer: Answer) -> str:
+    run, cluster = answer.run, answer.run.cluster
+    machines = f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}"
+    line = f"{figures.short(parameter_count(run.model))} parameters · {machines} · {short_line(answer.plan)}"
+    refused = answer.planned_only
+    status = (
+        '<span class="status part">planned only</span>'
+        if refused
+        else '<span class="status done">can be trained</span>'
+    )
+    note = ". ".join(text for text in (refused, caution()) if text)
+    return f"""<header><p class="product">meshwright <span>plan</span></p><h1>{escape(_name(answer))}</h1>
+<p class="facts-line">{status}{escape(line)}</p><p class="aside">{escape(note)}</p></header>"""
+
+
+def _tiles(answer: Answer) -> str:
+    said = answer.plan.predicted
+    if said is None:
+        return ""
+    memory = answer.run.cluster.memory_bytes()
+    rows = []
+    if said.step_seconds and said.low_seconds and said.high_seconds and said.tokens_per_second:
+        band = f"{seconds_text(said.low_seconds)} to {seconds_text(said.high_seconds)}"
+        rows += [
+            ("Step", seconds_text(said.step_seconds), f"80%: {band}"),
+            ("Throughput", figures.short(said.tokens_per_second), "tokens/s"),
+            ("Each GPU", figures.short(said.tokens_per_second_per_gpu or 0.0), "tokens/s"),
+        ]
+    if said.mfu:
+        rows.append(("MFU", figures.percent(said.mfu), "model FLOPs over peak"))
+    rows.append(
+        (
+            "Memory",
+            f"{said.memory_peak_bytes / 1e9:.1f} GB",
+            f"of {memory / 1e9:.0f} GB, fullest rank" if memory else "fullest rank",
+        )
+    )
+    if not answer.given:
+        rows.append(("Considered", figures.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
+    cells = "".join(
+        f'<div class="tile"><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd class="sub">{escape(c)}</dd></div>'
+        for a, b, c in rows
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _links(answer: Answer) -> str:
+    return _table("What the axes run over", (), axes(answer.run, answer.plan))
+
+
+def _facts(answer: Answer) -> str:
+    return _table("Batch, schedule, layers", (), facts(answer.run, answer.plan))
+
+
+def _step(answer: Answer) -> str:
+    said = answer.plan.predicted
+    if said is None or not said.step_seconds:
+        return ""
+    shown = [(name, seconds) for name, seconds in parts_of(said).items() if seconds >= 0.0005 * said.step_seconds]
+    bars = [
+        _bar(
+            name,
+            f"{seconds_text(seconds)}, {seconds / said.step_seconds:.1%}",
+            [(at % 8, seconds / said.step_seconds, name)],
+        )
+        for at, (name, seconds) in enumerate(shown)
+    ]
+    return _figure("Where the step goes", "mean over ranks", "".join(bars))
+
+
+def _memory(answer: Answer) -> str:
+    rows = memory_rows(answer.run, answer.plan)
+    limit = answer.run.cluster.memory_bytes()
+    full = 1.04 * max(limit or 0, *(sum(kinds.values()) for _, kinds in rows))
+    line = f'<span class="limit" style="left:{100 * limit / full:.2f}%"></span>' if limit else ""
+    names = list(dict.fromkeys(kind for _, kinds in rows for kind in kinds))
+    bars = []
+    for label, kinds in rows[:RANKS_DRAWN]:
+        parts = [(names.index(kind) % 8, size / full, f"{kind} {size / 1e9:.1f} GB") for kind, size in kinds.items()]
+        bars.append(_bar(label, f"{sum(kinds.values()) / 1e9:.1f} GB", parts, line))
+    keys = "".join(f'<li class="k{at % 8} column">{escape(name)}</li>' for at, name in enumerate(names))
+    more = f"{len(rows) - RANKS_DRAWN} more ranks hold alike. " if len(rows) > RANKS_DRAWN else ""
+    note = f"The dashed line is the device's memory, {limit / 1e9:.0f} GB." if limit else ""
+    return _figure(
+        "Memory", "by pipeline rank", "".join(bars), f'<ul class="legend">{keys}</ul><p class="aside">{more}{note}</p>'
+    )
+
+
+def _bar(label: str, value: str, parts: Iterable[tuple[int, float, str]], more: str = "") -> str:
+    inside = "".join(
+        f'<i class="k{at}" style="width:{100 * share:.2f}%" title="{escape(name)}"></i>' for at, share, name in parts
+    )
+    return f'<p class="bar-label"><span>{escape(label)}</span><b>{escape(value)}</b></p><div class="bar">{inside}{more}</div>'
+
+
+def _figure(title: str, unit: str, bars: str, after: str = "") -> str:
+    return f"""<figure class="card memory"><figcaption><h3>{escape(title)}</h3><span class="unit">{escape(unit)}</span></figcaption>
+<div class="bars">{bars}</div>{after}</figure>"""
+
+
+def _timeline(answer: Answer) -> str:
+    run, plan = answer.run, answer.plan
+    if plan.predicted is None or plan.predicted.step_seconds is None:
+        return ""
+    drawn = min(plan.batch.accumulate, ROUNDS_DRAWN * plan.axis_size("pipeline"))
+    shorter = replace(plan, batch=replace(plan.batch, accumulate=drawn))
+    timeline = simulate_plan(run.model, run.train, shorter, run.cluster)
+    cut = (
+        f"The first {drawn} of {plan.batch.accumulate} micro-batches are drawn. "
+        if drawn < plan.batch.accumulate
+        else ""
+    )
+    return draw_timeline(timeline, "One step, by pipeline rank", f"{cut}Simulated; thin rows are transfers.")
+
+
+def _changes(answer: Answer) -> str:
+    rows = [(one.name, seconds_text(one.seconds), f"{one.gain:+.1%}", one.note) for one in answer.changes()]
+    return _table("What a change would buy", ("change", "step", "tokens/s", ""), rows)
+
+
+def _runner_ups(answer: Answer) -> str:
+    rows = []
+    for number, other in enumerate(answer.others[:LONGEST_TABLE], 2):
+        said = other.plan.predicted
+        seconds = seconds_text(said.step_seconds) if said and said.step_seconds else ""
+        mark = " (planned only)" if planned_only(answer.run, other.plan) else ""
+        rows.append((str(number), short_line(other.plan) + mark, seconds, answer.why_not(other)))
+    return _table("Runner-ups, and why they lost", ("", "plan", "step", "lost by"), rows)
+
+
+def _scaling(answer: Answer) -> str:
+    points = answer.points
+    known = [point for point in points if point.tokens_per_second]
+    if not known:
+        return ""
+    efficiency = dict(zip((point.gpus for point in points), efficiencies(points), strict=True))
+    gpus = [log2(point.gpus) for point in known]
+    marks = tuple((log2(point.gpus), f"{point.gpus:,}") for point in known)
+    low, high = (gpus[0], gpus[-1]) if len(gpus) > 1 else (gpus[0] - 1, gpus[0] + 1)
+    axis, tables = Axis("gpus", "GPUs", low, high, marks), {"points": {"gpus": gpus}}
+    mfus, hours = [point.mfu for point in known], [point.gpu_hours(answer.tokens) for point in known]
+    shares = [efficiency[point.gpus] for point in known]
+    charts = [
+        Chart(
+            "speed",
+            "Throughput",
+            "tokens/s by GPUs",
+            "short",
+            (_line("tokens/s", [p.tokens_per_second for p in known]),),
+        ),
+        Chart(
+            "efficiency", "Efficiency", "tokens/s a GPU, of the fewest GPUs'", "percent", (_line("efficiency", shares),)
+        ),
+        *([Chart("mfu", "MFU", "", "percent", (_line("MFU", mfus),))] if all(mfus) else []),
+        Chart("hours", "GPU-hours", f"for {answer.tokens:.3g} tokens", "short", (_line("GPU-hours", hours),)),
+    ]
+    refused = [f"{point.gpus:,} GPUs: {point.refused}" for point in points if point.refused]
+    pictures = "".join(draw(chart, tables, axis) for chart in charts)
+    return f'<div class="grid">{pictures}</div>{_listing("Sizes without a plan", refused)}'
+
+
+def _line(label: str, values: Sequence[float | None]) -> Series:
+    return Series(label, "c-loss", "points", list(values))
+
+
+def _trainings(answer: Answer) -> str:
+    price = answer.wishes.price
+    rows = []
+    for one in answer.trainings[:LONGEST_TABLE]:
+        took = (seconds_text(one.point.seconds or 0.0), figures.duration(one.seconds))
+        paid = (f"{one.gpu_hours:,.0f}", money(one.gpu_hours, price))
+        rows.append((f"{one.point.gpus:,}", f"{one.batch:,}", f"{one.steps:,.0f}", *took, *paid))
+    heads = ("GPUs", "batch", "steps", "step", "training", "GPU-hours", "cost" if price else "")
+    return _table(f"Shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch", heads, rows)
+
+
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    if not body:
+        return ""
+    head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if any(heads) else ""
+    return f'<section class="card"><h2>{escape(title)}</h2><table class="facts rows">{head}<tbody>{body}</tbody></table></section>'
+
+
+def _cell(text: str) -> str:
+    """A figure and its unit stay on one line."""
+    return escape(text.replace(" ", "\u00a0") if len(text) <= SHORT else text)
+
+
+def _listing(title: str, sentences: Iterable[str]) -> str:
+    rows = "".join(f"<li>{escape(text)}</li>" for text in sentences)
+    return f'<section class="card"><h2>{escape(title)}</h2><ul class="why">{rows}</ul></section>' if rows else ""

@@ -1,0 +1,126 @@
+"""A plan in words: one line of it, its facts, and its mesh on the cluster's links. What `plan`, `simulate` and the HTML page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from meshwright.costs.of_plan import STACK, as_nodes
+from meshwright.planner.explain import MOVES, border
+from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.fields import from_plain
+from meshwright.spec.layout import Layout, stage_table
+from meshwright.spec.plan import LayerStrategy, Plan
+
+if TYPE_CHECKING:
+    from meshwright.spec.run import RunSpec
+
+STAGES_SHOWN = 8
+
+
+def caution() -> str:
+    """What to think of the predicted seconds, where they are not fitted to this program's own runs; empty where they are."""
+    if STACK == "meshwright":
+        return ""
+    return f"with {STACK}'s constants: good for comparing plans and networks, not as a promise"
+
+
+def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
+    """A plan in one line: mesh, schedule, batch, layer strategies. Takes the plan or its plain form."""
+    known = from_plain(Plan, plan) if isinstance(plan, dict) else plan
+    cut = f"{known.batch.accumulate} micro-batches of {known.batch.micro_batch} × {run.train.seq_len} tokens"
+    return f"{mesh_line(known)}{_order(known)}, {cut}, {layers_line(known)}"
+
+
+def mesh_line(plan: Plan) -> str:
+    """The axes in use, outermost first."""
+    used = [axis for axis in plan.mesh if axis.size > 1]
+    text = " × ".join(f"{axis.axis} {axis.size}" for axis in used) or "one rank"
+    experts = plan.experts
+    if experts is None or experts.expert * experts.expert_shard == 1:
+        return text
+    return f"{text}, experts over {experts.expert}" + (f" × {experts.expert_shard}" if experts.expert_shard > 1 else "")
+
+
+def short_line(plan: Plan) -> str:
+    """What sets a plan apart from its neighbours."""
+    return f"{mesh_line(plan)}{_order(plan)}, micro-batch {plan.batch.micro_batch}, {layers_line(plan)}"
+
+
+def layers_line(plan: Plan) -> str:
+    """The strategies, each with its layer ranges where there are several."""
+    grouped: dict[str, list[str]] = {}
+    for strategy in plan.layers:
+        grouped.setdefault(_strategy(strategy), []).append(strategy.range)
+    if len(grouped) == 1:
+        return next(iter(grouped))
+    return "; ".join(f"{text} ({', '.join(ranges)})" for text, ranges in grouped.items())
+
+
+def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
+    """The plan as a table of two columns, its mesh apart."""
+    batch, precision = plan.batch, plan.precision
+    ranks = "rank" if plan.data_ranks == 1 else "ranks" if plan.data_ranks == plan.ranks else "data ranks"
+    times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
+    cut = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
+    rows = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {cut}")]
+    if plan.axis_size("pipeline") > 1 or plan.layered:
+        rows.append(("schedule", plan.schedule.name))
+    rows.append(("layers", layers_line(plan)))
+    replicas = f", over replicas in {precision.reduce_replicas}" if precision.reduce_replicas else ""
+    rows.append(("precision", f"compute {precision.compute}, sum gradients in {precision.reduce}{replicas}"))
+    rows.append(("compile", "each block" if plan.compile else "no"))
+    return rows
+
+
+def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """(axis and size, the link it runs over, what it carries) of the axes in use, outermost first."""
+    for axis in plan.mesh:
+        if axis.size > 1:
+            yield f"{axis.axis} {axis.size}", border(run, plan, axis.axis), MOVES[axis.axis]
+    if plan.experts is not None and plan.experts.expert > 1:
+        yield f"expert {plan.experts.expert}", border(run, plan, "expert"), MOVES["expert"]
+
+
+def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
+    """Which part of the mesh a node holds, and its ranks."""
+    per_node = as_nodes(run.cluster).gpus_per_node
+    layout = Layout.of(plan, per_node)
+    ranks = range(node * per_node, min((node + 1) * per_node, layout.ranks))
+    places = [layout.coordinates(rank) for rank in ranks]
+    held = [_span(axis, [place[axis] for place in places]) for axis, size in layout.axes if size > 1]
+    return ", ".join(held) or "the whole model", len(ranks)
+
+
+def memory_rows(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
+    """(pipeline rank with its layers, bytes by kind), by pipeline rank."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
+    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    if len(rows) == 1:
+        return [("every rank", rows[0])]
+    return [
+        (f"rank {rank}: layers {_stages(held)}", kinds)
+        for rank, (held, kinds) in enumerate(zip(table, rows, strict=True))
+    ]
+
+
+def _order(plan: Plan) -> str:
+    return f", {plan.schedule.name}" if plan.axis_size("pipeline") > 1 or plan.layered else ""
+
+
+def _strategy(strategy: LayerStrategy) -> str:
+    kept = "reshard" if strategy.reshard else "keep gathered"
+    whole = ", gradients whole" if strategy.gradients == "whole" else ""
+    host = f", offload {strategy.offload}" if strategy.offload != "none" else ""
+    return f"recompute {strategy.recompute}, {kept}{whole}{host}"
+
+
+def _span(axis: str, places: list[int]) -> str:
+    low, high = min(places), max(places)
+    return f"{axis} {low}" if low == high else f"{axis} {low}-{high}"
+
+
+def _stages(held: tuple[range, ...]) -> str:
+    """Layer ranges in a row; of many, the first few."""
+    shown = [f"{one.start}-{one.stop - 1}" if len(one) > 1 else f"{one.start}" for one in held]
+    return ", ".join(shown[:STAGES_SHOWN]) + (f", … ({len(shown)} stages)" if len(shown) > STAGES_SHOWN else "")

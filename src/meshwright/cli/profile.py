@@ -1,0 +1,225 @@
+"""`meshwright profile`: measure this machine, or correct its figures by a finished run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.options import split_words
+from meshwright.cli.profile_table import table
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
+
+if TYPE_CHECKING:
+    from meshwright.spec.cluster import ClusterSpec
+    from meshwright.spec.profile import MachineProfile
+
+
+def profile(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN.yaml] [cluster.KEY=VALUE]...",
+            help="A run file whose cluster is measured, and what replaces it. Without either: all that is found here, `cluster=auto`.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Where to write the figures, as JSON; with --from-run, the file that is corrected.",
+            show_default=False,
+        ),
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-run",
+            metavar="FOLDER",
+            help="Measure nothing: hold a finished run against its prediction, and keep the difference as a correction.",
+            show_default=False,
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--seconds",
+            metavar="S",
+            min=0.1,
+            help="About how long to measure, start of the ranks not counted; 100 on GPUs and 20 on a CPU when left out.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Measure the machine that this runs on, so that plans are priced by what it does rather than by datasheets.
+
+    Measured are matrix products and attention by shape, device memory, the optimizer, collectives by size and group, links to the host,
+    and how communication slows compute down. Every device works; nothing is trained. It takes about two minutes on GPUs and half a minute
+    on a CPU. A run or question then names the file.
+
+    Examples:
+
+        meshwright profile --out h200.json
+
+        meshwright plan run.yaml cluster.profile=h200.json
+
+    The machine may play several nodes, or fewer devices, as training does; under torchrun or Slurm all ranks measure together:
+
+        meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json
+
+    A finished run corrects the file: the factor on device time that makes its predicted step the measured one.
+
+        meshwright profile --from-run runs/mine --out h200.json
+    """
+    if from_run is not None:
+        _correct(from_run, out)
+        return
+    if out is None:
+        raise BadInput("--out FILE is missing: where to write what is measured, e.g. --out machine.json")
+    _check_place(out)
+    cluster = _cluster(words)
+    found = _measured(cluster, seconds)
+    from meshwright.spec.profile import to_json
+
+    out.write_text(to_json(found), encoding="utf-8")
+    for line in table(found):
+        print(line)
+    print(f"wrote {out}; name it in a run or a question: cluster.profile={out}", file=sys.stderr)
+
+
+def _check_place(out: Path) -> None:
+    """Before minutes are spent on it."""
+    if not out.parent.is_dir():
+        raise BadInput(f"--out {out}: there is no folder {out.parent}")
+
+
+def _cluster(words: list[str] | None) -> ClusterSpec:
+    """The cluster that the words describe, which must be here."""
+    from meshwright.launch.machine import found_cluster
+    from meshwright.spec.load import load_cluster
+
+    path, overrides = split_words(words)
+    other = next((word for word in overrides if not word.startswith(("cluster.", "cluster="))), None)
+    if other is not None:
+        raise BadInput(f"{other}: profile takes keys of the cluster only, e.g. cluster.gpus_per_node=2")
+    if path is None and not any(word.startswith("cluster=") for word in overrides):
+        overrides = ["cluster=auto", *overrides]
+    return load_cluster(path, overrides, detect=found_cluster)
+
+
+def _measured(cluster: ClusterSpec, seconds: float | None) -> MachineProfile:
+    """The figures of this host's ranks; under a launcher, every rank but the first ends here."""
+    from meshwright.spec.place import Place, started_by_launcher
+
+    if not started_by_launcher():
+        return _measured_here(cluster, seconds)
+    from meshwright.train.profiling import ProfileJob, measured_by
+
+    place = Place.from_environment()
+    found = measured_by(ProfileJob(cluster=cluster, seconds=seconds), place)
+    if place.rank:
+        raise typer.Exit
+    return found
+
+
+def _measured_here(cluster: ClusterSpec, seconds: float | None) -> MachineProfile:
+    """Start a rank for every device of this host. When they fail the command ends with their code; logs with a traceback stay."""
+    from meshwright.launch.local import run_ranks
+    from meshwright.spec.fields import to_plain
+    from meshwright.spec.profile import load_profile
+
+    if cluster.nodes > 1:
+        raise BadInput(
+            f"cluster.nodes is {cluster.nodes}: start a rank for every device with a launcher on every node, e.g. torchrun --nnodes "
+            f"{cluster.nodes} --nproc-per-node {cluster.gpus_per_node} … -m meshwright profile --out FILE"
+        )
+    place = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    question, destination = place / "job.json", place / "answer.json"
+    question.write_text(json.dumps({"cluster": to_plain(cluster), "seconds": seconds}), encoding="utf-8")
+    share = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
+    threads = share if cluster.is_cpu else min(8, share)
+    said = f"{cluster.ranks} {cluster.gpu}" + (
+        f" as {cluster.emulate_nodes} nodes" if cluster.emulate_nodes > 1 else ""
+    )
+    print(f"measuring {said}", file=sys.stderr)
+    code = run_ranks(
+        "meshwright.train.profiling",
+        [str(question), str(destination)],
+        cluster=cluster,
+        logs=place / "logs",
+        threads=threads,
+    )
+    found = load_profile(destination) if code == EXIT_DONE else None
+    if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):
+        shutil.rmtree(place)
+    if found is None:
+        sys.exit(code)
+    return found
+
+
+def _correct(folder: Path, out: Path | None) -> None:
+    """Write what the run in `folder` says of its prediction into its machine's profile."""
+    from meshwright.profile.feedback import corrected
+    from meshwright.spec.load import load_plan, load_resolved
+    from meshwright.spec.profile import load_profile, to_json
+
+    run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
+    kept = Path(run.cluster.profile) if run.cluster.profile else None
+    out = out or kept
+    if out is None:
+        raise BadInput("--out FILE is missing: the profile to correct, or to begin (the run had none)")
+    _check_place(out)
+    known = next((file for file in (out, kept) if file is not None and file.is_file()), None)
+    before = load_profile(known) if known else _unmeasured(folder, run.cluster)
+    after = corrected(before, run, plan, _measured_step(folder))
+    out.write_text(to_json(after), encoding="utf-8")
+    row = after.corrections[-1]
+    print(
+        f"{run.name}: predicted {row.predicted_seconds:.4g} s a step{'' if known else ' (nothing measured)'}, measured "
+        f"{row.measured_seconds:.4g} s; device time × {row.factor:.3f}"
+    )
+    print(f"wrote {out}", file=sys.stderr)
+
+
+def _measured_step(folder: Path) -> float:
+    """Median seconds of the run's steps behind the warm-up."""
+    from meshwright.observe.account import FEWEST, WARM_UP, typical
+    from meshwright.observe.runfolder import read_run
+
+    run = read_run(folder)
+    steps = [step for step in run.steps if step["step"] > WARM_UP]
+    found = typical(steps)
+    if run.account is not None:
+        return run.account.step_seconds.measured
+    if found is None or len(steps) < FEWEST:
+        raise BadInput(
+            f"{folder}: expected at least {WARM_UP + FEWEST} steps in metrics.jsonl, of which the first {WARM_UP} only warm up, got "
+            f"{len(run.steps)}"
+        )
+    return found.seconds
+
+
+def _unmeasured(folder: Path, cluster: ClusterSpec) -> MachineProfile:
+    """A profile of the run's machine without any figures."""
+    from meshwright.observe.runfolder import read_run
+    from meshwright.spec.profile import MachineProfile
+
+    found = read_run(folder).environment
+    return MachineProfile(
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        gpu=cluster.gpu,
+        device=str(found.get("device", cluster.gpu)),
+        devices=cluster.ranks_per_node,
+        nodes=cluster.nodes * cluster.emulate_nodes,
+        cores=int(found.get("cpu_cores") or os.cpu_count() or 1),
+        memory_bytes=int(found.get("device_memory_bytes") or found.get("memory_bytes") or cluster.memory_bytes() or 1),
+    )

@@ -1,0 +1,162 @@
+"""Bytes of pipeline ranks by kind, as arithmetic on arrays: what the exact account of a Plan (`memory`) and the closed form for many
+layouts at once (`footprint`) share. Which tensors are alive is read off the executor, FSDP2 and the kernels: docs/cost-model.md, "Memory".
+
+A rank is fullest at one of three moments: in the head (logits and the head's gradients), in the first block's backward while all
+activations are alive (gradients on their way), or when backward has ended (every gradient's sum, and copies that travel).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.costs.inputs import Array
+
+KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
+UNITS_IN_FLIGHT = 2
+"""FSDP units whose gathered weights exist at once where they are dropped after use: the one computing and the one on the wire."""
+RECEIVES_AHEAD = 2
+"""Buffers of receives that are posted before their compute: one in each direction."""
+LAYERS_STAYING = 2
+"""Layers whose activations stay on the device where the others' wait in host memory: the one that computes and the one on the link."""
+WIDE = 4
+"""Bytes of the loss's own sums (fp32)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """Bytes of the numbers of a run."""
+
+    compute: Array = 2
+    reduce: Array = 4
+    stored: Array = 4
+    travelling: Array = 0
+    """Of the copies in which gradients travel between replicas; 0 when they travel as they are."""
+    logit: Array = 2
+    """A logit while the loss is made: a fused pass writes its gradient in its place, plain steps keep a wide copy beside it."""
+    chunk: Array = 4096
+    """Tokens whose logits exist at once."""
+    workspace: Array = 200 << 20
+    """Scratch memory of matrix products and attention."""
+    framework: Array = 3 << 30
+    """Context, communicators, kernels: what no tensor takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What pipeline ranks hold and when, one column each. Counts of parameters are those of one tensor rank."""
+
+    owned: Array
+    """Parameters of which the rank keeps master weight, sum of gradients and moments: its shards."""
+    block: Array
+    """Parameters of the largest block, with the experts that are on this rank, gathered."""
+    ends: Array
+    """Those of the embedding and the head that are here."""
+    head: Array
+    """Those of the unit that ends with the loss; 0 on other ranks."""
+    shards: Array
+    """Ranks that units are gathered over."""
+    gathers: Array
+    """1 when weights are gathered or brought to the compute format: all but plain full precision on one rank."""
+    kept: Array
+    """Layers whose gathered weights stay for the step."""
+    ends_kept: Array
+    """1 when those of the ends stay."""
+    last: Array
+    """Parameters of the unit gathered last, whose buffer stays until the next gather."""
+    sums: Array
+    """Bytes of gradients that earlier micro-batches left when activations are most; 0 with one micro-batch and in layered order."""
+    reduces: Array
+    """1 when units reduce their gradients in a backward that finds all activations alive."""
+    away: Array
+    """Share of the parameters whose optimizer is in host memory: of those the compute-format shard stays, and the gradients' sum."""
+    layers: Array
+    alive: Array
+    """Bytes that forwards under way left for their backwards."""
+    working: Array
+    """Bytes of the block in backward beside them: what is recomputed, gradients of activations, gathered inputs."""
+    tokens: Array
+    """Of a micro-batch that the rank keeps activations of."""
+    width: Array
+    """Tensor ranks."""
+    hidden: Array
+    vocab: Array
+    piled: Array
+    """Micro-batches whose gradients wait between two units: all of them in layered order, the head's also where all forwards come first."""
+    piled_head: Array
+    messages: Array
+    """Of one micro-batch that go out to other ranks, both directions; negative without a pipeline."""
+
+
+def account(held: Held, f: Formats) -> dict[str, Array]:
+    """Bytes by kind of every column at its fullest moment. `transfers` is 0 without a pipeline."""
+    stream = held.tokens * held.hidden * f.compute
+    moments = (_in_the_head(held, f, stream), _first_backward(held, f, stream), _ended(held, f))
+    totals = np.stack([np.asarray(sum(kinds.values()), float) for kinds in moments])
+    fullest = np.argmax(totals, axis=0)
+    at_peak = {
+        kind: np.choose(fullest, np.broadcast_arrays(*(kinds[kind] for kinds in moments)))
+        for kind in ("gradients", "gathered", "activations", "logits")
+    }
+    stays = 1 - held.away
+    return {
+        "weights": held.owned * (f.stored * stays + f.compute * held.away),
+        "gradients": at_peak["gradients"],
+        "optimizer": 2 * held.owned * f.stored * stays,
+        "gathered": at_peak["gathered"],
+        "activations": at_peak["activations"],
+        "logits": at_peak["logits"],
+        # A message sent is let go when the next one goes out.
+        "transfers": np.where(held.messages < 0, 0.0, (RECEIVES_AHEAD + held.messages) * stream),
+        "framework": f.framework * np.ones_like(totals[0]),
+    }
+
+
+def _weights_there(held: Held, f: Formats) -> Array:
+    """Gathered weights, and the buffer of the last gather."""
+    blocks = np.maximum(held.kept, np.minimum(UNITS_IN_FLIGHT, held.layers)) * held.block
+    ends = np.where(held.ends_kept > 0, held.ends, held.head)
+    return held.gathers * (blocks + ends + np.where(held.shards > 1, held.last, 0.0)) * f.compute
+
+
+def _in_the_head(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
+    """A chunk's logits, and the gradient of the head's weight in full width."""
+    # The head sees the tokens of all tensor ranks, and its own part of the vocabulary.
+    chunk = np.minimum(held.tokens * held.width, f.chunk) * held.vocab / held.width * f.logit
+    table = held.vocab * held.hidden / held.width
+    # A chunk's product is made beside the sum that it is added to: on H200s models of three sizes held a second one.
+    wide = 2 * table * np.maximum(WIDE, f.compute) + np.where(held.piled > 0, table * f.reduce, 0.0)
+    here = chunk + wide + stream * (1 + np.maximum(1.0, held.piled_head))
+    return {
+        "gradients": held.sums,
+        "gathered": _weights_there(held, f),
+        "activations": held.alive + held.piled * stream + f.workspace,
+        "logits": np.where(held.head > 0, here, 0.0),
+    }
+
+
+def _first_backward(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
+    """A block's gradients are made while those of the unit before it (the head's, or a block's) are being reduced."""
+    # A unit that both ends share waits, summed in the format of the reduction, for the embedding's part.
+    waits = np.where(held.head >= held.ends, 0.0, 1 / held.shards)
+    unit = np.maximum(held.head * (1 + waits), held.block * (1 + 1 / held.shards))
+    reduced = held.reduces * unit * f.reduce
+    made = held.block * (f.compute + np.where(held.piled > 0, f.reduce, 0.0))
+    return {
+        "gradients": held.sums,
+        "gathered": _weights_there(held, f) + held.gathers * (reduced + made),
+        "activations": held.alive + held.working + held.piled * stream + f.workspace,
+        "logits": np.where(held.head > 0, stream * np.maximum(1.0, held.piled_head), 0.0),
+    }
+
+
+def _ended(held: Held, f: Formats) -> dict[str, Array]:
+    """Gradients come as activations go, so a rank never holds all of both, unless earlier micro-batches left their sums."""
+    unit = np.maximum(np.maximum(held.head, held.ends - held.head), held.block)
+    return {
+        "gradients": held.owned * (f.stored + f.travelling),
+        "gathered": held.gathers * unit * (f.compute + UNITS_IN_FLIGHT * f.reduce),
+        "activations": f.workspace + 0.0 * held.alive,
+        "logits": 0.0 * held.alive,
+    }

@@ -1,0 +1,70 @@
+"""Where each number of a prediction comes from, grouped as people think of a machine."""
+
+from __future__ import annotations
+
+from meshwright.costs.constants import OWN, constants, is_measured, table
+from meshwright.costs.machine import as_measured, chip_of, machine_of
+from meshwright.costs.measured import fits
+from meshwright.costs.of_plan import STACK, as_nodes
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.profile import load_profile
+
+GROUPS = (
+    "matrix products", "attention", "device memory", "optimizer", "links inside a node", "network", "overlap", "host link", "software",
+)  # fmt: skip
+"""What a prediction rests on. `software` is what no profile measures: element-wise passes, host time, what a step always costs."""
+OF_STACK = ("optimizer", "overlap", "software")
+"""Of these no datasheet says anything."""
+STATED = {"links inside a node": "link_gb_per_s", "network": "port_gb_per_s"}
+"""Keys of `cluster.network` that stand in place of the datasheet's bandwidth."""
+MEASURE = "guess; `meshwright profile --out FILE` measures it"
+
+
+def sources(cluster: ClusterSpec, number_format: str = "bf16") -> dict[str, str]:
+    """For each group of numbers that `cluster` needs: measured (how well the formula fits, file, date), fitted on how many runs of
+    which stack, datasheet, or guess.
+
+    Raises BadInput when the profile cannot be read or the cluster is no machine (`costs.machine.machine_of`).
+    """
+    nodes = as_nodes(cluster)
+    absent = {"network"} if nodes.nodes == 1 else {"links inside a node"} if nodes.gpus_per_node == 1 else set()
+    absent |= {"overlap", "links inside a node"} if nodes.ranks == 1 else set()
+    found = {group: _unmeasured(cluster, group) for group in GROUPS if group not in absent}
+    chip = chip_of(nodes)
+    if cluster.profile is None or chip is None:
+        return found
+    profile = load_profile(cluster.profile)
+    k, _ = as_measured(constants(chip.generation, STACK), machine_of(nodes, number_format), nodes, number_format)
+    for group, fit in fits(k, profile, number_format).items():
+        if group in found and fit.count:
+            found[group] = f"{fit}: {cluster.profile}, {profile.date[:10]}"
+    if profile.corrections:
+        runs = len(profile.corrections)
+        found["matrix products"] += f"; corrected by {runs} run{'s' * (runs > 1)} in {cluster.profile}"
+    return found
+
+
+def _unmeasured(cluster: ClusterSpec, group: str) -> str:
+    """Where a group's numbers come from when no profile says."""
+    if group in OF_STACK and not (cluster.is_cpu and group != "software"):
+        return _share(cluster, of_stack=True)
+    stated = getattr(cluster.network, STATED[group]) if cluster.network and group in STATED else None
+    if stated:
+        return f"{stated:.4g} GB/s as the cluster says, share {_share(cluster)}"
+    if cluster.gpu not in CHIPS:
+        return MEASURE
+    if group == "network" and cluster.emulate_nodes > 1:
+        return "measured on another host's loopback"
+    return "datasheet" if group == "host link" else f"datasheet, share {_share(cluster)}"
+
+
+def _share(cluster: ClusterSpec, *, of_stack: bool = False) -> str:
+    """What the share of a datasheet's figure, or a constant of the software, rests on."""
+    chip, rows = CHIPS.get(cluster.gpu), table()
+    if STACK == OWN and (of_stack or (chip is not None and is_measured(chip.generation))):
+        elsewhere = "" if chip is not None and is_measured(chip.generation) else ", on other devices"
+        return f"fitted on {rows['own_runs']} runs of {STACK}{elsewhere}"
+    if chip is None or chip.generation not in rows["generations"]:
+        return "a guess"
+    return f"fitted on published runs ({sum(rows['fitted_on'].values()):,}, all generations)"

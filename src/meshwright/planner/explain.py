@@ -1,0 +1,182 @@
+"""What a person asks of a plan, answered in sentences with numbers: what limits its step, and why another plan lost.
+
+Both read `plan.predicted`; nothing is simulated here, apart from the plan without its recomputation (`limits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.costs.machine import machine_of
+from meshwright.costs.of_plan import as_nodes, number
+from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes
+from meshwright.planner.reprice import repriced
+from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.plan import Plan, Predicted
+from meshwright.spec.run import RunSpec
+
+MOVES = {
+    "pipeline": "activations between stages",
+    "replicate": "gradient sums over replicas",
+    "shard": "gathers of weights and reductions of gradients",
+    "context_ring": "keys and values round the ring",
+    "context_ulysses": "heads exchanged for tokens",
+    "context": "a sequence's keys and values",
+    "tensor": "all-reduces inside each layer",
+    "expert": "tokens to their experts and back",
+    "offload": "copies to and from host memory",
+}
+"""What travels along an axis."""
+EQUAL = 0.002
+"""Share of a step below which two plans are equally fast."""
+MATTERS = 0.01
+"""Share of a step from which a part of it is worth a sentence."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One thing that a step's time goes to."""
+
+    name: str
+    """compute, the axis whose communication shows, bubble, host, or memory."""
+    seconds: float
+    """What would be won if it cost nothing."""
+    text: str
+
+
+def limits(run: RunSpec, plan: Plan) -> tuple[Limit, ...]:
+    """What limits the step of `plan`, largest first; empty where no step time is predicted."""
+    said = plan.predicted
+    if said is None or said.step_seconds is None or said.breakdown is None:
+        return ()
+    step, parts = said.step_seconds, said.breakdown
+    found = [Limit("compute", parts.compute, _compute_text(said, parts.compute))]
+    for axis, seconds in parts.exposed.items():
+        where, what = border(run, plan, axis), MOVES.get(axis, "its communication")
+        found.append(Limit(axis, seconds, f"{axis} {where}: {what}, {_share(seconds, step)} not hidden behind compute"))
+    many = f"{plan.batch.accumulate} micro-batch{'es' * (plan.batch.accumulate > 1)} on {plan.axis_size('pipeline')} pipeline ranks"
+    found.append(
+        Limit("bubble", parts.bubble, f"bubble: {_share(parts.bubble, step)} waiting for other stages, {many}")
+    )
+    found.append(Limit("host", parts.host, f"host: {_share(parts.host, step)} in which the device waits for launches"))
+    if memory := _memory_limit(run, plan, said):
+        found.append(memory)
+    return tuple(sorted((one for one in found if one.seconds > MATTERS * step), key=lambda one: -one.seconds))
+
+
+def border(run: RunSpec, plan: Plan, axis: str) -> str:
+    """The link that `axis` runs over, in words with its rate."""
+    cluster = as_nodes(run.cluster)
+    if axis == "offload":
+        return "on the host link"
+    inner = {"context": ("context_ring", "context_ulysses"), "expert": ("shard", "context_ring")}.get(axis, (axis,))
+    across = any(one.axis in inner and one.crosses == "node" for one in plan.mesh)
+    rate = ""
+    if cluster.gpu in CHIPS:
+        machine = machine_of(cluster, plan.precision.compute)
+        rate = f" ({number(machine.nic if across else machine.link) / 1e9:.4g} GB/s a GPU)"
+    return f"{'between nodes' if across else 'inside a node'}{rate}"
+
+
+def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
+    """Why `other` was not taken in place of `best`, both plans for `run`."""
+    if not other.fits:
+        return f"does not fit: {shortfall(run, other.plan)}"
+    mine, theirs = best.plan.predicted, other.plan.predicted
+    if mine is None or theirs is None or mine.step_seconds is None or theirs.step_seconds is None:
+        return _costlier(best.plan, other.plan)
+    behind = other.behind(best)
+    if other.simulated != best.simulated:
+        return f"{_signed(behind)} by the quick estimate, behind others of its kind"
+    if behind < 0:
+        return f"{_seconds(-behind)} faster, which a prediction cannot tell apart: the simpler plan was taken"
+    if behind < EQUAL * mine.step_seconds:
+        return f"as fast to {EQUAL:.1%}: {_costlier(best.plan, other.plan)}"
+    worse = _worse(mine, theirs)
+    name, most = max(worse.items(), key=lambda item: item[1], default=("", 0.0))
+    return f"{_signed(behind)}: {name} {_signed(most)}" if name else _signed(behind)
+
+
+def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> str:
+    """Which pipeline rank of `plan` needs more than it may use, by how much, and what fills it."""
+    usable = usable_bytes or HEADROOM * (run.cluster.memory_bytes() or 0)
+    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    rank = max(range(len(rows)), key=lambda at: sum(rows[at].values()))
+    need = sum(rows[rank].values())
+    kinds = sorted(rows[rank].items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds[:3])
+    where = f"pipeline rank {rank}" if len(rows) > 1 else "a rank"
+    over = f"{(need - usable) / 1e9:.1f} GB over the {usable / 1e9:.1f} that may be used"
+    return f"{where} needs {need / 1e9:.1f} GB, {over} ({largest} GB)"
+
+
+def parts_of(said: Predicted) -> dict[str, float]:
+    """The breakdown as one row: compute, exposed AXIS, bubble, host, in seconds, without what is nothing."""
+    if said.breakdown is None:
+        return {}
+    exposed = {f"exposed {axis}": seconds for axis, seconds in said.breakdown.exposed.items()}
+    row = {"compute": said.breakdown.compute, **exposed, "bubble": said.breakdown.bubble, "host": said.breakdown.host}
+    return {name: seconds for name, seconds in row.items() if seconds > 0}
+
+
+def _worse(mine: Predicted, theirs: Predicted) -> Mapping[str, float]:
+    """By how many seconds each part of `theirs` is longer."""
+    before = parts_of(mine)
+    more = {name: seconds - before.get(name, 0.0) for name, seconds in parts_of(theirs).items()}
+    return {name: seconds for name, seconds in more.items() if seconds > 0}
+
+
+def _costlier(best: Plan, other: Plan) -> str:
+    """The first thing that costs time in `other` and not in `best`, where seconds do not tell."""
+    mine, theirs = best.layers[0], other.layers[0]
+    order = ("none", "selective", "full")
+    crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
+    told = (
+        (order.index(theirs.recompute) > order.index(mine.recompute), f"computes activations twice (recompute {theirs.recompute})"),
+        (theirs.offload != mine.offload and theirs.offload != "none", f"copies to host memory (offload {theirs.offload})"),
+        (theirs.reshard and not mine.reshard, "gathers weights twice"),
+        (crossing[1] and not crossing[0], "shards across nodes"),
+        (other.batch.micro_batch < best.batch.micro_batch, "smaller products to hide gathers under"),
+        (peak_bytes(other) > peak_bytes(best), f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more"),
+    )  # fmt: skip
+    return next((text for true, text in told if true), "the simpler plan was taken")
+
+
+def _compute_text(said: Predicted, seconds: float) -> str:
+    assert said.step_seconds is not None
+    text = f"compute: {_share(seconds, said.step_seconds)} is arithmetic"
+    return text + (
+        f", at {said.mfu * said.step_seconds / seconds:.0%} of the chip's peak" if said.mfu and seconds else ""
+    )
+
+
+def _memory_limit(run: RunSpec, plan: Plan, said: Predicted) -> Limit | None:
+    """What recomputation costs that is there only because memory is short."""
+    if all(layer.recompute == "none" for layer in plan.layers) or said.step_seconds is None:
+        return None
+    free = repriced(run, replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers)))
+    budget = run.cluster.memory_bytes()
+    assert free.predicted is not None and free.predicted.step_seconds is not None
+    if budget is None or peak_bytes(free) <= HEADROOM * budget:
+        return None
+    won = said.step_seconds - free.predicted.step_seconds
+    mode = max((layer.recompute for layer in plan.layers), key=("none", "selective", "full").index)
+    return Limit(
+        "memory",
+        won,
+        f"memory: recompute {mode} takes {_share(won, said.step_seconds)}; without it {shortfall(run, free)}",
+    )
+
+
+def _share(seconds: float, step: float) -> str:
+    return f"{_seconds(seconds)} ({seconds / step:.0%})"
+
+
+def _signed(value: float) -> str:
+    return f"{'-' if value < 0 else '+'}{_seconds(abs(value))}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:#.3g} ms"

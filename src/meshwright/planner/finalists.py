@@ -1,0 +1,202 @@
+"""The second layer of the search: the sweep's best points as Plans, judged by the exact memory account and played by the simulator.
+
+A plan whose layers differ has the fewest layers at the lean end that each pipeline rank needs to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import inf
+
+from meshwright.costs.of_plan import shard_size
+from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of, precision_of
+from meshwright.planner.reprice import repriced
+from meshwright.planner.schedule_choice import with_stages
+from meshwright.planner.space import SCHEDULES, Points
+from meshwright.planner.sweep import End, Strategy
+from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.layout import Layout, stage_table
+from meshwright.spec.nodes import memory_limits
+from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
+from meshwright.spec.run import RunSpec
+
+SIMULATED, OF_LARGE, LARGE = 8, 4, 20_000
+"""Plans that are played unit by unit, fewer where a step has many micro-batches times layers; the others are only estimated, by playing
+whole stages."""
+IMPROVED = 3
+"""Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
+ROOMY = 0.93
+"""Of the memory that may be filled. Pipelines with virtual stages leave an eighth to fragments (4 H200s: 107 of 95 GiB)."""
+ALIKE = 0.01
+"""Relative difference of step times below which the simpler plan is taken."""
+
+
+def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: int | None) -> Plan:
+    """The plan of one point, with as few lean layers as fit `budget` bytes; all of them lean when even that does not fit.
+
+    Raises ValueError when the pinned stages are not in the schedule's order.
+    """
+    mesh = points.meshes[points.mesh[row]]
+    cluster, pins, pipeline = run.cluster, pins_of(run), mesh.size("pipeline")
+    axes, inner = [], cluster.ranks
+    for name in mesh.order:
+        size = mesh.size(name)
+        inner //= size  # ranks that one step along the axis passes over
+        crosses = "node" if size > 1 and inner * size > cluster.ranks_per_node else "device"
+        axes.append(MeshAxis(axis=name, size=size, crosses=crosses))
+    used = tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard")
+    shards = mesh.size("shard") * mesh.context
+    plan = Plan(
+        mesh=used,
+        batch=BatchPlan(
+            global_batch=run.train.global_batch,
+            micro_batch=int(points.micro[row]),
+            accumulate=int(points.accumulate[row]),
+        ),
+        schedule=with_stages(run, SCHEDULES[points.schedule[row]], pipeline, int(points.virtual[row]), used),
+        experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
+        layers=pins.layers or (_layer("all", strategy.rich, strategy),),
+        precision=precision_of(run),
+        compile=not cluster.is_cpu if pins.compile is None else pins.compile,
+    )
+    if pins.layers or strategy.rich == strategy.lean:
+        return plan
+    return _fitted(run, plan, strategy, budget)
+
+
+def budget_of(run: RunSpec, memory_bytes: int | None) -> int | None:
+    """Bytes of the smallest device that a plan may fill; None when its memory is not known."""
+    known = run.cluster.memory_bytes() or memory_bytes
+    return None if known is None else int(HEADROOM * known)
+
+
+def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
+    """Whether every pipeline rank fits by the exact account, on unlike nodes each into its own devices."""
+    return not any(_over(run, plan, budget))
+
+
+def _over(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
+    """By pipeline rank, whether it needs more than its devices may hold."""
+    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    own = memory_limits(run.cluster, Layout.of(plan, run.cluster.ranks_per_node)) if run.cluster.groups else None
+    limits = [int(HEADROOM * limit) for limit in own] if own else [budget] * len(rows)
+    return [limit is not None and sum(kinds.values()) > limit for kinds, limit in zip(rows, limits, strict=True)]
+
+
+def judged(run: RunSpec, plans: Iterable[Plan]) -> list[Candidate]:
+    """All plans with what is predicted of them: those that lead by playing whole stages, played by units, best first; then the others."""
+    quick = (repriced(run, plan, by_units=False) for plan in plans)
+    ranked = [Candidate(plan, simulated=False) for plan in quick]
+    ranked = sorted((replace(one, estimated=one.seconds) for one in ranked), key=_seconds)
+    leading = _leading(ranked, run.model.layers)
+    played = [replace(one, plan=repriced(run, one.plan), simulated=True) for one in leading]
+    return sorted(played, key=_seconds) + [one for one in ranked if one not in leading]
+
+
+def _leading(ranked: Sequence[Candidate], layers: int) -> list[Candidate]:
+    """The first few, then the first of each other kind of mesh: an estimate may be wrong about a kind as a whole."""
+    many = OF_LARGE if max((_work(one.plan, layers) for one in ranked), default=0) > LARGE else SIMULATED
+    first, kinds = list(ranked[: many // 2]), {kind_of(one.plan) for one in ranked[: many // 2]}
+    for one in ranked[many // 2 :]:
+        if len(first) < many and kind_of(one.plan) not in kinds:
+            kinds.add(kind_of(one.plan))
+            first.append(one)
+    return first + [one for one in ranked if one not in first][: many - len(first)]
+
+
+def kind_of(plan: Plan) -> tuple[object, ...]:
+    """Plans alike in this differ in details."""
+    axes = ("pipeline", "tensor", "context_ring", "context_ulysses")
+    return (*(plan.axis_size(axis) for axis in axes), plan.schedule.name)
+
+
+def improved(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> list[Candidate]:
+    """The candidates, and before them the faster neighbours of the leading ones: what a closed form tells apart worst is simulated."""
+    many = 1 if _work(candidates[0].plan, run.model.layers) > LARGE else IMPROVED
+    better = []
+    for one in candidates[:many]:
+        plans = [plan for plan in _neighbours(run, one.plan) if fits(run, plan, budget)]
+        found = [replace(one, plan=repriced(run, plan), estimated=None) for plan in plans]
+        better += [other for other in found if other.seconds < one.seconds]
+    return sorted([*better, *(one for one in candidates if one.simulated)], key=_seconds) + [
+        one for one in candidates if not one.simulated
+    ]
+
+
+def _work(plan: Plan, layers: int) -> int:
+    """How much there is to simulate."""
+    return plan.axis_size("pipeline") * plan.batch.accumulate * layers
+
+
+def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
+    """The plan with its gradients kept the other way between micro-batches, and with its weights kept the other way between uses."""
+    pins = pins_of(run)
+    if pins.layers or shard_size(plan) == 1:
+        return
+    if pins.gradients is None and plan.batch.accumulate > 1 and not plan.layered:
+        other: Gradients = "shard" if plan.layers[0].gradients == "whole" else "whole"
+        yield replace(plan, layers=tuple(replace(layer, gradients=other) for layer in plan.layers))
+    if pins.reshard is None and len({layer.reshard for layer in plan.layers}) == 1:
+        yield replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
+
+
+def simplest(candidates: Sequence[Candidate], budget: int | None = None) -> Candidate:
+    """Of the plans that take as long as the fastest, within what a prediction can tell apart, one that leaves memory to an allocator's
+    fragments, with the fewest parts."""
+    fastest = candidates[0].seconds
+    alike = [one for one in candidates if one.simulated and one.seconds <= fastest * (1 + ALIKE)]
+    roomy = inf if budget is None else ROOMY * budget
+    return min(alike, key=lambda one: (peak_bytes(one.plan) > roomy, _parts(one.plan), one.seconds))
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def _parts(plan: Plan) -> int:
+    """Things that a person has to understand: axes in use, kinds of layers, and what is done beside plain training."""
+    axes = sum(axis.size > 1 for axis in plan.mesh)
+    special = sum(
+        (layer.recompute != "none") + 2 * (layer.offload != "none") + (layer.gradients == "whole")
+        for layer in plan.layers
+    )
+    return 2 * axes + len(plan.layers) + special + plan.layered
+
+
+def _fitted(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
+    """`plan` with the fewest lean layers on each pipeline rank."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
+    held = [[layer for stage in row for layer in stage] for row in table]
+
+    def with_lean(counts: Sequence[int]) -> Plan:
+        lean = {layer for layers, count in zip(held, counts, strict=True) for layer in layers[:count]}
+        return replace(plan, layers=_ranges(run.model.layers, lambda layer: layer in lean, strategy))
+
+    low, high = [0] * len(held), [len(layers) for layers in held]
+    while any(a < b for a, b in zip(low, high, strict=True)):
+        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+        for rank, full in enumerate(_over(run, with_lean(middle), budget)):
+            if full and low[rank] < high[rank]:
+                low[rank] = middle[rank] + 1
+            else:
+                high[rank] = middle[rank]
+    return with_lean(low)
+
+
+def _ranges(layers: int, lean: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:
+    """Neighbours of one kind in one range."""
+    found = []
+    for kind, run_of in groupby(range(layers), key=lean):
+        members = list(run_of)
+        ends = f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])
+        text = "all" if len(members) == layers else ends
+        found.append(_layer(text, strategy.lean if kind else strategy.rich, strategy))
+    return tuple(found)
+
+
+def _layer(text: str, end: End, strategy: Strategy) -> LayerStrategy:
+    return LayerStrategy(
+        range=text, reshard=end.reshard, gradients=strategy.gradients, recompute=end.recompute, offload=strategy.offload
+    )

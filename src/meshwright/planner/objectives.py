@@ -1,0 +1,168 @@
+"""Beyond one cluster's shortest step: how a run scales with GPUs, what it costs, and the batch that ends its training soonest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.planner.candidate import Answer
+from meshwright.planner.search import search
+from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.run import RunSpec
+
+BATCHES = tuple(2.0**power for power in range(-4, 6))
+"""Batches that are tried for the shortest training, relative to the run's own."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The run on one number of GPUs: a search's answer, or why there is none."""
+
+    gpus: int
+    run: RunSpec
+    answer: Answer | None
+    refused: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        said = self.answer.best.plan.predicted if self.answer else None
+        return said.step_seconds if said else None
+
+    @property
+    def mfu(self) -> float | None:
+        said = self.answer.best.plan.predicted if self.answer else None
+        return said.mfu if said else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.run.train.global_batch * self.run.train.seq_len / self.seconds if self.seconds else None
+
+    def gpu_hours(self, tokens: float) -> float | None:
+        """What training on `tokens` takes, in hours of one GPU."""
+        return self.gpus * tokens / self.tokens_per_second / 3600 if self.tokens_per_second else None
+
+
+@dataclass(frozen=True)
+class Training:
+    """A whole training at one batch: as many steps as that batch needs, on one cluster."""
+
+    point: Point
+    steps: float
+    seconds: float
+
+    @property
+    def batch(self) -> int:
+        return self.point.run.train.global_batch
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.point.gpus * self.seconds / 3600
+
+
+def cluster_sizes(run: RunSpec, first: int, last: int) -> tuple[int, ...]:
+    """`first` GPUs, twice as many, and so on up to `last`.
+
+    Raises BadInput for a range that holds no size, a size above a node that is not whole nodes, and clusters of unlike nodes.
+    """
+    if not 1 <= first <= last:
+        raise BadInput(f"--gpus {first}..{last}: expected A..B with 1 ≤ A ≤ B, such as --gpus 8..1024")
+    sizes = [first]
+    while 2 * sizes[-1] <= last:
+        sizes.append(2 * sizes[-1])
+    for gpus in sizes:
+        at_size(run, gpus)
+    return tuple(sizes)
+
+
+def at_size(run: RunSpec, gpus: int) -> RunSpec:
+    """The run on `gpus` devices: whole nodes of the cluster's own size, or a part of one.
+
+    Raises BadInput where that is not possible.
+    """
+    cluster = run.cluster
+    if cluster.is_cpu or cluster.groups or cluster.emulate_nodes > 1:
+        kind = (
+            "ranks on a CPU"
+            if cluster.is_cpu
+            else "unlike nodes (cluster.groups)"
+            if cluster.groups
+            else "emulated nodes"
+        )
+        raise BadInput(
+            f"--gpus asks about clusters of like GPUs, and this one has {kind}; leave --gpus out, or set cluster.gpu=H100"
+        )
+    nodes, odd = divmod(gpus, cluster.gpus_per_node)
+    if nodes and odd:
+        near = nodes * cluster.gpus_per_node
+        raise BadInput(
+            f"--gpus {gpus}: nodes have {cluster.gpus_per_node} GPUs; the nearest whole number of nodes is {near} GPUs"
+        )
+    sized = replace(cluster, nodes=nodes or 1, gpus_per_node=cluster.gpus_per_node if nodes else gpus)
+    return replace(run, cluster=sized)
+
+
+def scaling(run: RunSpec, sizes: Sequence[int], *, trainable: bool = False) -> tuple[Point, ...]:
+    """The best plan for the same job on each number of GPUs (strong scaling: the global batch stays)."""
+    return tuple(_point(at_size(run, gpus), trainable) for gpus in sizes)
+
+
+def fastest(points: Sequence[Point]) -> Point:
+    """The shortest step. Raises OutOfResources when no point has one."""
+    return min(_known(points), key=lambda point: point.seconds or 0.0)
+
+
+def cheapest(points: Sequence[Point]) -> Point:
+    """The fewest GPU-hours for a token; the faster of two that cost the same to a thousandth.
+
+    Raises OutOfResources when no point has a plan.
+    """
+    known = _known(points)
+    least = min(point.gpu_hours(1.0) or 0.0 for point in known)
+    return fastest([point for point in known if (point.gpu_hours(1.0) or 0.0) <= 1.001 * least])
+
+
+def shortest_training(
+    run: RunSpec,
+    critical_batch_tokens: float,
+    tokens: float,
+    sizes: Sequence[int] | None = None,
+    *,
+    trainable: bool = False,
+) -> tuple[Training, ...]:
+    """Trainings to one loss at different batches, the shortest first: the loss of `tokens` at the run's own batch.
+
+    A batch of B tokens needs S = S_min (1 + B_crit / B) steps for it (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11 solved for
+    steps), so S_min follows from the run's own. `sizes` are numbers of GPUs; the run's cluster where left out.
+    Raises OutOfResources when no batch has a plan.
+    """
+    own = run.train.global_batch * run.train.seq_len
+    least_steps = tokens / own / (1 + critical_batch_tokens / own)
+    found: list[Training] = []
+    points: list[Point] = []
+    for batch in sorted({round(run.train.global_batch * factor) for factor in BATCHES} - {0}):
+        sized = replace(run, train=replace(run.train, global_batch=batch))
+        steps = least_steps * (1 + critical_batch_tokens / (batch * run.train.seq_len))
+        here = scaling(sized, sizes, trainable=trainable) if sizes else (_point(sized, trainable),)
+        points += here
+        found += [Training(point, steps, steps * point.seconds) for point in here if point.seconds]
+    _known(points)
+    return tuple(sorted(found, key=lambda training: training.seconds))
+
+
+def _point(run: RunSpec, trainable: bool) -> Point:
+    try:
+        return Point(run.cluster.ranks, run, search(run, trainable=trainable))
+    except OutOfResources as error:
+        return Point(run.cluster.ranks, run, None, f"does not fit: {str(error).splitlines()[0]}")
+    except BadInput as error:
+        return Point(run.cluster.ranks, run, None, str(error).splitlines()[0])
+
+
+def _known(points: Sequence[Point]) -> list[Point]:
+    known = [point for point in points if point.seconds]
+    if known:
+        return known
+    told = "; ".join(
+        f"{point.gpus} GPUs: {point.refused or 'no figures of the chip are known'}" for point in points[:3]
+    )
+    raise OutOfResources(f"no plan with a known step time at any size asked for ({told})")

@@ -1,0 +1,49 @@
+"""A plan with `predicted` as it is on a run's cluster: memory by kind and the step's seconds by part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.costs.memory import fullest
+from meshwright.costs.of_plan import band, pricing
+from meshwright.planner.clock import played_by_stages, played_by_units
+from meshwright.simulator.of_plan import inside_compute, memory_of
+from meshwright.spec.model import flops_per_token
+from meshwright.spec.plan import Breakdown, Plan, Predicted
+from meshwright.spec.run import RunSpec
+
+
+def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True) -> Plan:
+    """`plan` with what is predicted of it, whatever it said before; without `by_units` quicker, for ranking.
+
+    Only memory where the cost model has no figures of the device. Raises BadInput when its schedule cannot be made for its micro-batches.
+    """
+    kinds = fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
+    said = Predicted(memory_peak_bytes=sum(kinds.values()), memory_bytes=kinds)
+    if pricing(run.model, run.train, plan, run.cluster) is None:
+        return replace(plan, predicted=said)
+    breakdown = _breakdown(run, plan, by_units)
+    seconds = breakdown.compute + sum(breakdown.exposed.values()) + breakdown.bubble + breakdown.host
+    low, high = band(seconds, run.cluster)
+    tokens = run.train.global_batch * run.train.seq_len / seconds
+    peak = run.cluster.peak_flops(plan.precision.compute)
+    work = flops_per_token(run.model, run.train.seq_len, causal=True)
+    said = replace(
+        said, step_seconds=seconds, low_seconds=low, high_seconds=high, tokens_per_second=tokens,
+        tokens_per_second_per_gpu=tokens / plan.ranks, mfu=work * tokens / plan.ranks / peak if peak else None,
+        breakdown=breakdown,
+    )  # fmt: skip
+    return replace(plan, predicted=said)
+
+
+def _breakdown(run: RunSpec, plan: Plan, by_units: bool) -> Breakdown:
+    parts = (played_by_units if by_units else played_by_stages)(run, plan)
+    inside = inside_compute(run.model, run.train, plan, run.cluster)
+    host = inside.pop("host", 0.0)
+    exposed = inside | {axis: parts[axis] for axis in ("pipeline", "shard", "replicate")}
+    return Breakdown(
+        compute=parts["compute"] + parts["closing"] - sum(inside.values()) - host,
+        exposed={axis: seconds for axis, seconds in exposed.items() if seconds > 0},
+        bubble=parts["idle"],
+        host=host,
+    )

@@ -1,0 +1,101 @@
+"""Choosing a plan: every layout in closed form, the best of them simulated, the simplest of the fastest taken.
+
+The layers of the search are modules: what may be chosen (`space`), its price and what need not be priced (`sweep`), the leading few as
+explicit plans (`finalists`), and why (`reasons`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from meshwright.costs.of_plan import Pricing
+from meshwright.planner.candidate import Answer, Candidate
+from meshwright.planner.finalists import budget_of, fits, improved, judged, plan_at, simplest
+from meshwright.planner.reasons import no_layout, nothing_fits, reasons
+from meshwright.planner.reprice import repriced
+from meshwright.planner.space import Points, points
+from meshwright.planner.sweep import PLAIN, Swept, smallest, sweep
+from meshwright.simulator.of_plan import priced_or_refused
+from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+
+KEPT = 256
+"""Points that the sweep hands on."""
+FINALISTS, ALIKE = 28, 4
+"""Plans that are estimated by whole stages, and how many of them may be of one kind: the closed form may be wrong about all of that."""
+MARGINS = (1.05, 0.97, 0.9, 0.8)
+"""Of the memory that may be filled, what the closed form is asked for: it strays a little from the exact account, which judges. The next is
+tried where no plan of the one before fits."""
+NAMED = 3
+"""Plans that are written out where none fits."""
+
+
+def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = False) -> Answer:
+    """The best plan for `run` around its pins, over all axes, or with `trainable` over what this release can train.
+
+    `memory_bytes` is one device's memory when the chip table does not know it (the host's share on CPU).
+    Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
+    """
+    begun = time.perf_counter()
+    space = points(run, trainable=trainable)
+    if not len(space):
+        raise BadInput(no_layout(run))
+    budget = budget_of(run, memory_bytes)
+    priced = _pricing(run, space)
+    room = inf if budget is None else budget * _largest(run)
+    considered, candidates = 0, []
+    for margin in MARGINS:
+        swept = sweep(run, priced, space, margin * room, best=KEPT)
+        considered += swept.priced
+        candidates = judged(run, _plans(run, swept, budget))
+        if candidates or budget is None:
+            break
+    if not candidates:
+        raise OutOfResources(nothing_fits(run, _smallest(run, priced, space), budget or 0))
+    candidates = improved(run, candidates, budget)
+    best = simplest(candidates, budget)
+    others = tuple(one for one in candidates if one is not best)
+    best = replace(best, plan=replace(best.plan, why=reasons(best, others, run)))
+    return Answer(best, others, considered, time.perf_counter() - begun)
+
+
+def _pricing(run: RunSpec, space: Points) -> Pricing:
+    """Machine, shape and constants, which are the same for all points but for the network that unlike nodes leave them."""
+    plain = plan_at(run, space, int(space.column("port").argmax()), PLAIN, None)
+    return priced_or_refused(run.model, run.train, plain, run.cluster)
+
+
+def _largest(run: RunSpec) -> float:
+    """Memory of the largest device over the smallest's: on unlike nodes a stage may have the larger ones to itself."""
+    sizes = [
+        replace(run.cluster, gpu=group.gpu or run.cluster.gpu, groups=()).memory_bytes() for group in run.cluster.groups
+    ]
+    known = [size for size in (*sizes, replace(run.cluster, groups=()).memory_bytes()) if size]
+    return max(known) / min(known) if known else 1.0
+
+
+def _plans(run: RunSpec, swept: Swept, budget: int | None) -> Iterator[Plan]:
+    """The leading points that fit, as plans, a few of each kind."""
+    seen: Counter[object] = Counter()
+    for row, strategy in enumerate(swept.strategies):
+        points = swept.points
+        kind = *points.meshes[points.mesh[row]].inner, int(points.schedule[row])
+        if seen[kind] == ALIKE:
+            continue
+        plan = plan_at(run, points, row, strategy, budget)
+        if fits(run, plan, budget):
+            seen[kind] += 1
+            yield plan
+        if seen.total() == FINALISTS:
+            return
+
+
+def _smallest(run: RunSpec, priced: Pricing, space: Points) -> list[Candidate]:
+    chosen, strategy = smallest(run, priced, space, NAMED)
+    plans = [plan_at(run, chosen, row, strategy, 0) for row in range(len(chosen))]
+    return [Candidate(repriced(run, plan), fits=False) for plan in plans]

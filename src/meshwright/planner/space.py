@@ -1,0 +1,274 @@
+"""Every way to lay a run out that is worth pricing, as columns of numbers: mesh, micro-batch, schedule.
+
+What is never worth it is not in the space, and a pin puts it there: tensor and Ulysses ranks beyond a fast domain, fewer than 512 tokens of
+a sequence on a rank, GPipe (1F1B takes as long and holds less), micro-batches that are neither a power of two nor few in number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import get_args
+
+import numpy as np
+
+from meshwright.planner.candidate import pins_of
+from meshwright.planner.placement import ground_of, orders
+from meshwright.schedules.registry import refusal
+from meshwright.spec.layout import STAGES_PER_RANK, Layout, stage_table
+from meshwright.spec.plan import DATA_AXES, RUNNABLE_AXES, AxisName, Offload, ScheduleName, SchedulePlan
+from meshwright.spec.run import RunSpec
+
+AXES = get_args(AxisName)
+SCHEDULES = get_args(ScheduleName)
+STEP = ("micro", "accumulate", "schedule", "virtual")
+"""Columns of a point beside its mesh."""
+GROUPS: dict[str, tuple[AxisName, ...]] = {
+    "context": ("context_ring", "context_ulysses"),
+    "shard": ("shard", "context_ring", "context_ulysses"),
+    "replicate": ("replicate",),
+    "pipeline": ("pipeline",),
+}
+"""Axes whose ranks talk together; context ranks hold the same weights, so they share in what is sharded."""
+Stages = tuple[tuple[str, ...], ...]
+LEAST_TOKENS = 512
+"""Of one sequence on one rank."""
+VIRTUAL_STAGES = (2, 3, 4, 6, 8)
+"""Stages a rank holds under the interleaved schedule, where the plan does not list them."""
+FEW = 64
+"""Sequences of a rank up to which every divisor is a micro-batch size, and not only powers of two."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of all axes, the fold of experts, and the axes outermost first."""
+
+    sizes: tuple[int, ...]
+    """In the order of `AXES`."""
+    expert: int
+    order: tuple[AxisName, ...]
+
+    def size(self, axis: AxisName) -> int:
+        return self.sizes[AXES.index(axis)]
+
+    @property
+    def data(self) -> int:
+        return self.size("replicate") * self.size("shard")
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Sizes of the axes that split a model or a sequence."""
+        return tuple(size for axis, size in zip(AXES, self.sizes, strict=True) if axis not in DATA_AXES)
+
+    @property
+    def context(self) -> int:
+        return self.size("context_ring") * self.size("context_ulysses")
+
+    def stride(self, *axes: AxisName) -> float:
+        """Ranks from one member of a group along `axes` to the next (`Layout.stride`)."""
+        return _stride(self.sizes, self.order, axes)
+
+
+@dataclass(frozen=True)
+class Points:
+    """One row a point: its mesh, and columns of equal length."""
+
+    meshes: tuple[Mesh, ...]
+    facts: Mapping[str, np.ndarray]
+    """Sizes and strides by mesh: an axis's size under its name, `data`, `context`, `expert`, and strides as `… stride`."""
+    mesh: np.ndarray
+    """Index into `meshes`."""
+    micro: np.ndarray
+    accumulate: np.ndarray
+    schedule: np.ndarray
+    """Index into `SCHEDULES`."""
+    virtual: np.ndarray
+    offloads: tuple[Offload, ...]
+    """What may wait in host memory, the least first."""
+
+    def __len__(self) -> int:
+        return len(self.mesh)
+
+    def column(self, name: str) -> np.ndarray:
+        """One of `facts`, by point."""
+        return self.facts[name][self.mesh]
+
+    def take(self, chosen: np.ndarray) -> Points:
+        columns = {name: getattr(self, name)[chosen] for name in ("mesh", *STEP)}
+        return replace(self, **columns)
+
+
+def points(run: RunSpec, *, trainable: bool = False) -> Points:
+    """The run's space around its pins; `trainable` leaves out what this release only plans."""
+    meshes = tuple(_meshes(run, trainable))
+    rows = []
+    for index, mesh in enumerate(meshes):
+        for micro, accumulate, schedule, virtual in _steps(run, mesh.size("pipeline"), mesh.data):
+            rows.append((index, micro, accumulate, schedule, virtual))
+    mesh, *steps = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(STEP)).T
+    columns = dict(zip(STEP, steps, strict=True))
+    return Points(meshes=meshes, facts=_facts(run, meshes), mesh=mesh, offloads=_offloads(run, trainable), **columns)
+
+
+def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
+    sizes = np.array([mesh.sizes for mesh in meshes], dtype=np.float64).reshape(-1, len(AXES))
+    facts = dict(zip(AXES, sizes.T, strict=True))
+    facts["data"] = facts["replicate"] * facts["shard"]
+    facts["context"] = facts["context_ring"] * facts["context_ulysses"]
+    facts["expert"] = np.array([mesh.expert for mesh in meshes], dtype=np.float64)
+    facts["pace"] = facts["port"] = np.ones(len(meshes))
+    if ground := ground_of(run):
+        laid = [Layout(tuple((a, mesh.size(a)) for a in mesh.order), run.cluster.ranks_per_node) for mesh in meshes]
+        found = [ground(layout) for layout in laid]
+        facts["pace"] = np.array([one.pace for one in found])
+        facts["port"] = np.array([one.port for one in found]) / max(one.port for one in found)
+    for name, axes in GROUPS.items():
+        facts[f"{name} stride"] = np.array([mesh.stride(*axes) for mesh in meshes])
+    return facts
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
+    pins, ranks, batch = pins_of(run), run.cluster.ranks, run.train.global_batch
+    for tensor, ulysses, ring in _inner(run, trainable):
+        rest = ranks // (tensor * ulysses * ring)
+        for pipeline in _wanted(pins.pipeline, (d for d in divisors(rest) if d <= run.model.layers)):
+            data = rest // pipeline
+            if rest % pipeline or batch % data:
+                continue
+            for shard in _wanted(pins.shard, divisors(data)):
+                if data % shard or pins.replicate not in (None, data // shard):
+                    continue
+                sizes = {
+                    "pipeline": pipeline, "replicate": data // shard, "shard": shard, "context_ring": ring,
+                    "context_ulysses": ulysses, "tensor": tensor,
+                }  # fmt: skip
+                for expert, order in product(_experts(run, shard * ring * ulysses), orders(run.cluster, sizes)):
+                    yield Mesh(tuple(sizes[axis] for axis in AXES), expert, order)
+
+
+def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
+    """(tensor, Ulysses, ring): the axes that split one sequence's work."""
+    pins, model, domain = pins_of(run), run.model, _domain(run)
+    alone = {axis: [1] for axis in AXES if trainable and axis not in RUNNABLE_AXES}
+    widths = [d for d in divisors(run.cluster.ranks) if _splits_heads(run, d)]
+    for tensor in _wanted(pins.tensor, alone.get("tensor", [d for d in widths if d <= domain])):
+        fits = model.hidden % tensor == model.ffn_hidden % tensor == run.cluster.ranks % tensor == 0
+        if not (fits and _splits_heads(run, tensor)):
+            continue
+        heads = [d for d in divisors(run.cluster.ranks // tensor) if d == 1 or tensor * d <= domain]
+        for ulysses in _wanted(pins.context_ulysses, alone.get("context_ulysses", heads)):
+            if run.cluster.ranks % (tensor * ulysses) or not _splits_heads(run, tensor * ulysses):
+                continue
+            for ring in _wanted(pins.context_ring, alone.get("context_ring", _rings(run, tensor * ulysses, ulysses))):
+                # A rank of a ring holds an early and a late part of the sequence, so that all see as many scores.
+                whole = run.train.seq_len % ((2 * ring if ring > 1 else 1) * ulysses) == 0
+                if whole and run.cluster.ranks % (tensor * ulysses * ring) == 0:
+                    yield tensor, ulysses, ring
+
+
+def _splits_heads(run: RunSpec, ways: int) -> bool:
+    model = run.model
+    return model.heads % ways == 0 and (model.kv_heads % ways == 0 or ways % model.kv_heads == 0)
+
+
+def _rings(run: RunSpec, inner: int, ulysses: int) -> list[int]:
+    most = run.train.seq_len // (LEAST_TOKENS * ulysses)
+    return [d for d in divisors(run.cluster.ranks // inner) if d <= max(1, most)]
+
+
+def _domain(run: RunSpec) -> int:
+    """Devices that see each other at link speed."""
+    network = run.cluster.network
+    return (network.domain if network else None) or run.cluster.ranks_per_node
+
+
+def _experts(run: RunSpec, ranks: int) -> list[int]:
+    experts = getattr(run.model, "experts", 0)
+    if not experts:
+        return [1]
+    return _wanted(pins_of(run).expert, [d for d in divisors(ranks) if experts % d == 0])
+
+
+def _offloads(run: RunSpec, trainable: bool) -> tuple[Offload, ...]:
+    pinned = pins_of(run).offload
+    if pinned is not None:
+        return (pinned,)
+    return ("none",) if trainable or run.cluster.is_cpu else get_args(Offload)
+
+
+def _wanted(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
+    return list(otherwise) if pinned is None else [pinned]
+
+
+def _steps(run: RunSpec, pipeline: int, data: int) -> list[tuple[int, int, int, int]]:
+    """(micro-batch, accumulate, schedule, virtual stages) of a pipeline of this depth over so many data ranks."""
+    pins = pins_of(run)
+    return _options(
+        pipeline, run.train.global_batch // data, run.model.layers, pins.micro_batch, pins.schedule, pins.stages
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _stride(sizes: tuple[int, ...], order: tuple[AxisName, ...], axes: tuple[AxisName, ...]) -> float:
+    return Layout(tuple((axis, sizes[AXES.index(axis)]) for axis in order), 1).stride(*axes)
+
+
+@lru_cache(maxsize=4096)
+def _options(
+    pipeline: int, sequences: int, layers: int, micro: int | None, schedule: ScheduleName | None, stages: Stages | None
+) -> list[tuple[int, int, int, int]]:
+    names = [name for name in ((schedule,) if schedule else SCHEDULES) if _in_order(name, pipeline, layers, stages)]
+    found = []
+    for size in _micro_batches(sequences, micro):
+        many = sequences // size
+        found += [
+            (size, many, SCHEDULES.index(name), virtual)
+            for name in names
+            if schedule or _worth_trying(name, pipeline, many)
+            for virtual in _virtual(name, pipeline, layers, stages)
+            if pipeline * virtual <= layers and refusal(name, pipeline, many, virtual) is None
+        ]
+    return found
+
+
+def _in_order(name: ScheduleName, pipeline: int, layers: int, stages: Stages | None) -> bool:
+    """Whether the schedule visits the pinned stages in the order of their layers."""
+    if stages is None:
+        return True
+    try:
+        stage_table(SchedulePlan(name=name, stages=stages), pipeline, layers)
+    except ValueError:
+        return False
+    return True
+
+
+def _worth_trying(name: str, pipeline: int, micro_batches: int) -> bool:
+    if pipeline > 1:
+        return name != "gpipe"
+    return name == "1f1b" or (name == "breadth_first" and micro_batches > 1)  # the others do on one rank what 1F1B does
+
+
+def _virtual(name: str, pipeline: int, layers: int, stages: Stages | None) -> tuple[int, ...]:
+    if stages is not None:
+        return (len(stages[0]),)
+    if name == "interleaved":
+        return VIRTUAL_STAGES
+    # A breadth-first pipeline gets a stage for every layer (the modular pipeline, arXiv 2106.02679): larger ones would keep all
+    # micro-batches to themselves until their last layer, and the ranks behind them idle.
+    if name == "breadth_first":
+        return (layers // pipeline if pipeline > 1 else 1,)
+    return (STAGES_PER_RANK.get(name, 1),)
+
+
+def _micro_batches(sequences: int, pinned: int | None) -> list[int]:
+    sizes = divisors(sequences)
+    if pinned is not None:
+        return [size for size in sizes if size == pinned]
+    return sizes if sequences <= FEW else [size for size in sizes if size & (size - 1) == 0]

@@ -1,0 +1,242 @@
+"""What a change to the cluster or the job would buy: the chosen plan priced again, with the fields around it that the change may move.
+
+A search for every change would cost as much as the question did. So a change keeps the mesh and tries what is cheap to try (micro-batch,
+recomputation, resharding); only one more node, which no mesh of before fits, is searched where searches are quick.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import get_args
+
+from meshwright.costs.machine import machine_of
+from meshwright.costs.of_plan import as_nodes, number, plan_time
+from meshwright.planner.candidate import HEADROOM, pins_of
+from meshwright.planner.reprice import repriced
+from meshwright.planner.search import search
+from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.chips import GiB
+from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.network import NetworkSpec
+from meshwright.spec.plan import BatchPlan, LayerStrategy, Plan, Recompute
+from meshwright.spec.run import RunSpec
+
+QUICK = 0.5
+"""Seconds a search may have taken for a change to be searched too."""
+PLAYED = 2
+"""Plans of a change that are simulated; the closed form ranks the others."""
+SIZES = 8
+"""Cluster sizes above the asked one that are tried for a legal one."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one change would buy."""
+
+    name: str
+    seconds: float
+    tokens_per_second: float
+    gain: float
+    """Tokens per second against the plan as it is: 0.1 is a tenth more."""
+    note: str
+    """What of the plan moves with the change, or of the change itself; empty when nothing does."""
+
+
+def what_if(
+    run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = False
+) -> tuple[Change, ...]:
+    """Changes by what they bring, most first; empty where no step time is known."""
+    if plan.predicted is None or plan.predicted.step_seconds is None:
+        return ()
+    run = replace(run, cluster=as_nodes(run.cluster))
+    base = min((near for near in (repriced(run, plan), _fastest(run, plan)) if near), key=_seconds)
+    found = [change for make in CHANGES if (change := make(run, base))]
+    if grown := _another_node(run, base, search_seconds <= QUICK, trainable):
+        found.append(grown)
+    return tuple(sorted(found, key=lambda change: -change.gain))
+
+
+def _twice_the_network(run: RunSpec, plan: Plan) -> Change | None:
+    if run.cluster.nodes == 1:
+        return None
+    rate = 2 * number(machine_of(run.cluster, plan.precision.compute).nic) / 1e9
+    return _changed(f"twice the network ({rate:.4g} GB/s a GPU)", run, _with_network(run, port_gb_per_s=rate), plan)
+
+
+def _twice_the_links(run: RunSpec, plan: Plan) -> Change | None:
+    if run.cluster.gpus_per_node == 1:
+        return None
+    rate = 2 * number(machine_of(run.cluster, plan.precision.compute).link) / 1e9
+    return _changed(
+        f"twice the links in a node ({rate:.4g} GB/s a GPU)", run, _with_network(run, link_gb_per_s=rate), plan
+    )
+
+
+def _twice_the_batch(run: RunSpec, plan: Plan) -> Change | None:
+    batch = 2 * run.train.global_batch
+    larger = replace(run, train=replace(run.train, global_batch=batch))
+    doubled = replace(plan.batch, global_batch=batch, accumulate=2 * plan.batch.accumulate)
+    return _changed(f"twice the batch ({batch} sequences)", run, larger, plan, replace(plan, batch=doubled))
+
+
+def _twice_the_memory(run: RunSpec, plan: Plan) -> Change | None:
+    memory = run.cluster.memory_bytes()
+    if memory is None:
+        return None
+    roomy = replace(run, cluster=replace(run.cluster, memory_gib=2 * memory / GiB))
+    return _changed(f"twice the memory ({2 * memory / 1e9:.0f} GB)", run, roomy, plan)
+
+
+def _narrow_sums(run: RunSpec, plan: Plan) -> Change | None:
+    crossing = any(axis.axis == "replicate" and axis.crosses == "node" and axis.size > 1 for axis in plan.mesh)
+    wide = (plan.precision.reduce_replicas or plan.precision.stored) == "fp32"
+    if not (crossing and wide) or pins_of(run).reduce_replicas:
+        return None
+    narrow = replace(plan, precision=replace(plan.precision, reduce_replicas="bf16"))
+    return _changed("plan.reduce_replicas=bf16", run, run, plan, narrow, note="sums over replicas lose precision")
+
+
+CHANGES: tuple[Callable[[RunSpec, Plan], Change | None], ...] = (
+    _twice_the_network, _twice_the_links, _twice_the_batch, _twice_the_memory, _narrow_sums,
+)  # fmt: skip
+
+
+def _another_node(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Change | None:
+    """The next larger cluster that the batch divides over: its plan searched, or this one with more data ranks."""
+    nodes = run.cluster.nodes
+    if run.cluster.groups:
+        return None
+    for more in [*range(nodes + 1, nodes + SIZES), 2 * nodes]:
+        larger = replace(run, cluster=replace(run.cluster, nodes=more))
+        found = _searched(larger, trainable) if searched else _spread(larger, plan)
+        if found is None:
+            continue
+        odd = (
+            f"; {nodes + 1} nodes {'have no plan' if searched else 'do not divide this mesh'}"
+            if more > nodes + 1
+            else ""
+        )
+        meshed = " × ".join(f"{axis.axis} {axis.size}" for axis in found.mesh)
+        added = "one more node" if more == nodes + 1 else f"{more - nodes} more nodes"
+        return _change(f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)", run, plan, larger, found, meshed + odd)
+    return None
+
+
+def _searched(run: RunSpec, trainable: bool) -> Plan | None:
+    try:
+        return search(run, trainable=trainable).best.plan
+    except (BadInput, OutOfResources):
+        return None
+
+
+def _spread(run: RunSpec, plan: Plan) -> Plan | None:
+    """`plan` over `run`'s nodes, the replicas (or shards where there are none) taking up what is new; None where that is not whole."""
+    others = plan.ranks // plan.data_ranks
+    data, odd = divmod(run.cluster.ranks, others)
+    axis = "replicate" if plan.axis_size("replicate") > 1 else "shard"
+    kept = plan.data_ranks // plan.axis_size(axis)
+    if odd or data % kept or run.train.global_batch % data:
+        return None
+    per_rank = run.train.global_batch // data
+    micro = math.gcd(per_rank, plan.batch.micro_batch)
+    mesh = tuple(replace(one, size=data // kept, crosses="node") if one.axis == axis else one for one in plan.mesh)
+    batch = BatchPlan(global_batch=run.train.global_batch, micro_batch=micro, accumulate=per_rank // micro)
+    try:
+        return _fastest(run, replace(plan, mesh=mesh, batch=batch))
+    except BadInput:  # the schedule needs more micro-batches
+        return None
+
+
+def _changed(
+    name: str, run: RunSpec, later: RunSpec, plan: Plan, start: Plan | None = None, note: str = ""
+) -> Change | None:
+    found = _fastest(later, start or plan)
+    moved = [f"{key} {now}" for key, now, before in _settings(start or plan, found) if now != before]
+    return _change(name, run, plan, later, found, ", ".join([*moved, *([note] if note else [])])) if found else None
+
+
+def _change(name: str, run: RunSpec, plan: Plan, later: RunSpec, found: Plan, note: str) -> Change:
+    before, seconds = _seconds(plan), _seconds(found)
+    tokens = later.train.global_batch * later.train.seq_len / seconds
+    return Change(name, seconds, tokens, tokens * before / (run.train.global_batch * run.train.seq_len) - 1, note)
+
+
+def _settings(before: Plan, after: Plan | None) -> Iterator[tuple[str, object, object]]:
+    if after is None:
+        return
+    yield "micro-batches of", after.batch.micro_batch, before.batch.micro_batch
+    yield "recompute", _spread_of(after, "recompute"), _spread_of(before, "recompute")
+    yield "reshard", _spread_of(after, "reshard"), _spread_of(before, "reshard")
+
+
+def _spread_of(plan: Plan, field: str) -> str:
+    """The values of a field over the layers, in words."""
+    words = {True: "yes", False: "no"}
+    return " and ".join(
+        dict.fromkeys(str(words.get(value, value)) for value in (getattr(one, field) for one in plan.layers))
+    )
+
+
+def _fastest(run: RunSpec, plan: Plan) -> Plan | None:
+    """The fastest plan round `plan` that fits `run`'s cluster; None when none does.
+
+    Raises BadInput when the schedule cannot be made.
+    """
+    fitting = [near for near in _nearby(run, plan) if _fits(run, near)]
+    if not fitting:
+        return None
+    fitting.sort(key=lambda near: _closed_seconds(run, near))
+    start = replace(plan, predicted=None)
+    chosen = fitting[:PLAYED] + ([start] if start in fitting[PLAYED:] else [])
+    return min((repriced(run, near) for near in chosen), key=_seconds)
+
+
+def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
+    """`plan` with larger micro-batches, and with all layers recomputed and resharded one way, as far as the run pins none of it."""
+    pins, batch = pins_of(run), plan.batch
+    times = [1] if pins.micro_batch else [m for m in (1, 2, 4, 8) if not batch.accumulate % m]
+    for more, layers in product(times, _layer_choices(run, plan)):
+        accumulate = batch.accumulate // more
+        if more == 1 or accumulate >= plan.axis_size("pipeline"):
+            cut = replace(batch, micro_batch=batch.micro_batch * more, accumulate=accumulate)
+            yield replace(plan, batch=cut, layers=layers, predicted=None)
+
+
+def _layer_choices(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
+    pins, layer = pins_of(run), replace(plan.layers[0], range="all")
+    yield plan.layers
+    if pins.layers is not None:
+        return
+    recomputes = get_args(Recompute) if pins.recompute is None else [pins.recompute]
+    reshards = (False, True) if pins.reshard is None else [pins.reshard]
+    for recompute, reshard in product(recomputes, reshards):
+        one = (replace(layer, recompute=recompute, reshard=reshard),)
+        if one != plan.layers:
+            yield one
+
+
+def _fits(run: RunSpec, plan: Plan) -> bool:
+    budget = run.cluster.memory_bytes()
+    try:
+        rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    except BadInput:  # its schedule cannot be made for so few micro-batches
+        return False
+    return budget is None or max(sum(row.values()) for row in rows) <= HEADROOM * budget
+
+
+def _seconds(plan: Plan) -> float:
+    known = plan.predicted.step_seconds if plan.predicted else None
+    return math.inf if known is None else known
+
+
+def _closed_seconds(run: RunSpec, plan: Plan) -> float:
+    time = plan_time(run.model, run.train, plan, run.cluster)
+    return time.seconds if time else math.inf
+
+
+def _with_network(run: RunSpec, **rates: float) -> RunSpec:
+    network = replace(run.cluster.network or NetworkSpec(), **rates)  # type: ignore[arg-type]
+    return replace(run, cluster=replace(run.cluster, network=network))

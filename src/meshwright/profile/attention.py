@@ -1,0 +1,45 @@
+"""Causal attention forward and backward, by the kernel that training picks (kernels.attention)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from meshwright.kernels.attention import attention
+from meshwright.profile.clock import Clock
+from meshwright.profile.team import Team
+from meshwright.spec.profile import AttentionTime
+
+Case = tuple[int, int, int, int, int]
+"""seq, heads, kv_heads, head_dim, tokens."""
+ON_GPU: tuple[Case, ...] = (
+    (2048, 32, 8, 128, 16384), (4096, 32, 8, 128, 16384), (8192, 32, 8, 128, 16384), (8192, 32, 8, 64, 16384), (2048, 40, 40, 128, 8192),
+    (32768, 32, 8, 128, 32768),
+)  # fmt: skip
+ON_CPU: tuple[Case, ...] = ((128, 4, 4, 32, 512), (256, 4, 4, 32, 512), (256, 8, 4, 64, 512), (512, 8, 8, 64, 512))
+
+
+def attention_times(team: Team, clock: Clock, budget: float) -> list[AttentionTime]:
+    """Every shape, in the format that training computes in here."""
+    cases = ON_GPU if team.cuda else ON_CPU
+    return [_timed(team, clock, case, budget / len(cases)) for case in cases]
+
+
+def _timed(team: Team, clock: Clock, case: Case, budget: float) -> AttentionTime:
+    seq, heads, kv_heads, head_dim, tokens = case
+    dtype = torch.bfloat16 if team.cuda else torch.float32
+
+    def random(count: int) -> torch.Tensor:
+        made = torch.randn(tokens // seq, seq, count, head_dim, device=team.device, dtype=dtype)
+        return made.requires_grad_()
+
+    q, k, v = random(heads), random(kv_heads), random(kv_heads)
+    forward = clock.seconds(partial(attention, q, k, v), budget / 3)
+    out = attention(q, k, v)
+    dout = torch.randn_like(out)
+    backward = clock.seconds(partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True), budget * 2 / 3)
+    return AttentionTime(
+        format="bf16" if team.cuda else "fp32", seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens,
+        forward_seconds=forward, backward_seconds=backward,
+    )  # fmt: skip

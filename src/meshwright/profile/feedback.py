@@ -1,0 +1,73 @@
+"""A finished run held against its prediction: the factor on device time that makes the two equal, kept in the machine's profile.
+
+Everything else of the prediction (schedule, links, host) stays as it is, so a run whose step hangs on those is refused rather than blamed
+on the device.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from meshwright.simulator.of_plan import simulate_plan
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import Plan
+from meshwright.spec.profile import Correction, MachineProfile, to_json
+from meshwright.spec.run import RunSpec
+
+SMALLEST, LARGEST = 0.1, 10.0
+"""Factors that are looked at."""
+HALVINGS = 20
+
+
+def corrected(profile: MachineProfile, run: RunSpec, plan: Plan, measured_seconds: float) -> MachineProfile:
+    """`profile` with the correction that `run` asks for; an earlier one by a run of this name is replaced.
+
+    Raises BadInput when the profile is of another device, the plan cannot be priced, or no factor on device time explains the step.
+    """
+    if profile.gpu != run.cluster.gpu:
+        raise BadInput(f"the profile is of {profile.gpu} and the run was on {run.cluster.gpu}; give each its own file")
+    plain = replace(profile, corrections=())
+    correction = Correction(
+        run=run.name,
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        predicted_seconds=predicted_seconds(plain, run, plan, 1.0),
+        measured_seconds=measured_seconds,
+        factor=_factor(plain, run, plan, measured_seconds),
+    )
+    others = tuple(row for row in profile.corrections if row.run != run.name)
+    return replace(profile, corrections=(*others, correction))
+
+
+def predicted_seconds(profile: MachineProfile, run: RunSpec, plan: Plan, factor: float) -> float:
+    """What the simulator says of the run's step with device time times `factor`.
+
+    The simulator knows profiles as files, as every other reader does, so it is given one.
+    """
+    row = Correction(run=run.name, date=profile.date, predicted_seconds=1.0, measured_seconds=1.0, factor=factor)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "profile.json"
+        file.write_text(to_json(replace(profile, corrections=(row,))), encoding="utf-8")
+        cluster = replace(run.cluster, profile=str(file))
+        return simulate_plan(run.model, run.train, plan, cluster).step_seconds
+
+
+def _factor(profile: MachineProfile, run: RunSpec, plan: Plan, wanted: float) -> float:
+    """By bisection of the factor's logarithm; a step never gets shorter when the device gets slower."""
+    low, high = math.log(SMALLEST), math.log(LARGEST)
+    ends = [predicted_seconds(profile, run, plan, math.exp(end)) for end in (low, high)]
+    if not ends[0] <= wanted <= ends[1]:
+        raise BadInput(
+            f"run {run.name}: its steps took {wanted:.4g} s, and device time {SMALLEST:g} to {LARGEST:g} times the profile's explains "
+            f"{ends[0]:.4g} to {ends[1]:.4g} s; measure this machine anew with `meshwright profile --out FILE`, or look at a timeline"
+        )
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if predicted_seconds(profile, run, plan, math.exp(middle)) < wanted:
+            low = middle
+        else:
+            high = middle
+    return math.exp((low + high) / 2)

@@ -1,0 +1,95 @@
+"""All of a machine's figures, in the order that keeps them comparable: rested products first, then everything in a busy device."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import torch
+
+from meshwright.costs.machine import machine_of
+from meshwright.costs.of_plan import as_nodes
+from meshwright.profile.attention import attention_times
+from meshwright.profile.clock import Clock
+from meshwright.profile.collectives import collective_times
+from meshwright.profile.host import host_links, launch_seconds
+from meshwright.profile.interference import interferences
+from meshwright.profile.memory import adamw_rate, copy_rate, pass_rate
+from meshwright.profile.products import product_times
+from meshwright.profile.team import Team
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.profile import MachineProfile
+
+T = TypeVar("T")
+SECONDS = {"cuda": 100.0, "cpu": 20.0}
+"""Of measuring, when nobody says otherwise; starting the ranks comes on top."""
+
+
+def measure(
+    team: Team, cluster: ClusterSpec, versions: dict[str, str] | None = None, seconds: float | None = None
+) -> MachineProfile:
+    """Everything that can be measured on `team` in about `seconds`; collective, and every rank has the answer.
+
+    Each part has a share of the time; parts repeat less when it is short, never below what a median needs.
+    """
+    total, clock = seconds or SECONDS[team.device.type], Clock(team)
+    profile = facts(team, cluster, versions or {})
+
+    def part(name: str, work: Callable[[float], T], share: float) -> T:
+        team.meet()
+        start = time.perf_counter()
+        answer = work(total * share)
+        if team.cuda:
+            torch.cuda.empty_cache()
+        if team.rank == 0:
+            sys.stderr.write(f"  {name:<16} {time.perf_counter() - start:5.1f} s\n")
+        return answer
+
+    return replace(
+        profile,
+        products=tuple(part("products", lambda s: product_times(team, clock, s), 0.38)),
+        attention=tuple(part("attention", lambda s: attention_times(team, clock, s), 0.1)),
+        copy_bytes_per_s=part("copies", lambda s: copy_rate(team, clock, s), 0.02),
+        pass_bytes_per_s=part("passes", lambda s: pass_rate(team, clock, s), 0.02),
+        adamw_parameters_per_s=part("optimizer", lambda s: adamw_rate(team, clock, s), 0.03),
+        launch_seconds=part("launches", lambda s: launch_seconds(team), 0.0),
+        host_links=tuple(part("host links", lambda s: host_links(team, clock, s), 0.05)),
+        interference=tuple(part("interference", lambda s: interferences(team, clock, s), 0.1)),
+        collectives=tuple(part("collectives", lambda s: collective_times(team, clock, s), 0.3)),
+    )
+
+
+def facts(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:
+    """The machine without its figures."""
+    properties = torch.cuda.get_device_properties(team.device) if team.cuda else None
+    chip = CHIPS.get(cluster.gpu)
+    known = machine_of(as_nodes(replace(cluster, profile=None)), next(iter(chip.peak_flops))) if chip else None
+    return MachineProfile(
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        gpu=cluster.gpu,
+        device=properties.name if properties else _processor(),
+        devices=team.ranks_per_node,
+        nodes=team.nodes,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=properties.total_memory
+        if properties
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        link_bytes_per_s=float(known.link) if known else None,
+        port_bytes_per_s=float(known.nic) if known else None,
+        versions=versions,
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

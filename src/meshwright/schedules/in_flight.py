@@ -1,0 +1,43 @@
+"""How many micro-batches a rank holds at once, in closed form for arrays of schedules: `peak_in_flight` without playing anything."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.spec.plan import ScheduleName
+
+NAMES = get_args(ScheduleName)
+"""Schedules by number."""
+Numbers = npt.ArrayLike
+
+
+def in_flight(
+    schedule: Numbers, ranks: Numbers, micro_batches: Numbers, virtual: Numbers, rank: Numbers = 0
+) -> np.ndarray:
+    """Most micro-batches whose forwards a pipeline rank holds, in units of all stages of the rank (a share of them counts as a share).
+
+    `schedule` counts in `NAMES`, `virtual` is stages of a rank; arguments broadcast. On one rank every schedule but gpipe and breadth_first
+    runs micro-batches one by one. As in `schedules.memory.peak_in_flight`, what a split backward keeps counts whole until its weight half.
+    """
+    number, p, m, v, r = np.broadcast_arrays(
+        schedule, *(np.asarray(x, float) for x in (ranks, micro_batches, virtual, rank))
+    )
+    v = np.maximum(v, 1.0)
+    by_name = {
+        "gpipe": m,
+        "1f1b": np.minimum(m, p - r),
+        "interleaved": np.minimum(m * v, 2 * (p - 1 - r) + (v - 1) * _group(p, m) + 1) / v,
+        "zb_h1": np.minimum(m, p),
+        "zbv": np.minimum(2 * np.minimum(m, p), np.maximum(2.0, m + 1 + r)) / 2,
+        "dualpipe_v": np.minimum(2 * m, 2 * p + 1) / 2,
+        "breadth_first": m,
+    }
+    return np.choose(np.asarray(number, dtype=np.int64), [by_name[name] for name in NAMES])
+
+
+def _group(ranks: np.ndarray, micro_batches: np.ndarray) -> np.ndarray:
+    """Micro-batches that an interleaved schedule takes through a stage before the rank's next stage (`looping.groups_of`)."""
+    return np.ceil(micro_batches / np.maximum(1.0, micro_batches // ranks))

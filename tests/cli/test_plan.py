@@ -1,0 +1,191 @@
+"""`meshwright plan`: what it answers, in text, JSON and HTML, and which questions it refuses."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import meshwright
+
+MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
+ONE = [*MODEL, "cluster.gpus_per_node=2"]
+TCP = [*MODEL, "cluster.gpus_per_node=4", "cluster.emulate_nodes=2"]
+KEYS = {"plan", "predicted", "alternatives", "search_seconds", "sources"}
+
+
+def test_json_has_exactly_the_answer() -> None:
+    found = meshwright("plan", *ONE, "--json").json
+    assert set(found) == KEYS
+    assert found["predicted"] == found["plan"]["predicted"] and found["predicted"]["step_seconds"] > 0
+    assert found["search_seconds"] > 0 and found["sources"]
+    seconds = [other["plan"]["predicted"]["step_seconds"] for other in found["alternatives"]]
+    assert found["predicted"]["step_seconds"] <= 1.01 * min(seconds)  # of plans as fast, the simplest
+    assert all(
+        set(other) == {"fits", "trainable", "why_not", "plan"} and other["why_not"] for other in found["alternatives"]
+    )
+
+
+def test_explained_json_adds_limits_and_changes() -> None:
+    found = meshwright("plan", *ONE, "--json", "--explain").json
+    assert set(found) == KEYS | {"limits", "changes"}
+    assert found["limits"][0]["seconds"] <= found["predicted"]["step_seconds"]
+    assert {"name", "seconds", "tokens_per_second", "gain", "note"} == set(found["changes"][0])
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_text_answers_every_question_within_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    answer = meshwright("plan", *TCP, "plan.pipeline=2", "plan.schedule=zbv")
+    assert answer.code == 0, answer.err
+    assert max(map(len, answer.out.splitlines())) <= columns
+    for heading in (
+        "a step", "MFU", "plan", "mesh, outermost axis first", "memory of each pipeline rank", "where the step goes", "why this plan",
+        "runner-ups, and why they lost", "what limits the step", "what a change would buy", "where the numbers come from",
+    ):  # fmt: skip
+        assert heading in answer.out
+    assert "pipeline 2" in answer.out and "zbv" in answer.out and "node 1" in answer.out
+    assert re.search(r"rank 0: layers 0-\d, (\d+-)?15 ", answer.out)  # both arms of the V
+
+
+def test_bars_are_the_memory_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "104")
+    out = meshwright("plan", *ONE, "plan.shard=2").out
+    (bar, told) = re.search(r"every rank +([A-Z·]+) +([\d.]+) GB", out).groups()  # type: ignore[union-attr]
+    assert len(bar) == 60
+    assert len(bar.rstrip("·")) == pytest.approx(60 * float(told) / 85.9, abs=1)
+
+
+def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path) -> None:
+    pinned = meshwright("plan", *ONE, "plan.tensor=2", "--out", tmp_path / "tensor.yaml")
+    assert pinned.code == 0 and "planned only: this release cannot train tensor 2" in " ".join(pinned.out.split())
+    refused = meshwright("plan", *ONE, f"plan={tmp_path / 'tensor.yaml'}", "--for", "train")
+    assert refused.code == 2 and "cannot train tensor 2" in refused.err
+    answers = meshwright("plan", *TCP, "--for", "train", "--json").json
+    assert all(other["trainable"] for other in answers["alternatives"])
+    assert not {axis["axis"] for axis in answers["plan"]["mesh"]} - {"pipeline", "replicate", "shard"}
+
+
+def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
+    chosen = meshwright("plan", *ONE, "--for", "train", "--out", tmp_path / "plan.yaml", "--json").json
+    again = meshwright("plan", *ONE, f"plan={tmp_path / 'plan.yaml'}", "--json").json
+    assert again["plan"] == chosen["plan"] and again["alternatives"] == []
+    slower = meshwright("plan", *ONE, "cluster.gpu=A100", f"plan={tmp_path / 'plan.yaml'}", "--json").json
+    assert slower["predicted"]["step_seconds"] > chosen["predicted"]["step_seconds"]
+    text = meshwright("plan", *ONE, f"plan={tmp_path / 'plan.yaml'}").out
+    assert f"the plan of {tmp_path / 'plan.yaml'}" in text.replace("\n", "") or "priced on this cluster" in text
+
+
+def test_what_does_not_fit_ends_with_3_and_its_fixes() -> None:
+    answer = meshwright(
+        "plan",
+        *ONE,
+        "cluster.memory_gib=10",
+        "train.seq_len=8192",
+        "plan.micro_batch=8",
+        "plan.recompute=none",
+        "--json",
+    )
+    assert answer.code == 3 and answer.json["ok"] is False
+    assert re.search(r"needs [\d.]+ GB, [\d.]+ GB over", answer.json["error"])
+    assert "What makes it fit, cheapest first:\n  1. " in answer.json["error"]
+
+
+class Page(HTMLParser):
+    """What a page would load or run, and whether its elements close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "onclick", "onload")] + [
+            "script"
+        ] * (tag == "script")
+        if tag not in ("meta", "path"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone(tmp_path: Path) -> None:
+    answer = meshwright("plan", *TCP, "plan.pipeline=2", "--html", tmp_path / "plan.html", "--json")
+    assert answer.code == 0, answer.err
+    text = (tmp_path / "plan.html").read_text()
+    page = Page(text)
+    assert page.open == [] and page.loads == []
+    assert "url(" not in text and "default-src 'none'" in text
+    for title in (
+        "Where the step goes",
+        "Memory",
+        "One step, by pipeline rank",
+        "What a change would buy",
+        "Runner-ups",
+    ):
+        assert f"{title}" in text
+    drawn = re.findall(r'<path class="column k\d" d="([^"]*)"', text)
+    assert len(drawn) >= 4 and all(path.startswith("M") for path in drawn)
+
+
+def test_scaling_by_doubling(tmp_path: Path) -> None:
+    words = [*ONE, "train.steps=100", "--gpus", "1..4", "--objective", "cost", "--price", 2, "--tokens", "1e9"]
+    found = meshwright("plan", *words, "--html", tmp_path / "scaling.html", "--json").json
+    assert set(found) == KEYS | {"objective"}
+    points = found["objective"]["points"]
+    assert [point["gpus"] for point in points] == [1, 2, 4]
+    known = [point for point in points if point["step_seconds"]]
+    assert all(point["cost"] == pytest.approx(2 * point["gpu_hours"]) for point in known)
+    assert all(
+        point["gpu_hours"] == pytest.approx(point["gpus"] * 1e9 / point["tokens_per_second"] / 3600) for point in known
+    )
+    least = min(point["gpu_hours"] for point in known)
+    (taken,) = (point for point in known if point["gpus"] == found["objective"]["gpus"])
+    assert taken["gpu_hours"] <= 1.001 * least
+    text = (tmp_path / "scaling.html").read_text()
+    assert Page(text).open == [] and "Throughput" in text and "Efficiency" in text
+    shown = meshwright("plan", *ONE, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
+    assert re.search(r"^ 2 +[\d.]+ m?s ", shown, re.MULTILINE) and "◀" in shown
+
+
+def test_the_shortest_training() -> None:
+    words = [*ONE, "cluster.gpus_per_node=1", "--objective", "training", "--critical-batch", "2e5", "--tokens", "1e9"]
+    answer = meshwright("plan", *words, "--json").json
+    found, rows = answer["objective"], answer["objective"]["trainings"]
+    assert found["name"] == "training" and found["tokens"] == 1e9
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    assert answer["plan"]["batch"]["global_batch"] == rows[0]["global_batch"]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--for", "serve"], "expected train"),
+        (["--objective", "tim"], "nearest: time"),
+        (["--objective", "training"], "--critical-batch"),
+        (["--critical-batch", "1e6"], "--objective training"),
+        (["--price", "2"], "--objective cost"),
+        (["--objective", "cost", "--price", "-2"], "above 0"),
+        (["--gpus", "8..2"], "A..B"),
+        (["--gpus", "many"], "A..B"),
+        (["--gpus", "3"], "nearest whole number of nodes is 2 GPUs"),
+        (["cluster.gpu=cpu", "--gpus", "2..4"], "CPU"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_refused(options: list[str], said: str) -> None:
+    answer = meshwright("plan", *ONE, *options)
+    assert answer.code == 2 and said in answer.err
+
+
+def test_one_plan_does_not_scale(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    meshwright("plan", *ONE, "--out", file)
+    answer = meshwright("plan", *ONE, f"plan={file}", "--gpus", "2..4")
+    assert answer.code == 2 and "is one plan" in answer.err

@@ -1,0 +1,111 @@
+"""`meshwright profile`: measures here, writes a file that plans read, and takes a run's word for what it got wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.profile.feedback import predicted_seconds
+from meshwright.spec.fields import to_plain
+from meshwright.spec.load import resolved_yaml
+from meshwright.spec.profile import load_profile, to_json
+from meshwright.spec.yaml_positions import dump_yaml
+from tests.cli.command import meshwright
+from tests.profile.made import made_profile
+from tests.profile.test_feedback import PLAN, RUN
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> None:
+    answer = meshwright(
+        "profile", "cluster.gpus_per_node=1", "--seconds", "0.2", "--out", "here.json", env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert answer.code == 0, answer.err
+    assert (
+        "products fp32" in answer.out and "matrix products" in answer.out and "cluster.profile=here.json" in answer.err
+    )
+    assert "interference" in capfd.readouterr().err, "the ranks say how far they are"
+    found = load_profile("here.json")
+    assert found.gpu == "cpu" and {"meshwright", "torch", "python"} <= set(found.versions)
+    assert len(found.products) == 8 and not found.collectives
+    question = [
+        "simulate",
+        "model=llama-nano",
+        "cluster.gpu=cpu",
+        "cluster.gpus_per_node=1",
+        "train.seq_len=256",
+        "--json",
+    ]
+    guessed, measured = meshwright(*question), meshwright(*question, "cluster.profile=here.json")
+    assert guessed.code == measured.code == 0, guessed.err + measured.err
+    assert guessed.json["step_seconds"] != measured.json["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--out FILE is missing"),
+        (["--out", "not/there.json"], "there is no folder not"),
+        (["train.steps=3", "--out", "x.json"], "train.steps=3: profile takes keys of the cluster only"),
+        (["cluster.gpus_per_nod=3", "--out", "x.json"], "nearest: gpus_per_node"),
+        (["cluster.nodes=2", "--out", "x.json"], "torchrun --nnodes 2"),
+        (["--from-run", "."], "config.yaml"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_measured(words: list[str], said: str) -> None:
+    answer = meshwright("profile", *words)
+    assert answer.code == 2 and said in answer.err
+
+
+def finished_run(folder: Path, seconds: float) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(resolved_yaml(RUN))
+    (folder / "plan.yaml").write_text(dump_yaml(to_plain(PLAN)))
+    keys = {
+        "loss": 1.0,
+        "tokens": 1,
+        "tokens_per_second": 1.0,
+        "mfu": None,
+        "grad_norm": 1.0,
+        "lr": 1.0,
+        "memory_peak_bytes": 1,
+    }
+    steps = [{"kind": "step", "step": n, **keys, "step_seconds": 50.0 if n <= 5 else seconds} for n in range(1, 15)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+
+
+def test_a_run_corrects_its_machine_and_predictions_meet_it(tmp_path: Path) -> None:
+    Path("h200.json").write_text(to_json(made_profile()))
+    took = predicted_seconds(load_profile("h200.json"), RUN, PLAN, 1.3)
+    finished_run(tmp_path / "runs" / "mine", took)
+    answer = meshwright("profile", "--from-run", "runs/mine", "--out", "h200.json")
+    assert answer.code == 0, answer.err
+    assert "device time × 1.300" in answer.out
+    found = load_profile("h200.json")
+    assert [row.run for row in found.corrections] == ["mine"] and found.products
+    (tmp_path / "run.yaml").write_text(resolved_yaml(replace(RUN, plan=str(tmp_path / "runs" / "mine" / "plan.yaml"))))
+    again = meshwright("simulate", "run.yaml", "cluster.profile=h200.json", "--json")
+    assert again.code == 0, again.err
+    assert again.json["step_seconds"] == pytest.approx(took, rel=1e-3)
+
+
+def test_a_run_alone_begins_a_profile_and_a_short_one_is_refused(tmp_path: Path) -> None:
+    finished_run(tmp_path / "one", 2.0)
+    assert meshwright("profile", "--from-run", "one").code == 2
+    answer = meshwright("profile", "--from-run", "one", "--out", "new.json")
+    assert answer.code == 0, answer.err
+    found = load_profile("new.json")
+    assert found.gpu == "H200" and not found.products and len(found.corrections) == 1
+    shutil.copytree("one", "short")
+    lines = Path("short/metrics.jsonl").read_text().splitlines(keepends=True)
+    Path("short/metrics.jsonl").write_text("".join(lines[:7]))
+    refused = meshwright("profile", "--from-run", "short", "--out", "new.json")
+    assert refused.code == 2 and "at least 8 steps" in refused.err

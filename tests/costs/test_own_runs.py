@@ -1,0 +1,44 @@
+"""Every kept run of this program is still predicted as well as was said: by the simulator, and by the closed form that the search uses."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+STEP, CLOSED = 0.05, 0.09
+"""Largest relative errors of one run."""
+
+
+@pytest.fixture(scope="module")
+def checks() -> list[Any]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import accuracy
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return [accuracy.check(row) for row in accuracy.own_rows()]
+
+
+def test_the_simulator_is_right_within_five_percent(checks: list[Any]) -> None:
+    assert len(checks) >= 25
+    assert not {one.row.label: one.error for one in checks if abs(one.error) > STEP}
+    assert statistics.median(abs(one.error) for one in checks) < 0.02
+
+
+def test_the_closed_form_is_near_it(checks: list[Any]) -> None:
+    assert not {one.row.label: one.closed_error for one in checks if abs(one.closed_error) > CLOSED}
+    assert statistics.median(abs(one.closed_error) for one in checks) < 0.03
+
+
+def test_layouts_of_the_same_work_come_out_in_their_order(checks: list[Any]) -> None:
+    """Where two runs of one file did the same work and one took over 6% longer, it is predicted to."""
+    for one in checks:
+        for other in checks:
+            same = one.row.file == other.row.file and one.row.run.train.global_batch == other.row.run.train.global_batch
+            if same and one.row.run.model == other.row.run.model and one.row.seconds > 1.06 * other.row.seconds:
+                assert one.timeline.step_seconds > other.timeline.step_seconds, (one.row.label, other.row.label)

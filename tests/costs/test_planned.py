@@ -1,0 +1,97 @@
+"""Memory in closed form against the exact account of the same plans: every axis, schedule, strategy, and mixtures of experts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.costs.footprint import planned
+from meshwright.costs.inputs import Layouts, side_by_side
+from meshwright.costs.memory import formats
+from meshwright.schedules.in_flight import NAMES, in_flight
+from meshwright.schedules.registry import refusal
+from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.fields import from_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import STAGES_PER_RANK, V_SCHEDULES
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, SchedulePlan
+from meshwright.spec.presets import MODEL_PRESETS
+
+AXES = ("pipeline", "replicate", "shard", "context_ring", "tensor")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "breadth_first")
+RECOMPUTE = ("none", "selective", "full")
+
+
+def model_of(name: str) -> ModelSpec:
+    return from_plain(ModelSpec, MODEL_PRESETS[name])
+
+
+def random_plan(model: ModelSpec, dice: random.Random) -> Plan | None:
+    """None where the schedule or the stages do not fit."""
+    choices = ((1, 2, 4, 8), (1, 2), (1, 2, 8), (1, 1, 4), (1, 2, 4))
+    sizes = {axis: dice.choice(given) for axis, given in zip(AXES, choices, strict=True)}
+    name, micro, accumulate = dice.choice(SCHEDULES), dice.choice((1, 2, 4)), dice.choice((1, 2, 4, 8, 32))
+    virtual = STAGES_PER_RANK.get(name, 1)
+    if sizes["pipeline"] * virtual > model.layers or refusal(name, sizes["pipeline"], accumulate, virtual):
+        return None
+    shards = sizes["shard"] * sizes["context_ring"]
+    expert = dice.choice([size for size in (1, 2, 4, 8) if shards % size == 0])
+    strategy = LayerStrategy(
+        reshard=dice.random() < 0.5, gradients=dice.choice(("shard", "whole")), recompute=dice.choice(RECOMPUTE),
+        offload=dice.choice(("none", "none", "activations", "optimizer", "both")),
+    )  # fmt: skip
+    batch = micro * accumulate * sizes["replicate"] * sizes["shard"]
+    return Plan(
+        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in sizes.items()),
+        batch=BatchPlan(global_batch=batch, micro_batch=micro, accumulate=accumulate),
+        schedule=SchedulePlan(name=name), layers=(strategy,),
+        experts=ExpertPlan(expert=expert, expert_shard=shards // expert) if model.experts else None,
+    )  # fmt: skip
+
+
+def layout_of(plan: Plan, train: TrainSpec) -> Layouts:
+    number, layer = NAMES.index(plan.schedule.name), plan.layers[0]
+    size, virtual = plan.axis_size, STAGES_PER_RANK.get(plan.schedule.name, 1)
+    ranks, accumulate, tensor = size("pipeline"), plan.batch.accumulate, size("tensor")
+    return Layouts(
+        tensor=tensor, pipeline=ranks, virtual=virtual, context=size("context_ring"), zero=3.0,
+        expert=(plan.experts.expert if plan.experts else 1) * tensor, data=plan.data_ranks,
+        shards=size("shard") * size("context_ring"), micro_batch=plan.batch.micro_batch, global_batch=plan.batch.global_batch,
+        seq=train.seq_len, recompute=RECOMPUTE.index(layer.recompute), gather_once=float(not layer.reshard),
+        reduce_once=float(layer.gradients == "whole"), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
+        offload=float(layer.offload in ("optimizer", "both")), offload_activations=float(layer.offload in ("activations", "both")),
+        in_flight=in_flight(number, ranks, accumulate, virtual),
+        in_flight_last=in_flight(number, ranks, accumulate, virtual, ranks - 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len"),
+    [("llama3-8b", 8192), ("gpt3-13b", 2048), ("llama3-1b", 2048), ("mixtral-8x7b", 4096), ("qwen3-30b-a3b", 8192)],
+)
+def test_many_layouts_at_once_agree_with_the_account_of_each_plan(name: str, seq_len: int) -> None:
+    model, dice = model_of(name), random.Random(name)
+    train = TrainSpec(steps=1, global_batch=1, seq_len=seq_len)
+    plans = [plan for plan in (random_plan(model, dice) for _ in range(60)) if plan]
+    exact = [max(sum(kinds.values()) for kinds in memory_of(model, train, plan, cpu=False)) for plan in plans]
+    layout = side_by_side([layout_of(plan, train) for plan in plans])
+    closed = sum(planned(model, layout, formats(train, plans[0].precision, cpu=False)).values())
+    off = np.abs(closed / np.array(exact) - 1)
+    assert off.max() < 0.04, (plans[int(off.argmax())], exact[int(off.argmax())])
+    assert np.median(off) < 0.002
+
+
+def test_layers_that_do_not_divide_go_where_a_plan_puts_them() -> None:
+    model = replace(model_of("llama3-8b"), layers=30)
+    plan = Plan(
+        mesh=(MeshAxis(axis="pipeline", size=4), MeshAxis(axis="shard", size=2)),
+        batch=BatchPlan(global_batch=16, micro_batch=1, accumulate=8),
+    )
+    train = TrainSpec(steps=1, global_batch=16, seq_len=8192)
+    rows = memory_of(model, train, plan, cpu=False)
+    closed = planned(model, replace(layout_of(plan, train), gather_once=0.0), formats(train, plan.precision, cpu=False))
+    assert float(sum(closed.values())) == pytest.approx(max(sum(kinds.values()) for kinds in rows), rel=1e-3)

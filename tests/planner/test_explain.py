@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.candidate import HEADROOM, Answer, Candidate, peak_bytes
+from meshwright.planner.explain import limits, lost, parts_of, shortfall
+from meshwright.planner.reprice import repriced
+from meshwright.planner.search import search
+from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.load import load_run
+from meshwright.spec.plan import BatchPlan, Breakdown, LayerStrategy, MeshAxis, Plan, Predicted
+from meshwright.spec.run import RunSpec
+
+TCP = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.emulate_nodes=2 train.seq_len=4096 train.global_batch=16"
+
+
+def ask(*words: str) -> RunSpec:
+    return load_run(None, [*TCP.split(), *words])
+
+
+@pytest.fixture(scope="module")
+def hsdp() -> tuple[RunSpec, Answer]:
+    """Two replicas whose sums cross a slow network."""
+    run = ask("plan.replicate=2", "plan.shard=2")
+    return run, search(run, trainable=True)
+
+
+def made(seconds: float, **parts: float) -> Plan:
+    """A plan of one rank whose step takes `seconds`, the rest beside `parts` in compute."""
+    exposed = {axis: value for axis, value in parts.items() if axis not in ("bubble", "host")}
+    kept = {name: parts[name] for name in ("bubble", "host") if name in parts}
+    breakdown = Breakdown(compute=seconds - sum(parts.values()), exposed=exposed, **kept)
+    return Plan(
+        mesh=(MeshAxis(axis="shard", size=1),),
+        batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1),
+        predicted=Predicted(memory_peak_bytes=10**9, step_seconds=seconds, breakdown=breakdown),
+    )
+
+
+def test_the_parts_are_the_step(hsdp: tuple[RunSpec, Answer]) -> None:
+    _, answer = hsdp
+    for candidate in (answer.best, *answer.others):
+        said = candidate.plan.predicted
+        assert said is not None and sum(parts_of(said).values()) == pytest.approx(said.step_seconds, rel=1e-6)
+
+
+def test_a_slow_network_is_what_limits(hsdp: tuple[RunSpec, Answer]) -> None:
+    run, answer = hsdp
+    found = limits(run, answer.best.plan)
+    assert [limit.seconds for limit in found] == sorted((limit.seconds for limit in found), reverse=True)
+    by_name = {limit.name: limit for limit in found}
+    assert "of the chip's peak" in by_name["compute"].text
+    sums = by_name["replicate"]
+    assert sums.text.startswith("replicate between nodes (") and "gradient sums over replicas" in sums.text
+    said = answer.best.plan.predicted
+    assert said is not None and said.breakdown is not None and said.step_seconds is not None
+    assert sums.seconds == said.breakdown.exposed["replicate"]
+    assert f"({sums.seconds / said.step_seconds:.0%})" in sums.text
+
+
+def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
+    run = ask(
+        "cluster.memory_gib=48", "train.global_batch=64", "plan.shard=4", "plan.micro_batch=8", "plan.recompute=full"
+    )
+    plan = search(run).best.plan
+    free = repriced(run, replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers)))
+    assert peak_bytes(plan) <= HEADROOM * 48 * 2**30 < peak_bytes(free)
+    (memory,) = (limit for limit in limits(run, plan) if limit.name == "memory")
+    assert plan.predicted and plan.predicted.step_seconds and free.predicted and free.predicted.step_seconds
+    assert memory.seconds == pytest.approx(plan.predicted.step_seconds - free.predicted.step_seconds)
+    assert "recompute full" in memory.text and "activations" in memory.text and " over the " in memory.text
+    roomy = replace(run, cluster=replace(run.cluster, memory_gib=140))
+    assert not [limit for limit in limits(roomy, plan) if limit.name == "memory"]
+
+
+@pytest.mark.parametrize(
+    "other, why",
+    [
+        (made(1.5, tensor=0.4), "+0.50 s: exposed tensor +0.40 s"),
+        (made(1.3, bubble=0.35), "+0.30 s: bubble +0.35 s"),
+        (made(1.2), "+0.20 s: compute +0.30 s"),
+        (made(1.04, shard=0.14), "+40.0 ms: exposed shard +40.0 ms"),
+        (made(0.995, shard=0.1), "5.00 ms faster, which a prediction cannot tell apart: the simpler plan was taken"),
+    ],
+)  # fmt: skip
+def test_the_part_that_is_longest_behind_is_named(other: Plan, why: str) -> None:
+    assert lost(ask(), Candidate(made(1.0, shard=0.1)), Candidate(other)) == why
+
+
+def test_an_estimate_is_compared_with_an_estimate() -> None:
+    best = Candidate(made(1.0), estimated=1.2)
+    quick = Candidate(made(0.9), simulated=False, estimated=1.25)
+    assert lost(ask(), best, quick) == "+50.0 ms by the quick estimate, behind others of its kind"
+
+
+def test_plans_as_fast_are_told_apart_by_what_they_do() -> None:
+    best = made(1.0)
+    assert "gathers weights twice" in lost(
+        ask(), Candidate(replace(best, layers=(LayerStrategy(reshard=False),))), Candidate(best)
+    )
+    full = replace(best, layers=(LayerStrategy(recompute="full"),))
+    assert (
+        lost(ask(), Candidate(best), Candidate(full)) == "as fast to 0.2%: computes activations twice (recompute full)"
+    )
+
+
+def test_without_seconds_the_plans_themselves_are_compared() -> None:
+    best = replace(made(1.0), predicted=Predicted(memory_peak_bytes=10**9))
+    larger = replace(best, predicted=Predicted(memory_peak_bytes=3 * 10**9))
+    assert lost(ask(), Candidate(best), Candidate(larger)) == "needs 2.0 GB more"
+
+
+def test_what_does_not_fit_says_which_rank_and_kind_and_by_how_much() -> None:
+    run = ask("cluster.memory_gib=20", "plan.pipeline=2")
+    plan = replace(
+        search(ask("plan.pipeline=2")).best.plan, batch=BatchPlan(global_batch=16, micro_batch=4, accumulate=1)
+    )
+    rows = [sum(kinds.values()) for kinds in memory_of(run.model, run.train, plan, cpu=False)]
+    fullest, usable = rows.index(max(rows)), HEADROOM * 20 * 2**30
+    said = shortfall(run, plan)
+    assert lost(run, Candidate(plan), Candidate(plan, fits=False)) == f"does not fit: {said}"
+    assert said.startswith(
+        f"pipeline rank {fullest} needs {max(rows) / 1e9:.1f} GB, {(max(rows) - usable) / 1e9:.1f} GB over"
+    )
+    assert "activations" in said

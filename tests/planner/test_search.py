@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.candidate import HEADROOM, peak_bytes, untrainable
+from meshwright.planner.finalists import ALIKE, budget_of, fits, plan_at, simplest
+from meshwright.planner.reprice import repriced
+from meshwright.planner.search import search
+from meshwright.planner.space import points
+from meshwright.planner.sweep import End, Strategy
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.fields import from_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.network import NetworkSpec
+from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, PlanPins
+from meshwright.spec.presets import MODEL_PRESETS
+from meshwright.spec.run import ModelSection, RunSpec
+
+H100 = ClusterSpec(gpu="H100", gpus_per_node=8)
+
+
+def run(
+    preset: str = "llama3-8b", *, batch: int = 16, cluster: ClusterSpec | None = None, plan="auto", seq: int = 8192
+) -> RunSpec:
+    model = from_plain(ModelSection, {**MODEL_PRESETS[preset], "preset": preset})
+    return RunSpec(
+        name="x",
+        model=model,
+        train=TrainSpec(steps=10, global_batch=batch, seq_len=seq),
+        cluster=cluster or ClusterSpec(gpu="H200", gpus_per_node=8),
+        plan=plan,
+    )
+
+
+def chosen(asked: RunSpec, *, trainable: bool = True) -> Plan:
+    return search(asked, trainable=trainable).best.plan
+
+
+def test_8b_on_one_node_keeps_everything() -> None:
+    plan = chosen(run(), trainable=False)
+    assert [(axis.axis, axis.size) for axis in plan.mesh] == [("shard", 8)]
+    assert (plan.batch.micro_batch, plan.batch.accumulate) == (2, 1)
+    assert (plan.layers[0].recompute, plan.layers[0].reshard, plan.layers[0].offload) == ("none", False, "none")
+    assert plan.precision.compute == "bf16"
+    assert plan.compile
+
+
+def test_less_memory_recomputes_as_few_layers_as_fit() -> None:
+    plan = chosen(run(cluster=H100))
+    lean = next(layer for layer in plan.layers if layer.recompute != "none")
+    assert peak_bytes(plan) <= HEADROOM * 80 * 2**30
+    assert len(plan.layers) == 2 and lean.range != "all"
+    last = int(lean.range.split("-")[-1])
+    fewer = tuple(
+        replace(layer, range=text) for layer, text in zip(plan.layers, (f"0-{last - 1}", f"{last}-31"), strict=True)
+    )
+    assert not fits(run(cluster=H100), replace(plan, layers=fewer), budget_of(run(cluster=H100), None))
+
+
+def test_everything_predicted_adds_up() -> None:
+    answer = search(run(), trainable=True)
+    for candidate in (answer.best, *answer.others):
+        said = candidate.plan.predicted
+        assert said is not None and said.step_seconds is not None and said.breakdown is not None
+        parts = said.breakdown
+        assert parts.compute + sum(parts.exposed.values()) + parts.bubble + parts.host == pytest.approx(
+            said.step_seconds
+        )
+        assert said.low_seconds is not None and said.high_seconds is not None
+        assert said.low_seconds < said.step_seconds < said.high_seconds
+        assert said.tokens_per_second == pytest.approx(16 * 8192 / said.step_seconds)
+        assert sum(said.memory_bytes.values()) == said.memory_peak_bytes
+    seconds = [one.seconds for one in answer.others if one.simulated]
+    assert seconds == sorted(seconds)
+
+
+def test_a_slow_network_gets_a_pipeline_and_a_fast_one_does_not() -> None:
+    slow = chosen(run(batch=64, cluster=ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)))
+    fast = chosen(run(batch=64))
+    assert (slow.axis_size("pipeline"), fast.axis_size("pipeline")) == (2, 1)
+    assert slow.mesh[0].axis == "pipeline" and [axis.crosses for axis in slow.mesh] == ["node", "device"]
+
+
+def test_pins_are_kept() -> None:
+    plan = chosen(
+        run(plan=PlanPins(micro_batch=1, recompute="full", reshard=True, replicate=2, schedule="1f1b", pipeline=1))
+    )
+    assert (plan.batch.micro_batch, plan.batch.accumulate) == (1, 2)
+    assert (plan.axis_size("replicate"), plan.axis_size("shard")) == (2, 4)
+    assert (plan.layers[0].recompute, plan.layers[0].reshard) == ("full", True)
+
+
+def test_a_pinned_field_is_not_explained_by_memory() -> None:
+    plan = chosen(run(plan=PlanPins(recompute="full", reshard=True)))
+    assert not any("does not fit" in reason for reason in plan.why)
+    assert plan.why[-1] == "pinned by the run file: reshard, recompute"
+
+
+def test_pinned_layers_are_taken_as_they_are() -> None:
+    layers = (LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-31", reshard=False))
+    assert chosen(run(plan=PlanPins(layers=layers))).layers == layers
+
+
+@pytest.mark.parametrize("pins", [PlanPins(micro_batch=3), PlanPins(shard=3), PlanPins(replicate=8, shard=8)])
+def test_impossible_pins_are_refused(pins: PlanPins) -> None:
+    with pytest.raises(BadInput, match="global_batch 16"):
+        search(run(plan=pins))
+
+
+def test_nothing_fits_names_the_largest_kinds() -> None:
+    with pytest.raises(OutOfResources, match="a rank needs .* GB over"):
+        search(run("llama3-405b"))
+
+
+def test_training_is_offered_only_what_it_can_do() -> None:
+    wide = search(run("llama3-70b", batch=32, cluster=ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8)))
+    narrow = search(
+        run("llama3-70b", batch=32, cluster=ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8)), trainable=True
+    )
+    assert all(untrainable(one.plan) is None for one in (narrow.best, *narrow.others))
+    assert any(untrainable(one.plan) for one in (wide.best, *wide.others))
+    assert wide.best.seconds <= narrow.best.seconds * (1 + ALIKE)
+
+
+def test_of_equals_the_simplest_is_taken() -> None:
+    plain = search(run(), trainable=True).best
+    twin = replace(
+        plain, plan=replace(plain.plan, mesh=(MeshAxis(axis="replicate", size=2), MeshAxis(axis="shard", size=4)))
+    )
+    assert simplest([twin, plain]) is plain
+
+
+@pytest.mark.parametrize(("layers", "batch", "tcp"), [(3, 4, False), (2, 8, True), (3, 4, True)])
+def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp: bool) -> None:
+    """Every point of a small space as an explicit plan, every one of them simulated."""
+    network = NetworkSpec(fabric="tcp", port_gb_per_s=1.0) if tcp else None
+    cluster = ClusterSpec(gpu="A100", nodes=2, gpus_per_node=2, memory_gib=40, network=network)
+    asked = run("llama3-1b", batch=batch, cluster=cluster, seq=2048)
+    asked = replace(asked, model=replace(asked.model, layers=layers))
+    space, budget = points(asked, trainable=True), budget_of(asked, None)
+    ends = [End(reshard, "none") for reshard in (False, True)]
+    plans = [
+        plan_at(asked, space, row, Strategy(end, end, gradients, "none"), budget)
+        for row in range(len(space)) for end in ends for gradients in ("shard", "whole")
+    ]  # fmt: skip
+    fastest = min(step_seconds(repriced(asked, plan)) for plan in plans if fits(asked, plan, budget))
+    assert search(asked, trainable=True).best.seconds <= fastest * (1 + ALIKE) * 1.001
+
+
+def step_seconds(plan: Plan) -> float:
+    assert plan.predicted is not None and plan.predicted.step_seconds is not None
+    return plan.predicted.step_seconds

@@ -1,0 +1,89 @@
+"""What the search may choose among."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from meshwright.planner.space import AXES, SCHEDULES, points
+from meshwright.schedules.registry import refusal
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import from_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.plan import RUNNABLE_AXES, PlanPins
+from meshwright.spec.presets import MODEL_PRESETS
+from meshwright.spec.run import ModelSection, RunSpec
+
+
+def run(
+    preset: str = "llama3-8b", ranks: int = 8, nodes: int = 2, batch: int = 16, seq: int = 8192, **pins: object
+) -> RunSpec:
+    model = from_plain(ModelSection, {**MODEL_PRESETS[preset], "preset": preset})
+    cluster = ClusterSpec(gpu="H200", nodes=nodes, gpus_per_node=ranks // nodes)
+    train = TrainSpec(steps=1, global_batch=batch, seq_len=seq)
+    return RunSpec(name="x", model=model, train=train, cluster=cluster, plan=PlanPins(**pins))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "asked", [run(), run(ranks=12, batch=24), run("llama3-1b", seq=65536), run("qwen3-30b-a3b", seq=4096)]
+)
+def test_every_point_can_be_made(asked: RunSpec) -> None:
+    space = points(asked)
+    assert len(space) > 100
+    for row in range(len(space)):
+        mesh = space.meshes[space.mesh[row]]
+        micro, many, name = int(space.micro[row]), int(space.accumulate[row]), SCHEDULES[space.schedule[row]]
+        assert prod(mesh.sizes) == asked.cluster.ranks
+        assert mesh.data * micro * many == asked.train.global_batch
+        assert refusal(name, mesh.size("pipeline"), many, int(space.virtual[row])) is None
+        assert mesh.size("pipeline") * int(space.virtual[row]) <= asked.model.layers
+        assert asked.model.heads % (mesh.size("tensor") * mesh.size("context_ulysses")) == 0
+        assert mesh.size("tensor") * mesh.size("context_ulysses") <= asked.cluster.gpus_per_node
+        assert asked.train.seq_len // mesh.context >= 512
+
+
+def test_all_axes_and_schedules_are_there() -> None:
+    space = points(run())
+    for axis in AXES:
+        assert len({mesh.size(axis) for mesh in space.meshes}) > 1, axis
+    assert {SCHEDULES[number] for number in space.schedule} == {*SCHEDULES} - {"gpipe"}
+    assert len({mesh.order for mesh in space.meshes}) > 1
+    assert space.offloads == ("none", "activations", "optimizer", "both")
+    assert {mesh.expert for mesh in points(run("qwen3-30b-a3b", seq=4096)).meshes} == {1, 2, 4, 8}
+
+
+def test_training_is_offered_its_own_axes() -> None:
+    space = points(run(), trainable=True)
+    assert {axis for mesh in space.meshes for axis in AXES if mesh.size(axis) > 1} == {*RUNNABLE_AXES}
+    assert space.offloads == ("none",)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"tensor": 8, "pipeline": 1}, {"context_ring": 4}, {"context_ulysses": 2, "shard": 4}, {"replicate": 2}, {"micro_batch": 4},
+        {"schedule": "gpipe", "pipeline": 2}, {"offload": "optimizer"},
+    ],
+)  # fmt: skip
+def test_pins_are_kept(pins: dict[str, object]) -> None:
+    space = points(run(**pins))
+    assert len(space)
+    for key, value in pins.items():
+        if key in AXES:
+            assert {mesh.size(key) for mesh in space.meshes} == {value}  # type: ignore[arg-type]
+    assert "micro_batch" not in pins or {*space.micro} == {4}
+    assert "schedule" not in pins or {SCHEDULES[number] for number in space.schedule} == {"gpipe"}
+    assert "offload" not in pins or space.offloads == ("optimizer",)
+
+
+def test_a_pin_reaches_beyond_what_is_worth_trying() -> None:
+    assert len(points(run(tensor=8)))  # two nodes of four
+    assert not len(points(run(tensor=3)))
+    assert not len(points(run(batch=15, shard=8)))
+
+
+def test_the_largest_question_is_a_matter_of_thousands() -> None:
+    asked = replace(run("llama3-405b", batch=2048), cluster=ClusterSpec(gpu="H100", nodes=2048, gpus_per_node=8))
+    assert 10_000 < len(points(asked)) < 200_000

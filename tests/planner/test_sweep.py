@@ -1,0 +1,94 @@
+"""The sweep against trying everything, on small random questions."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from meshwright.costs.of_plan import Pricing
+from meshwright.planner.candidate import HEADROOM
+from meshwright.planner.finalists import plan_at
+from meshwright.planner.space import SCHEDULES, Points, points
+from meshwright.planner.sweep import PLAIN, RECOMPUTE, End, layouts, price, sweep
+from meshwright.simulator.of_plan import priced_or_refused
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.network import NetworkSpec
+from meshwright.spec.plan import Offload, PlanPins
+from meshwright.spec.run import ModelSection, RunSpec
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> RunSpec:
+    """Models of a few wide layers on one to eight GPUs, with more or less memory than they want."""
+    heads = draw(st.sampled_from([4, 8]))
+    model = ModelSection(
+        family="llama", layers=draw(st.integers(2, 6)), hidden=heads * 128, heads=heads, kv_heads=draw(st.sampled_from([2, 4])),
+        head_dim=128, ffn_hidden=heads * 384, vocab_size=32000, max_seq_len=8192, norm="rmsnorm", mlp="swiglu",
+        positions="rope", tied=draw(st.booleans()),
+    )  # fmt: skip
+    per_node = draw(st.sampled_from([1, 2, 4]))
+    network = draw(st.sampled_from([None, NetworkSpec(fabric="tcp", port_gb_per_s=1.0)]))
+    cluster = ClusterSpec(
+        gpu=draw(st.sampled_from(["A100", "H200"])), nodes=draw(st.sampled_from([1, 2])), gpus_per_node=per_node,
+        memory_gib=draw(st.sampled_from([4.5, 6, 10, 40])), network=network,
+    )  # fmt: skip
+    pins = PlanPins(
+        recompute=draw(st.sampled_from([None, None, None, "full"])), reshard=draw(st.sampled_from([None, None, True])),
+        pipeline=draw(st.sampled_from([None, None, 2])),
+    )  # fmt: skip
+    train = TrainSpec(
+        steps=1, global_batch=draw(st.sampled_from([4, 8, 16])), seq_len=draw(st.sampled_from([1024, 4096]))
+    )
+    return RunSpec(name="x", model=model, train=train, cluster=cluster, plan=pins)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(questions())
+def test_pruning_and_shares_keep_the_optimum(run: RunSpec) -> None:
+    space = points(run)
+    assume(len(space) > 0)
+    priced = priced_or_refused(run.model, run.train, plan_at(run, space, 0, PLAIN, None), run.cluster)
+    memory = run.cluster.memory_bytes()
+    assert memory is not None
+    found = sweep(run, priced, space, HEADROOM * memory, best=1)
+    fastest = _fastest(run, priced, space, HEADROOM * memory)
+    if not np.isfinite(fastest):
+        assert len(found.seconds) == 0
+        return
+    assert found.seconds[0] == pytest.approx(fastest, rel=1e-9)
+
+
+def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float:
+    """Every point, strategy and number of lean layers, one beside the other."""
+    pins, layers, best = run.plan, run.model.layers, np.inf
+    assert isinstance(pins, PlanPins)
+    sharded = space.column("shard") * space.column("context") > 1
+    layered = space.schedule == SCHEDULES.index("breadth_first")
+    modes = RECOMPUTE if pins.recompute is None else (pins.recompute,)
+    reshards = (False, True) if pins.reshard is None else (pins.reshard,)
+    offloads: tuple[Offload, ...] = ("none", "activations", "optimizer", "both")
+    for gradients, offload in product(("shard", "whole"), offloads):
+        ends = {
+            (reshard, mode): price(run, priced, layouts(run, space, End(reshard, mode), gradients, offload))
+            for reshard, mode in product(reshards, modes)
+        }
+        for (one, first), (other, second) in product(ends.items(), ends.items()):
+            # Layers differ in one thing at a time, and recompute what they recompute alike.
+            if (one[0] != other[0]) + (one[1] != other[1]) > 1 or (one[1] != other[1] and one[1] != "none"):
+                continue
+            if one[0] and not other[0]:
+                continue
+            legal = sharded | ((not one[0] and not other[0]) | (pins.reshard is not None))
+            if gradients == "whole":
+                legal = legal & sharded & (space.accumulate > 1) & ~layered
+            for lean in range(layers + 1):
+                share = lean / layers
+                seconds, memory = ((1 - share) * a + share * b for a, b in zip(first, second, strict=True))
+                fits = legal & (memory <= room)
+                best = min([best, *seconds[fits]])
+    return best

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.costs.of_plan import as_nodes
+from meshwright.planner.reprice import repriced
+from meshwright.planner.search import search
+from meshwright.planner.what_if import what_if
+from meshwright.spec.load import load_run
+from meshwright.spec.network import NetworkSpec
+from meshwright.spec.run import RunSpec
+
+TCP = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.emulate_nodes=2 train.seq_len=4096 train.global_batch=16"
+PINS = ("plan.replicate=2", "plan.shard=2", "plan.micro_batch=4", "plan.recompute=none", "plan.reshard=false")
+
+
+def ask(*words: str) -> RunSpec:
+    return load_run(None, [*TCP.split(), *words])
+
+
+def test_changes_are_the_plan_priced_on_what_they_name() -> None:
+    run = ask(*PINS)
+    plan = search(run, trainable=True).best.plan
+    changes = {change.name.partition(" (")[0]: change for change in what_if(run, plan)}
+    assert [change.gain for change in changes.values()] == sorted((c.gain for c in changes.values()), reverse=True)
+    before = repriced(run, plan).predicted
+    assert before is not None and before.step_seconds is not None
+
+    cluster = as_nodes(run.cluster)
+    assert cluster.network is not None and cluster.network.port_gb_per_s is not None
+    doubled = NetworkSpec(fabric="tcp", port_gb_per_s=2 * cluster.network.port_gb_per_s)
+    faster = repriced(replace(run, cluster=replace(cluster, network=doubled)), plan).predicted
+    network = changes["twice the network"]
+    assert faster is not None and network.seconds == pytest.approx(faster.step_seconds)
+    assert network.gain == pytest.approx(before.step_seconds / network.seconds - 1) and network.gain > 0.01
+
+    assert changes["twice the memory"].gain == pytest.approx(0)  # all that it could buy is pinned
+    batch = changes["twice the batch"]
+    assert batch.tokens_per_second == pytest.approx(32 * 4096 / batch.seconds) and batch.gain > 0
+    assert changes["plan.reduce_replicas=bf16"].gain > 0
+
+
+def test_only_what_the_cluster_has_is_doubled() -> None:
+    run = ask("cluster.emulate_nodes=1", "plan.shard=4")
+    names = [change.name for change in what_if(run, search(run).best.plan)]
+    assert not [name for name in names if "network" in name or "reduce_replicas" in name]
+    one = ask("cluster.emulate_nodes=1", "cluster.gpus_per_node=1")
+    assert not [change for change in what_if(one, search(one).best.plan) if "links" in change.name]
+
+
+def test_memory_buys_what_it_was_missing_for() -> None:
+    run = ask("cluster.memory_gib=24", "plan.shard=4", "plan.micro_batch=4")
+    plan = search(run, trainable=True).best.plan
+    assert any(layer.recompute != "none" or layer.reshard for layer in plan.layers)
+    (memory,) = (change for change in what_if(run, plan) if "memory" in change.name)
+    assert memory.gain > 0.01 and memory.note
+
+
+@pytest.mark.parametrize("batch, name", [(24, "one more node (3 × 4 GPUs)"), (16, "2 more nodes (4 × 4 GPUs)")])
+def test_more_nodes_are_the_next_that_divide(batch: int, name: str) -> None:
+    """All ranks hold a shard and read sequences of their own: 12 ranks can cut 24 sequences, and not 16."""
+    run = ask(f"train.global_batch={batch}", "cluster.gpus_per_node=8", "plan.shard=8")
+    plan = search(run, trainable=True).best.plan
+    grown = [change for change in what_if(run, plan) if "more node" in change.name]
+    assert [change.name for change in grown] == [name]
+    assert ("do not divide this mesh" in grown[0].note) == (batch == 16)
+    assert f"shard {12 if batch == 24 else 16}" in grown[0].note
+    assert grown[0].tokens_per_second == pytest.approx(batch * 4096 / grown[0].seconds)
+
+
+def test_nothing_is_said_of_devices_without_figures() -> None:
+    run = ask(*PINS)
+    plan = search(run).best.plan
+    assert plan.predicted is not None
+    assert what_if(run, replace(plan, predicted=replace(plan.predicted, step_seconds=None))) == ()

@@ -1,0 +1,41 @@
+"""What every rank of a pool runs: the whole room with shapes that take no time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from meshwright.parallel.world import World
+from meshwright.profile import attention, collectives, interference, memory, products
+from meshwright.profile.measure import measure
+from meshwright.profile.team import Team
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import to_plain
+from meshwright.spec.profile import MachineProfile
+
+TINY: tuple[tuple[Any, str, Any], ...] = (
+    (products, "ON_CPU", ((32, 16, 64), (64, 64, 64))),
+    (products, "CACHE_BYTES", {"cpu": 1 << 16}),
+    (attention, "ON_CPU", ((16, 4, 2, 8, 32),)),
+    (memory, "ELEMENTS", {"cpu": 1 << 12}),
+    (memory, "PARAMETERS", {"cpu": (1 << 10, 3)}),
+    (collectives, "SIZES", {"cpu": (1 << 10, 1 << 12)}),
+    (interference, "SHAPE", {"cpu": (32, 32, 32)}),
+    (interference, "BYTES", {"cpu": 1 << 12}),
+)
+
+
+def tiny(team: Team) -> MachineProfile:
+    for module, name, value in TINY:
+        mock.patch.object(module, name, value).start()
+    try:
+        cluster = ClusterSpec(gpu="cpu", gpus_per_node=team.ranks)
+        return measure(team, cluster, {"torch": "some"}, seconds=0.01)
+    finally:
+        mock.patch.stopall()
+
+
+def measured(world: World, per_node: int) -> dict[str, Any]:
+    """The plain profile that this rank has, its nodes being groups of `per_node` ranks."""
+    return to_plain(tiny(Team(world.device, replace(world, node_ranks=per_node))))

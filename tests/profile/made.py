@@ -1,0 +1,97 @@
+"""A profile whose figures follow from known constants by the cost model's own formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.costs.collectives import all_reduce, gather, group
+from meshwright.costs.compute import product, rate
+from meshwright.costs.constants import Constants, constants
+from meshwright.costs.inputs import Machine
+from meshwright.costs.machine import machine_of
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.network import NetworkSpec
+from meshwright.spec.profile import (
+    AttentionTime,
+    CollectiveTime,
+    HostLink,
+    Interference,
+    MachineProfile,
+    ProductTime,
+)
+
+NODES = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=8, network=NetworkSpec(port_gb_per_s=12.5))
+TRUE = {
+    "gemm": 0.68, "gemm_low": 0.91, "narrow": 210.0, "attention": 0.57, "hbm": 0.83, "link": 0.71, "start_us": 11.0, "link_us": 3.0,
+    "net": 0.4, "net_us": 17.0, "overlap_tax": 0.22, "net_tax": 0.07, "net_sum": 1.4, "update": 33.0, "slow": 1.0,
+}  # fmt: skip
+"""Nothing like the fitted ones, so that a constant which is not taken from the profile shows."""
+SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (2048, 4096, 512), (8192, 256, 4096), (512, 8192, 2048))
+SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
+
+
+def number(value: object) -> float:
+    return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
+
+
+def true_constants() -> Constants:
+    return replace(constants("hopper", "torchtitan"), **TRUE)
+
+
+def made_profile() -> MachineProfile:
+    """Two nodes of 8 H200s that do exactly what `TRUE` says."""
+    k, machine = true_constants(), machine_of(NODES)
+    hbm = CHIPS["H200"].hbm * TRUE["hbm"]
+    return MachineProfile(
+        date="2026-01-02T03:04:05Z", gpu="H200", device="NVIDIA H200", devices=8, nodes=2, cores=96, memory_bytes=150 << 30,
+        link_bytes_per_s=number(machine.link), port_bytes_per_s=number(machine.nic), versions={"torch": "2.11.0"},
+        products=tuple(_product(shape, kind, k) for shape in SHAPES for kind in ("bf16", "fp8")),
+        attention=tuple(_attention(seq, head, machine) for seq in (2048, 8192) for head in (64, 128)),
+        copy_bytes_per_s=hbm * 1.02, pass_bytes_per_s=hbm, adamw_parameters_per_s=hbm / TRUE["update"], launch_seconds=5e-6,
+        collectives=tuple(_rings(k, machine)),
+        host_links=(HostLink(devices=1, to_host=50e9, to_device=51e9), HostLink(devices=8, to_host=22e9, to_device=21e9)),
+        interference=(_beside("all_gather", 1, TRUE["overlap_tax"]), _beside("reduce_scatter", 2, TRUE["net_tax"]),
+                      _beside("to_host", 1, 0.4)),
+    )  # fmt: skip
+
+
+def _product(shape: tuple[int, int, int], kind: str, k: Constants) -> ProductTime:
+    m, inner, n = shape
+    seconds = number(product(rate(machine_of(NODES, kind), k), k, *map(float, shape)))
+    return ProductTime(format=kind, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)  # type: ignore[arg-type]
+
+
+def _attention(seq: int, head: int, machine: Machine) -> AttentionTime:
+    """Causal: half of 4 × tokens × seq × width, short heads slower, backward 2.5 forwards."""
+    tokens, heads = 16384, 32
+    forward = 2 * tokens * seq * heads * head / (machine.half_peak * TRUE["attention"]) * (1 + 32 / head)
+    return AttentionTime(
+        format="bf16", seq=seq, heads=heads, kv_heads=8, head_dim=head, tokens=tokens, forward_seconds=forward,
+        backward_seconds=2.5 * forward,
+    )  # fmt: skip
+
+
+def _rings(k: Constants, machine: Machine) -> list[CollectiveTime]:
+    rows = []
+    for ranks, stride in ((2, 1), (4, 1), (8, 1), (2, 8), (16, 1)):
+        where = group(machine, k, float(ranks), float(stride))
+        for size in SIZES:
+            seconds = number(gather(where, k, float(size)))
+            nodes = int(number(where.domains))
+            rows += [
+                CollectiveTime(op=op, ranks=ranks, nodes=nodes, bytes=size, seconds=seconds)  # type: ignore[arg-type]
+                for op in ("all_gather", "reduce_scatter")
+            ]
+            summed = number(all_reduce(where, k, float(size)))
+            rows.append(CollectiveTime(op="all_reduce", ranks=ranks, nodes=nodes, bytes=size, seconds=summed))
+            rows.append(CollectiveTime(op="all_to_all", ranks=ranks, nodes=nodes, bytes=size, seconds=7 * seconds))
+    return rows
+
+
+def _beside(op: str, nodes: int, tax: float) -> Interference:
+    return Interference(
+        op=op, ranks=8, nodes=nodes, bytes=1 << 28, compute_seconds=3e-3, other_seconds=2e-3, together_seconds=3e-3 + tax * 2e-3
+    )  # type: ignore[arg-type]  # fmt: skip

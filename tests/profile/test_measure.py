@@ -1,0 +1,83 @@
+"""Everything is measured, by one rank and by several, and comes out as a profile that loads and prices."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.costs.constants import constants
+from meshwright.costs.measured import chip_of_profile, fits
+from meshwright.profile.collectives import kinds
+from meshwright.profile.team import Team
+from meshwright.spec.fields import from_plain
+from meshwright.spec.profile import MachineProfile, load_profile, to_json
+from tests.profile.cases import measured, tiny
+
+
+def numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for inner in value.values() for number in numbers(inner)]
+    if isinstance(value, list):
+        return [number for inner in value for number in numbers(inner)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+def loaded(profile: MachineProfile, folder: Path) -> MachineProfile:
+    file = folder / "machine.json"
+    file.write_text(to_json(profile), encoding="utf-8")
+    return load_profile(file)
+
+
+def test_one_rank_measures_all_but_what_takes_two(tmp_path: Path) -> None:
+    found = tiny(Team(torch.device("cpu")))
+    assert (found.gpu, found.devices, found.nodes, found.versions) == ("cpu", 1, 1, {"torch": "some"})
+    assert [(row.m, row.k, row.n, row.format) for row in found.products] == [
+        (32, 16, 64, "fp32"),
+        (64, 64, 64, "fp32"),
+    ]
+    assert len(found.attention) == 1 and not found.collectives and not found.interference and not found.host_links
+    assert found.copy_bytes_per_s and found.pass_bytes_per_s and found.adamw_parameters_per_s and found.launch_seconds
+    again = loaded(found, tmp_path)
+    assert set(fits(constants("cpu", "torchtitan"), again, "fp32")) == {
+        "matrix products",
+        "attention",
+        "device memory",
+        "optimizer",
+    }
+    assert chip_of_profile(again).peak_flops["fp64"] == chip_of_profile(again).peak_flops["fp32"] / 2
+
+
+@pytest.mark.parametrize(("per_node", "groups"), [(2, {(2, 1)}), (1, {(2, 2)})])
+def test_two_ranks_agree_on_every_figure(
+    pool: Any, tmp_path: Path, per_node: int, groups: set[tuple[int, int]]
+) -> None:
+    first, second = pool.run(measured, 2, per_node)
+    said = ("collectives", "products", "attention", "interference", "copy_bytes_per_s", "adamw_parameters_per_s")
+    assert {key: first[key] for key in said} == {key: second[key] for key in said}
+    assert all(math.isfinite(number) and number > 0 for number in numbers(first))
+    found = loaded(from_plain(MachineProfile, first), tmp_path)
+    assert {(row.ranks, row.nodes) for row in found.collectives} == groups
+    ops = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"}
+    assert {(row.op, row.bytes) for row in found.collectives} == {(op, size) for op in ops for size in (1024, 4096)}
+    assert [row.op for row in found.interference] == ["all_gather", "reduce_scatter"]
+    network = "network" if per_node == 1 else "links inside a node"
+    assert network in fits(constants("cpu", "torchtitan"), found, "fp32")
+
+
+def test_groups_grow_to_a_node_and_then_cross_it() -> None:
+    found = [(kind.ranks, kind.nodes, len(kind.parts)) for kind in kinds(16, 8)]
+    assert found == [(2, 1, 8), (4, 1, 4), (8, 1, 2), (2, 2, 8), (16, 2, 1)]
+    assert [(kind.ranks, kind.nodes) for kind in kinds(6, 6)] == [(2, 1), (6, 1)]
+    assert [(kind.ranks, kind.nodes) for kind in kinds(3, 1)] == [(3, 3)]
+    assert kinds(1, 1) == []
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(16, 8), (12, 6), (4, 1), (8, 8)])
+def test_every_kind_holds_every_rank_once_and_spans_what_it_says(ranks: int, per_node: int) -> None:
+    for kind in kinds(ranks, per_node):
+        assert sorted(rank for part in kind.parts for rank in part) == list(range(ranks))
+        assert {len({rank // per_node for rank in part}) for part in kind.parts} == {kind.nodes}

@@ -1,0 +1,117 @@
+"""When a start is held to its plan and over which steps, and what all ranks together make of their figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshwright.observe.account import KEPT, Account, Typical
+from meshwright.parallel.world import World
+from meshwright.spec.plan import Breakdown, Predicted
+from meshwright.train import accounting
+from meshwright.train.accounting import Accounting, over_ranks
+
+BEGAN = 100
+MINE = Typical(
+    steps=(6, 8), seconds=1.0, tokens_per_second_per_gpu=None, mfu=None, memory_bytes=0, resident=False, phases={}
+)
+SAID = Predicted(memory_peak_bytes=9, step_seconds=0.5, breakdown=Breakdown(compute=0.5))
+
+
+class Kept:
+    """A reporter that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.told: list[tuple[int, Account]] = []
+        self.lines: list[str] = []
+
+    def step(self, record: dict[str, Any]) -> None:
+        self.steps.append(record["step"])
+
+    def account(self, step: int, told: Account, lines: list[str]) -> None:
+        self.told.append((step, told))
+        self.lines += lines
+
+
+def start(monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = SAID) -> tuple[Accounting, Kept, Any]:
+    """A run that goes on after step `BEGAN`, on one rank."""
+    monkeypatch.setattr(accounting, "over_ranks", lambda found, world: found)
+    session = SimpleNamespace(
+        step=BEGAN, plan=SimpleNamespace(predicted=predicted), world=None, folder=Path("runs/demo")
+    )
+    kept = Kept()
+    return Accounting(session, kept), kept, session  # type: ignore[arg-type]
+
+
+def play(accounting: Accounting, session: Any, steps: int, timeline: Any = None, late: int = 1) -> None:
+    """`steps` steps whose lines are read `late` steps later."""
+    for step in range(BEGAN + 1, BEGAN + steps + 1):
+        if step - late > BEGAN:
+            accounting.step(line(step - late))
+        session.step = step
+        accounting.end_step(step, timeline)
+    for step in range(BEGAN + steps - late + 1, BEGAN + steps + 1):
+        accounting.step(line(step))
+
+
+def line(step: int) -> dict[str, Any]:
+    return {"step": step, "step_seconds": float(step), "memory_peak_bytes": step, "phases": {"forward": 1.0}}
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_it_speaks_once_behind_the_warm_up_of_this_start_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    held, kept, session = start(monkeypatch)
+    play(held, session, 30, late=late)
+    ((step, first),) = kept.told
+    assert (step, first.steps, first.step_seconds.measured) == (116, (106, 115), 110.5)
+    last = held.close(None)
+    assert last is not None and last.steps == (106, 130) and kept.told[1] == (130, last)
+    assert kept.steps == list(range(101, 131))
+    assert kept.lines[0].startswith("steps 106 to 115: step 1m 50s, predicted 500 ms")
+
+
+def test_a_short_start_speaks_at_its_end_alone_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for steps, speaks in ((7, False), (8, True)):
+        held, kept, session = start(monkeypatch)
+        play(held, session, steps)
+        assert not kept.told
+        assert (held.close(None) is not None) == speaks
+
+
+def test_nothing_is_said_where_nothing_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, kept, session = start(monkeypatch, None)
+    play(held, session, 20)
+    assert held.close(None) is None and not kept.lines and len(kept.steps) == 20
+
+
+def test_a_timeline_of_cold_steps_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"compute": 1.0, "closing": 0.0, "idle": 0.0}
+    for first, used in ((105, False), (106, True)):
+        held, kept, session = start(monkeypatch)
+        play(held, session, 20, {"steps": [first, 107], "measured": figures})
+        assert (kept.told[0][1].recorded == (first, 107)) == used
+
+
+def test_a_long_run_keeps_the_newest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, _, session = start(monkeypatch)
+    play(held, session, KEPT + 50)
+    last = held.close(None)
+    assert last is not None and last.steps == (BEGAN + 51, BEGAN + KEPT + 50)
+
+
+def together(world: World) -> Typical:
+    phases = [{"forward": 1.0, "host": 0.5}, {"forward": 3.0, "optim": 1.0}, {}]
+    return over_ranks(replace(MINE, memory_bytes=[5, 1 << 40, 7][world.rank], phases=phases[world.rank]), world)
+
+
+def test_ranks_give_the_mean_of_their_phases_and_the_fullest_memory(pool: Any) -> None:
+    """One of three has no phases to give."""
+    for found in pool.run(together, 3):
+        assert found == replace(MINE, memory_bytes=1 << 40, phases={"forward": 2.0, "optim": 0.5, "host": 0.25})
