@@ -39,6 +39,10 @@ RESULTS = HERE / "results"
 MEASURED_PARTS = ("forward", "backward", "reduce", "optim", "host")
 
 
+WARM_UP = 4
+"""Steps that a run's range leaves out."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One kept run: what was asked for, what ran, what was measured."""
@@ -49,6 +53,8 @@ class Row:
     plan: Plan
     seconds: float
     """Median of its steps."""
+    steps: tuple[float, ...]
+    """Each step's, without the first few."""
     deviation: float
     """Relative, of one step from the next."""
     allocated_bytes: float | None
@@ -199,6 +205,7 @@ def _rows_of(file: Path) -> Iterator[Row]:
             run=_run_of(_run_file(kept), found["words"], kept["environment"]),
             plan=from_plain(Plan, found["plan"]),
             seconds=found["step_seconds"],
+            steps=tuple(found.get("step_seconds_all", [])[WARM_UP:]) or (found["step_seconds"],),
             deviation=_deviation(found),
             allocated_bytes=None if kept.get("older_memory") else found["memory_allocated_peak_gib"] * 2**30,
             phases={part: found["phases"].get(part, 0.0) for part in MEASURED_PARTS},

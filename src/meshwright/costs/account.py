@@ -137,10 +137,12 @@ def _in_the_head(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
 
 
 def _first_backward(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
-    """A block's gradients are made while those of the unit before it (the head's, or a block's) are being reduced."""
+    """A block's gradients are made while the buffers of the reduction before are there: the head's, or a block's; on a pipeline's first
+    rank, whose backward of the micro-batch before ended with the embedding, that one's."""
     # A unit that both ends share waits, summed in the format of the reduction, for the embedding's part.
     waits = np.where(held.head >= held.ends, 0.0, 1 / held.shards)
-    unit = np.maximum(held.head * (1 + waits), held.block * (1 + 1 / held.shards))
+    before = np.where((held.head > 0) | (held.messages < 0), 0.0, held.ends)
+    unit = np.maximum(held.head * (1 + waits), np.maximum(before, held.block) * (1 + 1 / held.shards))
     reduced = held.reduces * unit * f.reduce
     made = held.block * (f.compute + np.where(held.piled > 0, f.reduce, 0.0))
     return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.costs.collectives import all_reduce, all_to_all, crowding, gather, group
+from meshwright.costs.collectives import Group, all_reduce, all_to_all, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
@@ -73,8 +73,9 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     stalls = _stalls(machine, layout, k, filled)
     waiting = m * (layout.slowest - 1) * stage
     body = m * (stage + micro) + waiting
-    first = _once_a_step(gathered, (layers_time - backward) * k.hide, tax)
-    last = _once_a_step(reduced, backward * k.hide, tax)
+    beside = k.hide * _beside(layout)
+    first = _once_a_step(gathered, (layers_time - backward) * beside, tax)
+    last = _once_a_step(reduced, backward * beside, tax)
     first_and_last = (first + last + moved_once) / layout.pipeline
     data = first_and_last + _gradient_traffic(
         shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
@@ -174,7 +175,7 @@ def _weights_traffic(
     experts = group(machine, k, layout.expert_shard, ranks)
     one = one + gather(experts, k, shape.expert_params / ranks * WEIGHT_BYTES, shape.moe_layers)
     scatter = one * (k.scatter_bytes / WEIGHT_BYTES)
-    scatter = scatter + np.where(where.domains > 1, k.net_yield, 0.0) * np.minimum(scatter, backward)
+    scatter = scatter + _yielded(where, layout, k, scatter, backward)
     gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
     reductions = np.where(layout.reduce_once > 0, 0.0, 1.0)
     times = np.where(layout.layered > 0, 1 / layout.micro_batches, 1.0)
@@ -205,7 +206,8 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     part = gather(where, k, dense * k.reduce_bytes, messages)
     replica_bytes = np.where(layout.replica_bytes > 0, layout.replica_bytes, k.reduce_bytes)
     between = all_reduce(hybrid, k, (dense / layout.shards + experts / layout.expert_shard) * replica_bytes)
-    between = between + np.where(hybrid.domains > 1, k.net_yield, 0.0) * np.minimum(between, backward)
+    between = between + _yielded(hybrid, layout, k, between, backward)
+    whole = whole + _yielded(where, layout, k, whole, backward)
     reduced = np.where(layout.zero == 0, whole, part) + gather(copies, k, expert_bytes * k.reduce_bytes, messages)
     reduced = np.where(layout.zero >= 3, between, reduced)
     steps = 2 * (ranks - 1) * k.ring_us / RINGS * 1e-6 * shape.layers / layout.pipeline
@@ -216,9 +218,27 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     # travel while the others' last round is computed; weights are wanted at once by the first forward.
     rounds = 1 + LAST_ROUND * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
     shown = 1 - np.minimum(k.hide, 1.0)
-    rounds = rounds * np.where(layout.layered > 0, layout.micro_batches, 1.0)
+    rounds = rounds * _beside(layout)
     late = np.maximum(reduced - k.hide * backward * rounds, shown * reduced / layout.virtual)
-    return late + np.maximum(gathered - k.hide * backward / 2, shown * gathered)
+    return late + np.maximum(gathered - k.hide * backward / 2, shown * gathered) + _tied_sum(shape, machine, layout, k)
+
+
+def _yielded(where: Group, layout: Layouts, k: Constants, seconds: Array, backward: Array) -> Array:
+    """What a reduction across nodes takes longer beside backward compute: of one micro-batch (`backward`), or in layered order of all."""
+    return np.where(where.domains > 1, k.net_yield, 0.0) * np.minimum(seconds, backward * _beside(layout))
+
+
+def _beside(layout: Layouts) -> Array:
+    """Micro-batches of a layer under which its collectives travel that run once a step: in layered order all of them."""
+    return np.where(layout.layered > 0, layout.micro_batches, 1.0)
+
+
+def _tied_sum(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+    """A weight that the first and the last stage share is summed over both, with nothing beside it (other stacks' fit has it elsewhere)."""
+    ends = group(machine, k, 2.0, layout.pipeline_step * np.maximum(1.0, layout.pipeline - 1))
+    elements = shape.table_params / layout.tensor / np.where(layout.zero >= 3, layout.shards, 1.0)
+    apart = (layout.pipeline > 1) & (layout.vee == 0)
+    return np.where(apart, shape.tied * k.copies * all_reduce(ends, k, elements * k.reduce_bytes), 0.0)
 
 
 def _boundary(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:

@@ -86,6 +86,7 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
         one_reduction=True,
         collective_slowdown=max(costs.slowdown("shard") for costs in ranks),
         replicate_slowdown=max(costs.slowdown("replicate") for costs in ranks),
+        tied_seconds=max(costs.tied_sum() for costs in ranks),
         norm_seconds=max(costs.constant for costs in ranks),
         optim_seconds=[
             costs.optimizer([unit for stage in row for unit in stages[stage]])

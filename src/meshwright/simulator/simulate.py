@@ -280,7 +280,8 @@ class _Simulation:
                 self.todo += [other for other in self.arrived if other != mine.number]
         if len(self.arrived) < len(self.ranks):
             return False
-        mine.clock = max(self.arrived.values())
+        mine.clock = max(self.arrived.values()) + self.timing.tied_seconds
+        mine.exposed["pipeline"] += self.timing.tied_seconds
         self._run(mine, action, self.timing.norm_seconds)
         return True
 

@@ -67,6 +67,8 @@ class Timing:
     """Part of the shorter side of an overlap that disappears under the longer: 0 one after the other, 1 all of it."""
     rank_slowdown: Sequence[float] = ()
     """By rank, how many times as long its compute takes (stragglers, slower devices). Empty: 1 each."""
+    tied_seconds: float = 0.0
+    """Adding up a weight's gradient over the first and the last rank, once both have theirs; the norm waits for it."""
     norm_seconds: float = 0.0
     """The gradient norm over all ranks, once all have arrived."""
     optim_seconds: Sequence[float] = ()

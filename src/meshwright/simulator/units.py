@@ -90,6 +90,15 @@ class UnitCosts:
         width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
         return self._beside(unit, self._replicas, self._summed(self.owned(unit) * width))
 
+    def tied_sum(self) -> float:
+        """Seconds in which the first and the last pipeline rank add up the gradients of a weight that both have: an all-reduce of two."""
+        if not (self._tied_apart and self.model.tied):
+            return 0.0
+        machine, layout, k = self.priced.machine, self.priced.layout, self.priced.constants
+        ends = group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
+        elements = self.model.vocab_size * self.model.hidden / shard_size(self.plan) / self.plan.axis_size("tensor")
+        return number(all_reduce(ends, k, elements * bytes_of(self.plan.precision.stored)))
+
     def slowdown(self, axis: Literal["shard", "replicate"]) -> float:
         """How many times as long compute takes while a collective of `axis` runs beside it."""
         where, k = {"shard": self._shards, "replicate": self._replicas}[axis], self.priced.constants
@@ -141,11 +150,13 @@ class UnitCosts:
         )
 
     def _beside(self, unit: Unit, where: Group, alone: float) -> float:
-        """Seconds of a reduction that takes `alone` with nothing beside it, while the backward of a unit like its own is computed."""
+        """Seconds of a reduction that takes `alone` with nothing beside it, while the backward of a unit like its own is computed: of one
+        micro-batch, or in layered order of all."""
         if number(where.domains) == 1:
             return alone
-        one = self.compute(unit)
-        return alone + number(self.priced.constants.net_yield) * min(one.backward_input + one.backward_weight, alone)
+        one, times = self.compute(unit), self.plan.batch.accumulate if self.plan.layered else 1
+        beside = times * (one.backward_input + one.backward_weight)
+        return alone + number(self.priced.constants.net_yield) * min(beside, alone)
 
     def _moved(self, size: float, beside: float = 0.0) -> float:
         """Seconds to read and write `size` bytes in all, while another stream does `beside` bytes."""
