@@ -30,6 +30,7 @@ SHORT = 12
 STYLE = """
 table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
 table.rows td:first-child { white-space: nowrap; }
+table.rows td { overflow-wrap: normal; }
 table.rows th { width: auto; border-top: 0; }
 section.card + section.card, .grid + section.card { margin-bottom: 20px; }
 """
@@ -181,8 +182,9 @@ def _timeline(answer: Answer) -> str:
 
 
 def _changes(answer: Answer) -> str:
-    rows = [(one.name, seconds_text(one.seconds), f"{one.gain:+.1%}", one.note) for one in answer.changes()]
-    return _table("What a change would buy", ("change", "step", "tokens/s", ""), rows)
+    gains = [(one, f"{one.gain:+.1%}" + f" ({one.note})" * bool(one.note)) for one in answer.changes()]
+    rows = [(one.name, seconds_text(one.seconds), gain) for one, gain in gains]
+    return _table("What a change would buy", ("change", "step", "tokens/s"), rows)
 
 
 def _runner_ups(answer: Answer) -> str:
