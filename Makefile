@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint docs bench-plan bench-own fit-costs fit-own clean
+.PHONY: quickstart test lint docs bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -26,6 +26,12 @@ bench-plan: $(VENV)/.installed
 
 bench-own: $(VENV)/.installed
 	$(BIN)/python benchmarks/accuracy.py
+
+bench-search: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_search.py
+
+keep-plans: $(VENV)/.installed
+	$(BIN)/python benchmarks/keep_plans.py
 
 fit-costs: $(VENV)/.installed
 	$(BIN)/python benchmarks/fit_costs.py

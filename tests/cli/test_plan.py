@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.plan_words import machines_line
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.load import load_run
 from tests.cli.command import meshwright
 
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
@@ -189,3 +192,49 @@ def test_one_plan_does_not_scale(tmp_path: Path) -> None:
     meshwright("plan", *ONE, "--out", file)
     answer = meshwright("plan", *ONE, f"plan={file}", "--gpus", "2..4")
     assert answer.code == 2 and "is one plan" in answer.err
+
+
+def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, tmp_path: Path) -> None:
+    """Two ranks of two plans, for real."""
+    out = tmp_path / "plan.yaml"
+    found = meshwright("plan", tiny, "--probe", 2, "--out", out, "--json").json
+    assert set(found) == KEYS | {"probes"}
+    ran = {probe["measured_seconds"]: probe for probe in found["probes"]}
+    assert len(ran) == 2 and all(seconds > 0 for seconds in ran)
+    assert all(probe["predicted_seconds"] > 0 and probe["measured_bytes"] > 0 for probe in ran.values())
+    fastest = ran[min(ran)]["plan"]
+    assert all(found["plan"][key] == fastest[key] for key in ("mesh", "batch", "schedule", "layers"))
+    assert found["plan"]["why"][0].startswith(f"measured on this machine: {min(ran):.3g} s a step")
+    assert [other["why_not"] for other in found["alternatives"] if other["why_not"] != "not measured"] == [
+        f"measured: {max(ran):.3g} s a step"
+    ]
+    assert "measured on this machine" in out.read_text()
+    text = meshwright("plan", tiny, f"plan={out}", "--probe", 2)
+    assert text.code == 2 and "is one plan" in text.err
+
+
+@pytest.mark.parametrize("more", [["--gpus", "2..4"], ["--objective", "cost"]])
+def test_probes_measure_seconds_of_one_step_only(more: list[str]) -> None:
+    answer = meshwright("plan", *ONE, "--probe", 2, *more)
+    assert answer.code == 2 and "--probe measures seconds of a step" in answer.err
+
+
+def test_another_machine_is_not_probed() -> None:
+    answer = meshwright("plan", *ONE, "--probe", 2)
+    assert answer.code == 2 and "the cluster says 2 H100" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ("mixed-h100-a100", "8 × 8 H100 and 8 × 8 A100"),
+        ("ib-roce-a100", "4 × 8 A100 on infiniband, 25 GB/s a port and 4 × 8 A100 on roce, 25 GB/s a port"),
+        ("dgx-h100-16", "16 × 8 H100"),
+        ("a100-tcp-4", "4 × 8 A100"),
+    ],
+)
+def test_the_header_names_nodes_that_differ(cluster: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: llama3-8b\ntrain: {{steps: 1, global_batch: 64, seq_len: 4096}}\ncluster: {cluster}\n")
+    assert machines_line(load_run(file, []).cluster) == words
+    assert machines_line(ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)) == "1 × 8 H200, playing 2 nodes"

@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from meshwright.costs.of_plan import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, as_nodes, plan_time, pricing
+from meshwright.costs.constants import OWN, table
+from meshwright.costs.of_plan import (
+    LOOPBACK_GB_PER_S,
+    LOOPBACK_PORT_GB_PER_S,
+    NEAREST,
+    as_nodes,
+    band,
+    plan_time,
+    pricing,
+)
+from meshwright.costs.sources import sources
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
@@ -100,3 +111,38 @@ def test_it_says_nothing_of_chips_that_nobody_measured() -> None:
     train = TrainSpec(steps=1, global_batch=given.batch.global_batch, seq_len=64)
     unknown = ClusterSpec(gpu="X1", gpus_per_node=2)
     assert plan_time(LLAMA, train, given, unknown) is None and pricing(LLAMA, train, given, unknown) is None
+
+
+def ends(cluster: ClusterSpec, mesh: dict[str, int], **layer: Any) -> tuple[float, float]:
+    """The band round one second."""
+    return band(1.0, cluster, plan_of(mesh, **layer))
+
+
+def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
+    rows = table()["bands"]
+    own, near = (tuple(np.exp(rows[name])) for name in (OWN, NEAREST))
+    assert ends(NODE, {"shard": 8}) == pytest.approx(own)
+    assert ends(replace(NODE, emulate_nodes=2), {"pipeline": 2, "shard": 4}) == pytest.approx(own)
+    for unlike in (
+        ends(NODE, {"tensor": 2, "shard": 4}),
+        ends(NODE, {"context_ring": 2, "shard": 4}),
+        ends(NODE, {"shard": 8}, offload="optimizer"),
+        ends(TWO_NODES, {"shard": 16}),
+    ):
+        assert unlike == pytest.approx(near)
+    elsewhere = ends(replace(NODE, gpu="A100"), {"shard": 8})
+    assert elsewhere[0] < near[0] and elsewhere[1] > near[1]
+    assert ends(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16}) == elsewhere
+    guessed = ends(replace(NODE, gpu="Ascend910"), {"shard": 8})
+    assert guessed == pytest.approx((1 / 3, 3), rel=0.01)
+
+
+def test_what_the_band_rests_on_is_said() -> None:
+    said = {
+        "tensor ranks": (NODE, {"tensor": 2, "shard": 4}), "several hosts": (TWO_NODES, {"shard": 16}),
+        "not measured on ampere": (replace(NODE, gpu="A100"), {"shard": 8}),
+        "no run on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
+        "runs of meshwright": (NODE, {"shard": 8}), "set by hand": (ClusterSpec(gpus_per_node=8), {"shard": 8}),
+    }  # fmt: skip
+    for text, (cluster, mesh) in said.items():
+        assert text in sources(cluster, "bf16", plan_of(mesh))["80% band"]

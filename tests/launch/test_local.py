@@ -46,6 +46,18 @@ def test_no_rank_outlives_a_failure(tmp_path: Path) -> None:
             os.kill(int((tmp_path / f"pid-{rank}").read_text()), 0)
 
 
+def test_enough_ends_the_ranks_and_is_no_failure(tmp_path: Path) -> None:
+    ready = [tmp_path / f"ready-{rank}" for rank in (0, 1)]
+    code = run_ranks(
+        "tests.launch.fake_rank", ["wait", str(tmp_path)], cluster=ClusterSpec(gpus_per_node=2), logs=tmp_path / "logs", threads=1,
+        quiet=True, enough=lambda: all(file.exists() for file in ready),
+    )  # fmt: skip
+    assert code == 0 and (tmp_path / "logs" / "rank-00000.log").exists()
+    for rank in (0, 1):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid-{rank}").read_text()), 0)
+
+
 def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from meshwright.launch.local import run_ranks; folder = Path(sys.argv[1]);"

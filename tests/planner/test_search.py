@@ -14,6 +14,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, PlanPins
 from meshwright.spec.presets import MODEL_PRESETS
@@ -113,6 +114,28 @@ def test_impossible_pins_are_refused(pins: PlanPins) -> None:
 def test_nothing_fits_names_the_largest_kinds() -> None:
     with pytest.raises(OutOfResources, match="a rank needs .* GB over"):
         search(run("llama3-405b"))
+
+
+@pytest.mark.parametrize("memory", [20, 24, 32])
+def test_what_fits_by_the_exact_account_is_found(memory: float) -> None:
+    """The closed form is above the exact account where few layers hold a wide vocabulary's gradients."""
+    words = (
+        f"model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.emulate_nodes=2 cluster.memory_gib={memory}"
+    )
+    pins = "train.seq_len=4096 train.global_batch=64 plan.shard=4 plan.micro_batch=8 plan.recompute=full"
+    asked = load_run(None, f"{words} {pins}".split())
+    assert peak_bytes(search(asked, trainable=True).best.plan) <= HEADROOM * memory * 2**30
+
+
+def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the closed form refuses everything, the exact account has the last word."""
+    asked = run("llama3-1b", batch=8, seq=2048)
+    monkeypatch.setattr("meshwright.planner.search.MARGINS", (1e-6,))
+    found = search(asked, trainable=True).best.plan
+    assert fits(asked, found, budget_of(asked, None))
+    tight = replace(asked, cluster=replace(asked.cluster, memory_gib=4))
+    with pytest.raises(OutOfResources, match=r"a rank needs [\d.]+ GB, [\d.]+ GB over the 4.0 that may be used"):
+        search(tight, trainable=True)
 
 
 def test_training_is_offered_only_what_it_can_do() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,15 @@ def plan(
         float | None,
         typer.Option("--price", metavar="MONEY", help="Price of one GPU for one hour, for costs in money."),
     ] = None,
+    probe: Annotated[
+        int | None,
+        typer.Option(
+            "--probe",
+            metavar="N",
+            min=1,
+            help="Run the N best plans for a few steps each on this machine, and take the fastest measured (3 is a good number).",
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the answer as one page with pictures.")
     ] = None,
@@ -68,6 +78,8 @@ def plan(
 
         meshwright plan run.yaml plan.pipeline=2 --for train --out plan.yaml
 
+        meshwright plan run.yaml --probe 3 --out plan.yaml
+
         meshwright plan run.yaml --gpus 8..1024 --html scaling.html
 
         meshwright plan run.yaml --gpus 64..1024 --objective training --critical-batch 4e6 --tokens 1e12 --price 2.5
@@ -75,8 +87,9 @@ def plan(
     from meshwright.cli.plan_answer import Wishes, answer_of, as_plain
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
 
-    wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price)
-    answer = answer_of(with_vocabulary(load(words)), wishes)
+    wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price, probe)
+    run = load(words)
+    answer = answer_of(run if probe else with_vocabulary(run), wishes, note=lambda text: print(text, file=sys.stderr))
     if out is not None:
         out.write_text(plan_yaml(answer.plan), encoding="utf-8")
     if html is not None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.costs.sources import sources
-from meshwright.launch.prepare import device_memory
+from meshwright.launch.prepare import Note, device_memory, resolve_data
+from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable
 from meshwright.planner.explain import limits, lost
+from meshwright.planner.finalists import same_layout
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.objectives import (
     Point,
@@ -43,10 +45,13 @@ class Wishes:
     critical_batch: float | None = None
     tokens: float | None = None
     price: float | None = None
+    probe: int | None = None
+    """Plans to run for a few steps on this machine."""
 
     @classmethod
     def of(
-        cls, for_: str | None, gpus: str | None, objective: str, critical_batch: float | None, tokens: float | None, price: float | None
+        cls, for_: str | None, gpus: str | None, objective: str, critical_batch: float | None, tokens: float | None, price: float | None,
+        probe: int | None = None,
     ) -> Wishes:  # fmt: skip
         """Raises BadInput for values that are none, and for options that do not go together."""
         if for_ not in (None, "train"):
@@ -68,7 +73,9 @@ class Wishes:
                 raise BadInput(f"{name} says nothing about the time of a step; it goes with --objective {wanted}")
             if value is not None and not value > 0:
                 raise BadInput(f"{name} {value:g}: expected a number above 0")
-        return cls(for_ == "train", _range(gpus), objective, critical_batch, tokens, price)
+        if probe and (gpus or objective != "time"):
+            raise BadInput("--probe measures seconds of a step on this machine; it goes without --gpus and --objective")
+        return cls(for_ == "train" or bool(probe), _range(gpus), objective, critical_batch, tokens, price, probe)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Answer:
     """The plan comes from a file."""
     points: tuple[Point, ...] = ()
     trainings: tuple[Training, ...] = ()
+    probes: tuple[Probe, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -112,17 +120,24 @@ class Answer:
         return what_if(self.run, self.plan, search_seconds=self.search_seconds, trainable=self.wishes.trainable)
 
     def why_not(self, other: Candidate) -> str:
-        return lost(self.run, self.best, other)
+        ran = next((one for one in self.probes if same_layout(one.plan, other.plan)), None)
+        if ran is None and self.probes:
+            return "not measured"
+        if ran is None:
+            return lost(self.run, self.best, other)
+        return f"measured: {ran.measured_seconds:.3g} s a step" if ran.measured_seconds else f"measured: {ran.ended}"
 
 
-def answer_of(run: RunSpec, wishes: Wishes) -> Answer:
-    """The planner's answer to one question.
+def answer_of(run: RunSpec, wishes: Wishes, note: Note = lambda text: None) -> Answer:
+    """The planner's answer to one question; `note` hears what takes time.
 
     Raises BadInput for options that do not fit the run and for a plan that cannot be, and OutOfResources when nothing fits, with
     what would make it fit.
     """
     if wishes.trainable and (refused := plan_only(run.model)):
         raise BadInput(refused)
+    if wishes.probe:
+        return _probed(run, wishes, note)
     if isinstance(run.plan, str) and run.plan != "auto":
         return _of_file(run, wishes)
     if wishes.objective == "training":
@@ -156,6 +171,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         "search_seconds": answer.search_seconds,
     }
     body["sources"] = sources_of(answer)
+    if answer.probes:
+        body["probes"] = [_probe(one) for one in answer.probes]
     if answer.points or answer.trainings or answer.wishes.objective != "time":
         body["objective"] = _objective(answer)
     if explain:
@@ -166,7 +183,7 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
 
 def sources_of(answer: Answer) -> dict[str, str]:
     """Where the numbers come from: which are measured, which are fitted, which are guesses."""
-    return sources(answer.run.cluster, answer.plan.precision.compute)
+    return sources(answer.run.cluster, answer.plan.precision.compute, answer.plan)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:
@@ -192,6 +209,18 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
 def _searched(run: RunSpec, wishes: Wishes) -> Answer:
     found = search_or_fixes(run, memory_bytes=device_memory(run), trainable=wishes.trainable)
     return Answer(run, wishes, found.best, found.others, found.considered, found.seconds)
+
+
+def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
+    """What the search found, with the fastest measured of its leading plans as the best."""
+    if isinstance(run.plan, str) and run.plan != "auto":
+        raise BadInput(f"plan: {run.plan} is one plan; --probe chooses among several, with plan=auto or pins")
+    assert wishes.probe is not None
+    check_here(run.cluster)
+    run = resolve_data(run, note)
+    found = search_or_fixes(run, memory_bytes=device_memory(run), trainable=True)
+    chosen, probes = probed(run, found, wishes.probe, note)
+    return Answer(run, wishes, chosen.best, chosen.others, found.considered, found.seconds, probes=probes)
 
 
 def _of_scaling(run: RunSpec, wishes: Wishes) -> Answer:
@@ -222,6 +251,17 @@ def _objective(answer: Answer) -> dict[str, Any]:
     if answer.trainings:
         return body | {"trainings": [_training(training, price) for training in answer.trainings]}
     return body | {"points": [_point(point, answer.tokens, price) for point in answer.priced_points]}
+
+
+def _probe(probe: Probe) -> dict[str, Any]:
+    return {
+        "plan": to_plain(probe.plan),
+        "predicted_seconds": probe.predicted_seconds,
+        "measured_seconds": probe.measured_seconds,
+        "predicted_bytes": probe.predicted_bytes,
+        "measured_bytes": probe.found.memory_bytes if probe.found else None,
+        "ended": probe.ended or None,
+    }
 
 
 def _point(point: Point, tokens: float, price: float | None) -> dict[str, Any]:

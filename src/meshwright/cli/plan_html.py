@@ -11,7 +11,7 @@ from math import log2
 from meshwright import __version__
 from meshwright.cli.plan_answer import Answer, planned_only, sources_of
 from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, seconds_text
-from meshwright.cli.plan_words import axes, caution, facts, memory_rows, short_line
+from meshwright.cli.plan_words import axes, caution, facts, machines_line, memory_rows, short_line
 from meshwright.costs.of_plan import as_nodes
 from meshwright.observe import figures
 from meshwright.observe.report_parts import plan_section
@@ -68,7 +68,7 @@ def _name(answer: Answer) -> str:
 
 def _header(answer: Answer) -> str:
     run, cluster = answer.run, answer.run.cluster
-    machines = f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}"
+    machines = machines_line(cluster)
     line = f"{figures.short(parameter_count(run.model))} parameters · {machines} · {short_line(answer.plan)}"
     refused = answer.planned_only
     status = (

@@ -9,9 +9,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from meshwright.cli.plan_answer import Answer, planned_only, sources_of
-from meshwright.cli.plan_words import axes, caution, facts, memory_rows, node_line, short_line
+from meshwright.cli.plan_words import axes, caution, facts, machines_line, memory_rows, node_line, short_line
 from meshwright.costs.of_plan import as_nodes
+from meshwright.launch.probe import Probe
 from meshwright.planner.explain import limits, parts_of
+from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Predicted
@@ -38,6 +40,7 @@ def show(answer: Answer) -> None:
     """Print all of it."""
     console = Console(highlight=False)
     _head(console, answer)
+    _probes(console, answer)
     _plan(console, answer)
     _mesh(console, answer)
     _memory(console, answer)
@@ -53,10 +56,8 @@ def show(answer: Answer) -> None:
 
 def _head(console: Console, answer: Answer) -> None:
     run, plan, cluster = answer.run, answer.plan, answer.run.cluster
-    played = f", playing {cluster.emulate_nodes} nodes" if cluster.emulate_nodes > 1 else ""
     name, size = run.model.preset or run.model.family, f"{parameter_count(run.model) / 1e9:.3g} B parameters"
-    machines = f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}{played}"
-    console.print(f"[bold]{name}[/bold], {size}, on {machines}")
+    console.print(f"[bold]{name}[/bold], {size}, on {machines_line(cluster)}")
     said = plan.predicted
     if said is not None:
         console.print(_figures(said, cluster.memory_bytes()))
@@ -83,6 +84,31 @@ def _figures(said: Predicted, memory: int | None) -> str:
     mfu = f", MFU {said.mfu:.1%}" if said.mfu else ""
     speed = f"{said.tokens_per_second:,.0f} tokens/s, {said.tokens_per_second_per_gpu:,.0f} a GPU{mfu}"
     return f"[bold]{seconds_text(said.step_seconds)} a step[/bold] (80%: {band}), {filled}\n{speed}"
+
+
+def _probes(console: Console, answer: Answer) -> None:
+    if not answer.probes:
+        return
+    _heading(console, "measured on this machine, beside what was predicted")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for number, probe in enumerate(answer.probes, 1):
+        mark = "[bold]taken[/bold]: " if same_layout(probe.plan, answer.plan) else ""
+        table.add_row(f"{number}.", f"{short_line(probe.plan)}\n{mark}{_beside(probe)}")
+    console.print(Padding(table, (0, 0, 0, 2)))
+    if (kept := answer.run.cluster.profile) is not None:
+        told = f"once trained, `meshwright profile --from-run runs/{answer.run.name}` corrects {kept} by it"
+        console.print(f"  {told}", style="dim")
+
+
+def _beside(probe: Probe) -> str:
+    """What one probe measured, and what was predicted."""
+    said = [f"predicted {seconds_text(probe.predicted_seconds)}"] if probe.predicted_seconds else []
+    if probe.found is not None:
+        off = f" ({probe.error:+.0%})" if probe.error is not None else ""
+        said.append(f"measured {seconds_text(probe.found.seconds)}{off}")
+        expected = f" of {probe.predicted_bytes / 1e9:.2f} predicted" if probe.predicted_bytes else ""
+        said.append(f"{probe.found.memory_bytes / 1e9:.2f} GB{expected}")
+    return ", ".join([*said, *([probe.ended] if probe.ended else [])])
 
 
 def _plan(console: Console, answer: Answer) -> None:

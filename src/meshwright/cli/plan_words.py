@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.costs.of_plan import STACK, as_nodes
 from meshwright.planner.explain import MOVES, border
+from meshwright.planner.reasons import on_layers
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
+from meshwright.spec.nodes import node_kinds
 from meshwright.spec.plan import LayerStrategy, Plan
 
 if TYPE_CHECKING:
+    from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.run import RunSpec
 
 STAGES_SHOWN = 8
@@ -48,13 +51,28 @@ def short_line(plan: Plan) -> str:
 
 
 def layers_line(plan: Plan) -> str:
-    """The strategies, each with its layer ranges where there are several."""
-    grouped: dict[str, list[str]] = {}
+    """The strategies, each with its layers where there are several."""
+    grouped: dict[str, list[LayerStrategy]] = {}
     for strategy in plan.layers:
-        grouped.setdefault(_strategy(strategy), []).append(strategy.range)
+        grouped.setdefault(_strategy(strategy), []).append(strategy)
     if len(grouped) == 1:
         return next(iter(grouped))
-    return "; ".join(f"{text} ({', '.join(ranges)})" for text, ranges in grouped.items())
+    total = 1 + max(int(strategy.range.split("-")[-1]) for strategy in plan.layers)
+    return "; ".join(f"{text} ({on_layers(held, total)})" for text, held in grouped.items())
+
+
+def machines_line(cluster: ClusterSpec) -> str:
+    """The nodes and their devices, those that differ one group after the other."""
+    if cluster.emulate_nodes > 1:
+        return f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}, playing {cluster.emulate_nodes} nodes"
+    kinds = node_kinds(cluster)
+    chips_alike = len({kind.gpu for kind, _ in kinds}) < len(kinds)
+    told = []
+    for kind, count in kinds:
+        port = f"{kind.port / 1e9:.3g} GB/s a port"
+        fabric = " on " + ", ".join(text for text in (kind.fabric, port) if text) if chips_alike else ""
+        told.append(f"{count:,} × {cluster.gpus_per_node} {kind.gpu}{fabric}")
+    return " and ".join(told) if len(told) > 1 else f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}"
 
 
 def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:

@@ -133,7 +133,7 @@ def _measured(cluster: ClusterSpec, seconds: float | None) -> MachineProfile:
 
 def _measured_here(cluster: ClusterSpec, seconds: float | None) -> MachineProfile:
     """Start a rank for every device of this host. When they fail the command ends with their code; logs with a traceback stay."""
-    from meshwright.launch.local import run_ranks
+    from meshwright.launch.local import rank_threads, run_ranks
     from meshwright.spec.fields import to_plain
     from meshwright.spec.profile import load_profile
 
@@ -145,8 +145,6 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None) -> MachineProfil
     place = Path(tempfile.mkdtemp(prefix="meshwright-"))
     question, destination = place / "job.json", place / "answer.json"
     question.write_text(json.dumps({"cluster": to_plain(cluster), "seconds": seconds}), encoding="utf-8")
-    share = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
-    threads = share if cluster.is_cpu else min(8, share)
     said = f"{cluster.ranks} {cluster.gpu}" + (
         f" as {cluster.emulate_nodes} nodes" if cluster.emulate_nodes > 1 else ""
     )
@@ -156,7 +154,7 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None) -> MachineProfil
         [str(question), str(destination)],
         cluster=cluster,
         logs=place / "logs",
-        threads=threads,
+        threads=rank_threads(cluster),
     )
     found = load_profile(destination) if code == EXIT_DONE else None
     if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):

@@ -79,7 +79,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
     from meshwright.spec.fields import to_plain
 
     seconds = timeline.step_seconds
-    low, high = band(seconds, run.cluster)
+    low, high = band(seconds, run.cluster, plan)
     rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
     held = _layers(run, plan)
     ranks = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -73,7 +72,7 @@ def start_ranks(
     run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None, timeline: tuple[int, int] | None = None
 ) -> int:
     """Prepare the run and start its local ranks; returns the job's exit code."""
-    from meshwright.launch.local import run_ranks
+    from meshwright.launch.local import rank_threads, run_ranks
     from meshwright.launch.prepare import prepare_run
 
     if run.cluster.nodes > 1:
@@ -89,14 +88,8 @@ def start_ranks(
         [str(prepared.folder / "assignment.json")],
         cluster=run.cluster,
         logs=prepared.folder / "logs",
-        threads=_threads(run),
+        threads=rank_threads(run.cluster),
     )
-
-
-def _threads(run: RunSpec) -> int:
-    """Processor threads of one rank: its share of the host, of which a rank that computes on a GPU needs only a few."""
-    share = max(1, (os.cpu_count() or 1) // run.cluster.gpus_per_node)
-    return share if run.cluster.is_cpu else min(8, share)
 
 
 def join_ranks(

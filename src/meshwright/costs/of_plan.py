@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from meshwright.costs.constants import Constants, aged, per_row, table
+from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table
 from meshwright.costs.idle import NAMES, fill
 from meshwright.costs.inputs import Array, Layouts, Machine, Shape
-from meshwright.costs.machine import FORMATS, as_measured, chip_of, machine_of, measured_port, spread
+from meshwright.costs.machine import FORMATS, GUESSED_SPREAD, as_measured, chip_of, machine_of, measured_port, spread
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
@@ -32,6 +32,10 @@ STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
 """What one emulated node sends when the cluster does not say, in all and by each rank: NCCL's all-reduces over loopback between nodes of
 one and of two H200s (benchmarks/fit_own.py)."""
+NEAREST = "torchtitan"
+"""The published stack that is most like this program's: PyTorch's own FSDP and compiler."""
+MEASURED_AXES = ("pipeline", "replicate", "shard")
+"""Axes of this program's own runs, all of them on one host, which may play several nodes."""
 RECOMPUTE = {"none": 0.0, "selective": 1.0, "full": 2.0}
 
 
@@ -66,7 +70,7 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     filled = plan.predicted.memory_peak_bytes / priced.machine.memory if plan.predicted else 0.0
     cost = _mean_cost(model, train, plan, priced, filled)
     seconds = number(cost.seconds)
-    low, high = band(seconds, cluster)
+    low, high = band(seconds, cluster, plan)
     parts = {"compute": cost.compute, "optimizer": cost.optimizer, "host": cost.host + cost.constant}
     if plan.axis_size("pipeline") > 1:
         parts["bubble"] = cost.bubble
@@ -110,10 +114,43 @@ def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
     )
 
 
-def band(seconds: float, cluster: ClusterSpec) -> tuple[float, float]:
-    """The ends of the 80% band round a predicted step time, in seconds."""
-    low, high = spread(cluster) or table()["bands"][STACK]
+def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float]:
+    """The ends of the 80% band round a predicted step time, in seconds: narrow only where this program's own runs were like `plan`'s."""
+    (low, high), _ = doubt(cluster, plan)
     return seconds * float(np.exp(low)), seconds * float(np.exp(high))
+
+
+def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
+    """Logarithms of the band's ends, and what they rest on.
+
+    Where this program never ran, published runs say how far a fitted stack strays: the nearest stack's band for axes and networks that
+    are new, the widest of all for another generation of devices, and a factor of three for one that nobody's runs were fitted on.
+    """
+    bands = table()["bands"]
+    if (wide := spread(cluster)) is not None:
+        return wide, "set by hand: the device is in no table"
+    new = ", ".join(_never_measured(cluster, plan))
+    chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
+    generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
+    if generation not in table()["generations"]:
+        return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
+    if not is_measured(generation) and cluster.profile is None:
+        named = [ends for name, ends in bands.items() if name not in ("default", OWN)]
+        widest = min(low for low, _ in named), max(high for _, high in named)
+        return widest, f"the widest of published stacks: {OWN} was not measured on {generation} devices"
+    if new or not is_measured(generation):
+        return bands[
+            NEAREST
+        ], f"{NEAREST}'s published runs: {OWN} was not measured with {new or generation + ' devices'}"
+    return bands[OWN], f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
+
+
+def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
+    """What of `plan` is unlike all of this program's own runs."""
+    found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
+    found += ["expert ranks"] if experts_over(plan) > 1 else []
+    found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
+    return found + (["several hosts"] if cluster.nodes > 1 else [])
 
 
 def number(value: object) -> float:

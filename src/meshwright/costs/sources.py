@@ -5,9 +5,10 @@ from __future__ import annotations
 from meshwright.costs.constants import OWN, constants, is_measured, table
 from meshwright.costs.machine import as_measured, chip_of, machine_of
 from meshwright.costs.measured import fits
-from meshwright.costs.of_plan import STACK, as_nodes
+from meshwright.costs.of_plan import STACK, as_nodes, doubt
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.plan import Plan
 from meshwright.spec.profile import load_profile
 
 GROUPS = (
@@ -21,9 +22,9 @@ STATED = {"links inside a node": "link_gb_per_s", "network": "port_gb_per_s"}
 MEASURE = "guess; `meshwright profile --out FILE` measures it"
 
 
-def sources(cluster: ClusterSpec, number_format: str = "bf16") -> dict[str, str]:
+def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None = None) -> dict[str, str]:
     """For each group of numbers that `cluster` needs: measured (how well the formula fits, file, date), fitted on how many runs of
-    which stack, datasheet, or guess.
+    which stack, datasheet, or guess; and what the band round the step time of `plan` rests on.
 
     Raises BadInput when the profile cannot be read or the cluster is no machine (`costs.machine.machine_of`).
     """
@@ -31,6 +32,8 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16") -> dict[str, str]
     absent = {"network"} if nodes.nodes == 1 else {"links inside a node"} if nodes.gpus_per_node == 1 else set()
     absent |= {"overlap", "links inside a node"} if nodes.ranks == 1 else set()
     found = {group: _unmeasured(cluster, group) for group in GROUPS if group not in absent}
+    if plan is not None:
+        found["80% band"] = doubt(cluster, plan)[1]
     chip = chip_of(nodes)
     if cluster.profile is None or chip is None:
         return found

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -29,22 +29,31 @@ POLL_SECONDS = 0.05
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def run_ranks(module: str, arguments: list[str], *, cluster: ClusterSpec, logs: Path, threads: int) -> int:
+def run_ranks(
+    module: str,
+    arguments: list[str],
+    *,
+    cluster: ClusterSpec,
+    logs: Path,
+    threads: int,
+    quiet: bool = False,
+    enough: Callable[[], bool] | None = None,
+) -> int:
     """Run `python -m module arguments…` as the ranks of a cluster of this one host and return the exit code of the job.
 
-    Rank 0 keeps this terminal; the others write to `logs/rank-NNNNN.log`. Ranks start with SIGINT, SIGTERM and SIGUSR1 blocked, so that
-    none is lost before they listen and unblock them. The code is 0 when all succeed, else that of the first rank that failed by itself.
+    Rank 0 keeps this terminal unless `quiet`; the others write to `logs/rank-NNNNN.log`. Ranks start with SIGINT, SIGTERM and SIGUSR1
+    blocked, so that none is lost before they listen and unblock them. Once `enough` says so all ranks are ended, which is no failure.
+    The code is 0 when all succeed, else that of the first rank that failed by itself.
     """
     logs.mkdir(parents=True, exist_ok=True)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         with _forwarding(processes):
             with _listening_socket() as listener, _blocked():
-                processes.extend(
-                    _start(module, arguments, rank, _environment(rank, cluster, listener, threads), listener, logs)
-                    for rank in range(cluster.ranks)
-                )
-            codes = _wait(processes)
+                for rank in range(cluster.ranks):
+                    env = _environment(rank, cluster, listener, threads)
+                    processes.append(_start(module, arguments, rank, env, listener, logs, quiet))
+            codes = _wait(processes, enough)
     finally:
         _kill(processes)
     _say_killed(codes, logs)
@@ -64,17 +73,24 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
 
 
 def _start(
-    module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path
+    module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path, quiet: bool
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", module, *arguments]
+    command, passed = [sys.executable, "-m", module, *arguments], ()
     if rank == 0:
         passed = (listener.fileno(),)
         env = env | {"MESHWRIGHT_STORE_FD": str(listener.fileno())}
-        return subprocess.Popen(command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL)
+        if not quiet:
+            return subprocess.Popen(command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL)
     with (logs / f"rank-{rank:05d}.log").open("ab") as log:
         return subprocess.Popen(
-            command, env=env, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
+            command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )  # fmt: skip
+
+
+def rank_threads(cluster: ClusterSpec) -> int:
+    """Processor threads of one rank: its share of this host, of which a rank that computes on a GPU needs only a few."""
+    share = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
+    return share if cluster.is_cpu else min(8, share)
 
 
 @contextmanager
@@ -119,8 +135,8 @@ def _forwarding(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Wait until all ranks ended or one failed; give a failure's true culprit a moment to show.
+def _wait(processes: list[subprocess.Popen[bytes]], enough: Callable[[], bool] | None = None) -> list[int | None]:
+    """Wait until all ranks ended, one failed or it is `enough`; give a failure's true culprit a moment to show.
 
     Returns how each rank ended (None: not yet), a death by signal as its negative number.
     """
@@ -135,6 +151,8 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
             stopping = all(code in (EXIT_PREEMPTED, EXIT_INTERRUPTED) for code in failures)
             if time.monotonic() - failed_at > (STOP_SECONDS if stopping else CULPRIT_SECONDS):
                 return codes
+        elif enough is not None and enough():
+            return codes
         time.sleep(POLL_SECONDS)
 
 

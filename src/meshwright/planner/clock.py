@@ -22,15 +22,15 @@ Parts = dict[str, float]
 """Seconds by `Timeline.breakdown`'s names; they add up to the step."""
 
 
-def played_by_units(run: RunSpec, plan: Plan) -> Parts:
-    """With every gather and reduction. Raises BadInput as `simulator.of_plan.simulate_plan` does."""
-    timing = timing_of(run.model, run.train, plan, run.cluster)
+def played_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
+    """With every gather and reduction; `timing` is made when it is not there yet. Raises BadInput as `simulate_plan` does."""
+    timing = timing or timing_of(run.model, run.train, plan, run.cluster)
     return _in_line(plan, lambda few: simulate(training_schedule(few, run.model.layers), timing).breakdown)
 
 
-def played_by_stages(run: RunSpec, plan: Plan) -> Parts:
+def played_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
     """Stages played whole, and of gathers and reductions what compute cannot hide. Raises as `played_by_units`."""
-    timing = timing_of(run.model, run.train, plan, run.cluster)
+    timing = timing or timing_of(run.model, run.train, plan, run.cluster)
     parts = _in_line(plan, lambda few: simulate(stage_schedule(few, run.model.layers), _whole(timing)).breakdown)
     schedule = stage_schedule(plan, run.model.layers)
     shown = max(_not_hidden(plan, timing, schedule, rank) for rank in range(schedule.ranks))

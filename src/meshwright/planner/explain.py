@@ -1,19 +1,23 @@
 """What a person asks of a plan, answered in sentences with numbers: what limits its step, and why another plan lost.
 
-Both read `plan.predicted`; nothing is simulated here, apart from the plan without its recomputation (`limits`).
+Both read `plan.predicted`; nothing is simulated here, apart from plans without what only memory asks for (`limits`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, number
-from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes
+from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of
 from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.chips import CHIPS
+from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import Layout
+from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import Plan, Predicted
 from meshwright.spec.run import RunSpec
 
@@ -61,8 +65,7 @@ def limits(run: RunSpec, plan: Plan) -> tuple[Limit, ...]:
         Limit("bubble", parts.bubble, f"bubble: {_share(parts.bubble, step)} waiting for other stages, {many}")
     )
     found.append(Limit("host", parts.host, f"host: {_share(parts.host, step)} in which the device waits for launches"))
-    if memory := _memory_limit(run, plan, said):
-        found.append(memory)
+    found += _memory_limits(run, plan, said)
     return tuple(sorted((one for one in found if one.seconds > MATTERS * step), key=lambda one: -one.seconds))
 
 
@@ -91,7 +94,7 @@ def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
     if other.simulated != best.simulated:
         return f"{_signed(behind)} by the quick estimate, behind others of its kind"
     if behind < 0:
-        return f"{_seconds(-behind)} faster, which a prediction cannot tell apart: the simpler plan was taken"
+        return f"{seconds_text(-behind)} faster, which a prediction cannot tell apart: the simpler plan was taken"
     if behind < EQUAL * mine.step_seconds:
         return f"as fast to {EQUAL:.1%}: {_costlier(best.plan, other.plan)}"
     worse = _worse(mine, theirs)
@@ -101,15 +104,25 @@ def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
 
 def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> str:
     """Which pipeline rank of `plan` needs more than it may use, by how much, and what fills it."""
-    usable = usable_bytes or HEADROOM * (run.cluster.memory_bytes() or 0)
     rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
-    rank = max(range(len(rows)), key=lambda at: sum(rows[at].values()))
-    need = sum(rows[rank].values())
+    needs = [sum(kinds.values()) for kinds in rows]
+    limits = usable_by_rank(run, plan, usable_bytes or HEADROOM * (run.cluster.memory_bytes() or 0))
+    rank = max(range(len(rows)), key=lambda at: needs[at] - limits[at])
+    need, usable = needs[rank], limits[rank]
     kinds = sorted(rows[rank].items(), key=lambda item: -item[1])
     largest = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds[:3])
     where = f"pipeline rank {rank}" if len(rows) > 1 else "a rank"
+    if need <= usable:
+        return f"{where} needs {need / 1e9:.1f} GB of the {usable / 1e9:.1f} that may be used ({largest} GB)"
     over = f"{(need - usable) / 1e9:.1f} GB over the {usable / 1e9:.1f} that may be used"
     return f"{where} needs {need / 1e9:.1f} GB, {over} ({largest} GB)"
+
+
+def usable_by_rank(run: RunSpec, plan: Plan, alike: float) -> list[float]:
+    """By pipeline rank, the bytes that a plan may fill: `alike`, or on unlike nodes the share of its own devices."""
+    ranks = plan.axis_size("pipeline")
+    own = memory_limits(run.cluster, Layout.of(plan, run.cluster.ranks_per_node)) if run.cluster.groups else None
+    return [HEADROOM * limit for limit in own] if own else [alike] * ranks
 
 
 def parts_of(said: Predicted) -> dict[str, float]:
@@ -152,31 +165,59 @@ def _compute_text(said: Predicted, seconds: float) -> str:
     )
 
 
-def _memory_limit(run: RunSpec, plan: Plan, said: Predicted) -> Limit | None:
-    """What recomputation costs that is there only because memory is short."""
-    if all(layer.recompute == "none" for layer in plan.layers) or said.step_seconds is None:
-        return None
-    free = repriced(run, replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers)))
-    budget = run.cluster.memory_bytes()
-    assert free.predicted is not None and free.predicted.step_seconds is not None
-    if budget is None or peak_bytes(free) <= HEADROOM * budget:
-        return None
-    won = said.step_seconds - free.predicted.step_seconds
-    mode = max((layer.recompute for layer in plan.layers), key=("none", "selective", "full").index)
-    return Limit(
-        "memory",
-        won,
-        f"memory: recompute {mode} takes {_share(won, said.step_seconds)}; without it {shortfall(run, free)}",
-    )
+def _memory_limits(run: RunSpec, plan: Plan, said: Predicted) -> list[Limit]:
+    """What is there only because memory is short, and would go faster without: recomputation, further gathers, small micro-batches."""
+    budget, found = run.cluster.memory_bytes(), []
+    if budget is None or said.step_seconds is None:
+        return []
+    for what, roomy in _roomier(run, plan):
+        # Only what does not fit is worth its price.
+        rows = memory_of(run.model, run.train, roomy, cpu=run.cluster.is_cpu)
+        usable = usable_by_rank(run, plan, HEADROOM * budget)
+        if all(sum(kinds.values()) <= limit for kinds, limit in zip(rows, usable, strict=True)):
+            continue
+        free = repriced(run, roomy).predicted
+        assert free is not None and free.step_seconds is not None
+        won = said.step_seconds - free.step_seconds
+        if won > 0:
+            text = f"memory: {what[0]} {_share(won, said.step_seconds)}; {what[1]} {shortfall(run, roomy)}"
+            found.append(Limit("memory", won, text))
+    return found
+
+
+def _roomier(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]:
+    """(what costs time, without what), and the plan without it."""
+    pins, batch = pins_of(run), plan.batch
+    if any(layer.recompute != "none" for layer in plan.layers):
+        mode = max((layer.recompute for layer in plan.layers), key=("none", "selective", "full").index)
+        layers = tuple(replace(layer, recompute="none") for layer in plan.layers)
+        yield (f"recompute {mode} takes", "without it"), replace(plan, layers=layers)
+    if pins.reshard is None and pins.layers is None and any(layer.reshard for layer in plan.layers):
+        layers = tuple(replace(layer, reshard=False) for layer in plan.layers)
+        yield ("gathering weights again takes", "with them kept"), replace(plan, layers=layers)
+    if pins.micro_batch is None and not batch.accumulate % 2 and batch.accumulate // 2 >= plan.axis_size("pipeline"):
+        larger = replace(batch, micro_batch=2 * batch.micro_batch, accumulate=batch.accumulate // 2)
+        with suppress(BadInput):  # the schedule needs other numbers of micro-batches
+            yield (
+                (f"micro-batches of {batch.micro_batch} cost", f"with {larger.micro_batch}"),
+                _checked(run, replace(plan, batch=larger)),
+            )
+
+
+def _checked(run: RunSpec, plan: Plan) -> Plan:
+    """`plan`; raises BadInput when its schedule cannot be made."""
+    memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    return plan
 
 
 def _share(seconds: float, step: float) -> str:
-    return f"{_seconds(seconds)} ({seconds / step:.0%})"
+    return f"{seconds_text(seconds)} ({seconds / step:.0%})"
 
 
 def _signed(value: float) -> str:
-    return f"{'-' if value < 0 else '+'}{_seconds(abs(value))}"
+    return f"{'-' if value < 0 else '+'}{seconds_text(abs(value))}"
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """Seconds with two digits behind the point, or milliseconds with three digits."""
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:#.3g} ms"

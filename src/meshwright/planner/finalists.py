@@ -12,13 +12,13 @@ from math import inf
 
 from meshwright.costs.of_plan import shard_size
 from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of, precision_of
+from meshwright.planner.explain import usable_by_rank
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.sweep import End, Strategy
 from meshwright.simulator.of_plan import memory_of
-from meshwright.spec.layout import Layout, stage_table
-from meshwright.spec.nodes import memory_limits
+from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 
@@ -27,6 +27,8 @@ SIMULATED, OF_LARGE, LARGE = 8, 4, 20_000
 whole stages."""
 IMPROVED = 3
 """Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
+NEAR = 1.05
+"""Times a plan's estimated step up to which its neighbours are simulated."""
 ROOMY = 0.93
 """Of the memory that may be filled. Pipelines with virtual stages leave an eighth to fragments (4 H200s: 107 of 95 GiB)."""
 ALIKE = 0.01
@@ -80,9 +82,8 @@ def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
 def _over(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
     """By pipeline rank, whether it needs more than its devices may hold."""
     rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
-    own = memory_limits(run.cluster, Layout.of(plan, run.cluster.ranks_per_node)) if run.cluster.groups else None
-    limits = [int(HEADROOM * limit) for limit in own] if own else [budget] * len(rows)
-    return [limit is not None and sum(kinds.values()) > limit for kinds, limit in zip(rows, limits, strict=True)]
+    limits = usable_by_rank(run, plan, inf if budget is None else budget)
+    return [sum(kinds.values()) > limit for kinds, limit in zip(rows, limits, strict=True)]
 
 
 def judged(run: RunSpec, plans: Iterable[Plan]) -> list[Candidate]:
@@ -115,14 +116,29 @@ def kind_of(plan: Plan) -> tuple[object, ...]:
 def improved(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> list[Candidate]:
     """The candidates, and before them the faster neighbours of the leading ones: what a closed form tells apart worst is simulated."""
     many = 1 if _work(candidates[0].plan, run.model.layers) > LARGE else IMPROVED
-    better = []
+    better, known = [], [one.plan for one in candidates if one.simulated]
     for one in candidates[:many]:
-        plans = [plan for plan in _neighbours(run, one.plan) if fits(run, plan, budget)]
-        found = [replace(one, plan=repriced(run, plan), estimated=None) for plan in plans]
-        better += [other for other in found if other.seconds < one.seconds]
+        plans = [plan for plan in _neighbours(run, one.plan) if not any(same_layout(plan, other) for other in known)]
+        for plan in plans:
+            known.append(plan)
+            if fits(run, plan, budget) and _promising(run, plan, one):
+                better.append(replace(one, plan=repriced(run, plan), estimated=None))
+    better = [one for one in better if one.seconds < candidates[0].seconds * (1 + ALIKE)]
     return sorted([*better, *(one for one in candidates if one.simulated)], key=_seconds) + [
         one for one in candidates if not one.simulated
     ]
+
+
+def _promising(run: RunSpec, plan: Plan, beside: Candidate) -> bool:
+    """Whether `plan`, by whole stages, is not far behind its neighbour."""
+    if beside.estimated is None:
+        return True
+    return Candidate(repriced(run, plan, by_units=False)).seconds < beside.estimated * NEAR
+
+
+def same_layout(one: Plan, other: Plan) -> bool:
+    """Whether two plans run alike, whatever is said of them."""
+    return replace(one, predicted=None, why=()) == replace(other, predicted=None, why=())
 
 
 def _work(plan: Plan, layers: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from meshwright.costs.of_plan import shard_size
 from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of, untrainable
-from meshwright.planner.explain import shortfall
+from meshwright.planner.explain import EQUAL, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import LayerStrategy, Plan, layer_range
 from meshwright.spec.run import RunSpec
 
 CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
@@ -20,18 +22,42 @@ CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
     ("gradients", ("gradients", "layers"), lambda plan: plan.layers[-1].gradients),
 )
 """What a person asks about: its name, the pins that settle it, and its value in a plan."""
+ALONE = {
+    "pipeline": "no pipeline", "tensor": "no tensor ranks", "context": "sequences whole on a rank", "replicate": "one copy of the weights",
+}  # fmt: skip
+"""What an axis of one rank is called."""
+GRADIENTS = {"whole": "kept whole between micro-batches", "shard": "reduced after every micro-batch"}
+LESS = "less"
+BESIDE = 3
+"""Other values of a choice that are named."""
+NAMED_RANGES = 2
+"""Layer ranges that are named; of more, only the number of layers."""
 
 
-def reasons(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> tuple[str, ...]:
-    """One sentence for each thing that a person might ask about `best`."""
+def reasons(
+    best: Candidate, others: Sequence[Candidate], run: RunSpec, fits: Callable[[Plan], bool] = lambda plan: False
+) -> tuple[str, ...]:
+    """One sentence for each thing that a person might ask about `best`; `fits` says which plans have enough memory."""
     plan, pins = best.plan, pins_of(run)
     said = [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
-    said += _by_memory(plan, run)
+    if any(sentence.endswith(LESS) or f"{LESS}," in sentence for sentence in said):
+        said.append("of plans within 1%, which no prediction tells apart, the simplest is taken")
+    said += _by_memory(plan, run, fits)
     if refused := untrainable(plan):
         said.append(refused)
     pinned = [key for key, value in vars(pins).items() if value is not None]
     said += ["pinned by the run file: " + ", ".join(pinned)] * bool(pinned)
     return tuple(sentence for sentence in said if sentence)
+
+
+def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
+    """Which of a model's `total` layers these strategies are for, in words: ranges while they are few, else how many layers."""
+    count = sum(len(layer_range(layer.range, total)) for layer in layers)
+    if count == total:
+        return "all layers"
+    if len(layers) > NAMED_RANGES:
+        return f"{count} of {total} layers"
+    return f"layer{'s' * (count > 1)} " + " and ".join(layer.range for layer in layers)
 
 
 def _beside(best: Candidate, others: Sequence[Candidate], name: str, value: Callable[[Plan], object]) -> str:
@@ -41,36 +67,64 @@ def _beside(best: Candidate, others: Sequence[Candidate], name: str, value: Call
     for other in others:
         if value(other.plan) != mine:
             fastest.setdefault(value(other.plan), other)
-    if not fastest:
+    shown = list(fastest.items())[:BESIDE]
+    if not shown:
         return ""
-    gaps = [f"{other} {_gap(best, one)}" for other, one in list(fastest.items())[:3]]
-    return (
-        f"{name} {mine}: {', '.join(gaps)} at its best"
-        if len(gaps) == 1
-        else f"{name} {mine}: {', '.join(gaps)} at their best"
-    )
+    gaps = [_gap(best, other) for _, other in shown]
+    ways = [_with(name, other) for other, _ in shown]
+    told = [f"the best plan {ways[0]} takes {gaps[0]}"]
+    told += [f"{way} {gap}" for way, gap in zip(ways[1:], gaps[1:], strict=True)]
+    return f"{_chosen(name, mine)}: {', '.join(told)}"
+
+
+def _chosen(name: str, value: object) -> str:
+    if name == "gradients":
+        return f"gradients {GRADIENTS[str(value)]}"
+    return ALONE[name] if name in ALONE and value == 1 else f"{name} {value}"
+
+
+def _with(name: str, value: object) -> str:
+    if name == "gradients":
+        return f"with them {GRADIENTS[str(value)]}"
+    return "without" if name in ALONE and value == 1 else f"with {value}"
 
 
 def _gap(best: Candidate, other: Candidate) -> str:
-    """Seconds that the other takes longer; less than nothing where the simpler plan was taken."""
-    return f"{other.behind(best):+.3g} s"
+    """How much longer the other takes; less where the simpler plan was taken."""
+    behind = other.behind(best)
+    if abs(behind) < EQUAL * best.seconds:
+        return "as long"
+    return f"{seconds_text(abs(behind))} {'longer' if behind > 0 else LESS}"
 
 
-def _by_memory(plan: Plan, run: RunSpec) -> list[str]:
+def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[str]:
     pins, said = pins_of(run), []
     lean = [layer for layer in plan.layers if layer.recompute != "none"]
     if lean and pins.recompute is None and pins.layers is None:
-        where = "" if len(plan.layers) == 1 else f" on layers {', '.join(layer.range for layer in lean)}"
-        said.append(
-            f"recompute {lean[0].recompute}{where}: less does not fit micro-batches of {plan.batch.micro_batch}"
+        free = replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers))
+        why = (
+            "keeping all activations is no faster"
+            if fits(free)
+            else f"with less, {_micro_batches(plan)} do not fit into memory"
         )
+        said.append(f"recompute {lean[0].recompute} on {on_layers(lean, run.model.layers)}: {why}")
     again = [layer for layer in plan.layers if layer.reshard]
-    if again and plan.axis_size("shard") > 1 and pins.reshard is None and pins.layers is None:
-        where = "" if len(plan.layers) == 1 else f" on layers {', '.join(layer.range for layer in again)}"
-        said.append(f"reshard{where}: keeping gathered weights does not fit micro-batches of {plan.batch.micro_batch}")
+    if again and shard_size(plan) > 1 and pins.reshard is None and pins.layers is None:
+        free = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
+        why = (
+            "keeping them is no faster"
+            if fits(free)
+            else f"kept gathered, {_micro_batches(plan)} do not fit into memory"
+        )
+        said.append(f"weights gathered again for the backward pass on {on_layers(again, run.model.layers)}: {why}")
     if plan.layers[0].offload != "none" and pins.offload is None:
         said.append(f"offload {plan.layers[0].offload}: without it memory asks for a slower plan")
     return said
+
+
+def _micro_batches(plan: Plan) -> str:
+    count = plan.batch.micro_batch
+    return f"micro-batches of {count} sequence{'s' * (count > 1)}"
 
 
 def _context(plan: Plan) -> int:

@@ -7,10 +7,13 @@ from dataclasses import replace
 from meshwright.costs.memory import fullest
 from meshwright.costs.of_plan import band, pricing
 from meshwright.planner.clock import played_by_stages, played_by_units
-from meshwright.simulator.of_plan import inside_compute, memory_of
+from meshwright.simulator.of_plan import memory_of, timing_of
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Breakdown, Plan, Predicted
 from meshwright.spec.run import RunSpec
+
+TIMED_AXES = ("pipeline", "shard", "replicate")
+"""Axes whose communication has actions of its own in a schedule."""
 
 
 def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True) -> Plan:
@@ -24,7 +27,7 @@ def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True) -> Plan:
         return replace(plan, predicted=said)
     breakdown = _breakdown(run, plan, by_units)
     seconds = breakdown.compute + sum(breakdown.exposed.values()) + breakdown.bubble + breakdown.host
-    low, high = band(seconds, run.cluster)
+    low, high = band(seconds, run.cluster, plan)
     tokens = run.train.global_batch * run.train.seq_len / seconds
     peak = run.cluster.peak_flops(plan.precision.compute)
     work = flops_per_token(run.model, run.train.seq_len, causal=True)
@@ -37,13 +40,11 @@ def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True) -> Plan:
 
 
 def _breakdown(run: RunSpec, plan: Plan, by_units: bool) -> Breakdown:
-    parts = (played_by_units if by_units else played_by_stages)(run, plan)
-    inside = inside_compute(run.model, run.train, plan, run.cluster)
-    host = inside.pop("host", 0.0)
-    exposed = inside | {axis: parts[axis] for axis in ("pipeline", "shard", "replicate")}
+    timing = timing_of(run.model, run.train, plan, run.cluster)
+    parts = (played_by_units if by_units else played_by_stages)(run, plan, timing)
+    exposed = {**timing.inside, **{axis: parts[axis] for axis in TIMED_AXES}}
     return Breakdown(
-        compute=parts["compute"] + parts["closing"] - sum(inside.values()) - host,
+        compute=parts["compute"] + parts["closing"] - sum(timing.inside.values()),
         exposed={axis: seconds for axis, seconds in exposed.items() if seconds > 0},
         bubble=parts["idle"],
-        host=host,
     )

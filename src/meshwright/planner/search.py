@@ -55,12 +55,15 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
         candidates = judged(run, _plans(run, swept, budget))
         if candidates or budget is None:
             break
-    if not candidates:
-        raise OutOfResources(nothing_fits(run, _smallest(run, priced, space), budget or 0))
+    if not candidates:  # the closed form may be too high by more than the margins
+        least = _smallest(run, priced, space)
+        candidates = judged(run, [one.plan for one in least if fits(run, one.plan, budget)])
+        if not candidates:
+            raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = improved(run, candidates, budget)
     best = simplest(candidates, budget)
     others = tuple(one for one in candidates if one is not best)
-    best = replace(best, plan=replace(best.plan, why=reasons(best, others, run)))
+    best = replace(best, plan=replace(best.plan, why=reasons(best, others, run, lambda plan: fits(run, plan, budget))))
     return Answer(best, others, considered, time.perf_counter() - begun)
 
 

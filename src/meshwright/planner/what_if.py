@@ -122,7 +122,9 @@ def _another_node(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> 
         meshed = " × ".join(f"{axis.axis} {axis.size}" for axis in found.mesh)
         added = "one more node" if more == nodes + 1 else f"{more - nodes} more nodes"
         return _change(f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)", run, plan, larger, found, meshed + odd)
-    return None
+    alone = plan.batch.micro_batch * plan.batch.accumulate == 1
+    note = "the batch has no more sequences to give" if alone else "no larger cluster divides the batch"
+    return _change("more nodes", run, plan, run, plan, note)
 
 
 def _searched(run: RunSpec, trainable: bool) -> Plan | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import inf
+
+import numpy as np
 
 from meshwright.costs.of_plan import Pricing, number
 from meshwright.simulator.timing import Link
@@ -24,13 +25,11 @@ def links_of(
     its ports between them. Between ranks on unlike nodes the slower end counts.
     """
     layout = Layout.of(plan, cluster.gpus_per_node)
-    by_stage: dict[int, list[int]] = {}
-    for rank in range(layout.ranks):
-        by_stage.setdefault(layout.coordinates(rank).get("pipeline", 0), []).append(rank)
+    by_stage = _ranks_by_stage(layout)
     fabrics = [alike.network.fabric if alike.network else None for alike in rank_clusters(cluster, layout)]
 
     def link(one: int, other: int) -> Link:
-        pairs = list(zip(by_stage[one], by_stage[other], strict=True))
+        pairs = by_stage[one], by_stage[other]
         ends = prices[one], prices[other]
         if fabrics[one] == fabrics[other]:
             return _link(pairs, cluster.gpus_per_node, ends, tcp=fabrics[one] == "tcp", bridge=Link())
@@ -42,24 +41,32 @@ def links_of(
     return {channel: link(*channel) for channel in channels}
 
 
+def _ranks_by_stage(layout: Layout) -> np.ndarray:
+    """(pipeline ranks, ranks of one) ranks, those that exchange a boundary in one column."""
+    names = [name for name, _ in layout.axes]
+    grid = np.arange(layout.ranks).reshape([size for _, size in layout.axes])
+    stages = layout.size("pipeline")
+    return (np.moveaxis(grid, names.index("pipeline"), 0) if stages > 1 else grid).reshape(stages, -1)
+
+
 def _link(
-    pairs: list[tuple[int, int]], per_node: int, ends: tuple[Pricing, Pricing], *, tcp: bool, bridge: Link
+    pairs: tuple[np.ndarray, np.ndarray], per_node: int, ends: tuple[Pricing, Pricing], *, tcp: bool, bridge: Link
 ) -> Link:
     """The link between two stages whose devices `pairs` names; across nodes it is no better than `bridge`."""
     machine, constants = ends[0].machine, [end.constants for end in ends]
     boundary_us = max(number(k.pipe_us) for k in constants)
     domain = min(int(number(end.machine.domain)) for end in ends)
-    across = [(one, other) for one, other in pairs if one // domain != other // domain]
-    if not across:
+    apart = pairs[0] // domain != pairs[1] // domain
+    senders, receivers = (end[apart] for end in pairs)
+    if not len(senders):
         rate = min(number(end.machine.link * end.constants.link) for end in ends)
         return Link((boundary_us + max(number(k.link_us) for k in constants)) * 1e-6, rate)
     port = min(number(end.machine.nic * end.constants.net) for end in ends)
     port = min(port, bridge.bytes_per_second * min(number(k.net) for k in constants))
     if tcp:
-        senders = Counter(one // per_node for one, _ in across)
-        port *= per_node / max(senders.values())
+        port *= per_node / int(np.bincount(senders // per_node).max())
     pod = number(machine.pod)
-    if any(one // pod != other // pod for one, other in across):
+    if np.any(senders // pod != receivers // pod):
         port /= number(machine.oversubscribed)
     late = max(bridge.latency_seconds, *(number(k.net_us) * 1e-6 for k in constants))
     return Link(boundary_us * 1e-6 + late, port)

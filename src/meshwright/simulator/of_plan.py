@@ -20,7 +20,6 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 
@@ -92,22 +91,23 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
             costs.optimizer([unit for stage in row for unit in stages[stage]])
             for costs, row in zip(ranks, schedule.placement, strict=True)
         ],
+        inside=_inside(compute, plan.batch.accumulate / len(ranks)),
     )
 
 
 def inside_compute(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> dict[str, float]:
     """Seconds of a step's compute that are exposed communication of tensor, context and expert ranks and with host memory, mean over
     pipeline ranks."""
-    priced = priced_or_refused(model, train, plan, as_nodes(cluster))
-    ranks = [UnitCosts(model, plan, rank or priced) for rank in rank_prices(model, train, plan, cluster)]
-    table = stage_table(plan.schedule, len(ranks), model.layers)
-    blocks = [
-        costs.compute(layer).inside for costs, row in zip(ranks, table, strict=True) for held in row for layer in held
-    ]
-    share = plan.batch.accumulate / len(ranks)
-    totals = {
-        axis: share * sum(block[axis] for block in blocks) for axis in ("tensor", "context", "expert", "host link")
-    }
+    return dict(timing_of(model, train, plan, cluster).inside)
+
+
+def _inside(compute: Sequence[Sequence[Seconds]], times: float) -> dict[str, float]:
+    """`times` the communication inside one micro-batch's compute, by axis; none that is nothing."""
+    totals: dict[str, float] = {}
+    for row in compute:
+        for one in row:
+            for axis, seconds in one.inside.items():
+                totals[axis] = totals.get(axis, 0.0) + times * seconds
     return {axis: seconds for axis, seconds in totals.items() if seconds}
 
 

@@ -73,6 +73,8 @@ class Timing:
     """The gradient norm over all ranks, once all have arrived."""
     optim_seconds: Sequence[float] = ()
     """By rank, the optimizer. Empty: nothing."""
+    inside: Mapping[str, float] = field(default_factory=dict)
+    """Of a step's compute, mean over ranks, the communication in it that its arithmetic does not hide, by axis. Only told, not played."""
 
     def between(self, sender: int, receiver: int) -> Link:
         """The link from one pipeline rank to another."""

@@ -7,6 +7,7 @@ before a run starts (`spec.checks`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound
@@ -235,6 +236,7 @@ class PlanPins:
     """`torch.compile` for each block."""
 
 
+@cache
 def layer_range(text: str, layers: int) -> range:
     """The layers that `all`, `N` or `FIRST-LAST` names in a model of `layers` blocks.
 

@@ -1,0 +1,83 @@
+"""How long the planner thinks: `make bench-search` (CPU only, half a minute).
+
+Times are processor seconds of one thread (user and system), the least of three, so that a busy machine does not count against it. The
+search alone is timed, in a process of its own whose memory is its peak; `plan --help` is timed as a whole. Prints each with its limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from meshwright.planner.search import search
+from meshwright.spec.load import load_run
+
+LARGE = "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=2048"
+EIGHT = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64"
+TIMES = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    what: str
+    reached: float
+    limit: float
+    unit: str
+
+
+def main() -> None:
+    if sys.argv[1:]:
+        print(json.dumps(searched(sys.argv[1:])))
+        return
+    large, eight = asked(LARGE), asked(EIGHT)
+    two = asked(f"{EIGHT} cluster.emulate_nodes=2")
+    lines = [
+        Line(f"405B on 16,384 GPUs, {large['considered']:,} layouts", large["seconds"], 5.0, "s"),
+        Line("  its memory", large["bytes"] / 1e9, 1.0, "GB"),
+        Line(f"8B on 8 GPUs, {eight['considered']:,} layouts", eight["seconds"], 0.5, "s"),
+        Line(f"8B on 8 GPUs as 2 nodes over TCP, {two['considered']:,} layouts", two["seconds"], 0.5, "s"),
+        Line("meshwright plan --help", min(help_seconds() for _ in range(TIMES)), 0.3, "s"),
+    ]
+    for line in lines:
+        verdict = "pass" if line.reached <= line.limit else "FAIL"
+        print(f"{verdict}  {line.reached:6.3f} ≤ {line.limit:<4g} {line.unit:3} {line.what}")
+    sys.exit(any(line.reached > line.limit for line in lines))
+
+
+def asked(question: str) -> dict[str, float]:
+    """What a process of one thread says of a question."""
+    command = [sys.executable, __file__, *question.split()]
+    return json.loads(subprocess.run(command, env=one_thread(), capture_output=True, check=True).stdout)
+
+
+def searched(words: list[str]) -> dict[str, float]:
+    """Processor seconds of the search, the least of a few, and the most memory of this process."""
+    run, seconds, considered = load_run(None, words), [], 0
+    for _ in range(TIMES):
+        before = time.process_time()
+        considered = search(run).considered
+        seconds.append(time.process_time() - before)
+    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": min(seconds), "bytes": kept, "considered": considered}
+
+
+def help_seconds() -> float:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "plan", "--help"], env=one_thread(), stdout=subprocess.DEVNULL
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return used.ru_utime + used.ru_stime
+
+
+def one_thread() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    main()

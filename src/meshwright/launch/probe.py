@@ -1,0 +1,217 @@
+"""The third layer of the search: the leading plans run for a few steps on this machine itself, and the fastest measured is taken.
+
+A probe is a run like any other (the run's own model, batch and data), in a folder that is thrown away, without checkpoints, validation or
+initial weights. A plan that is far behind its prediction, or out of memory, is ended early.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from meshwright.launch.local import rank_threads, run_ranks
+from meshwright.launch.machine import found_cluster
+from meshwright.launch.prepare import Note, plan_yaml, prepare_run
+from meshwright.observe.account import ENOUGH, FEWEST, WARM_UP, Typical, comparable_memory, typical
+from meshwright.observe.metrics import scan_metrics
+from meshwright.planner.candidate import Answer, Candidate
+from meshwright.planner.finalists import kind_of, same_layout
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_NO_RESOURCES,
+    EXIT_PREEMPTED,
+    BadInput,
+    OutOfResources,
+)
+from meshwright.spec.job import ObserveSpec
+from meshwright.spec.place import started_by_launcher
+from meshwright.spec.plan import Plan, Predicted
+from meshwright.spec.run import RunSpec
+
+STEPS = WARM_UP + ENOUGH
+"""Steps of a probe, those that only warm up included."""
+FEW, LONG_SECONDS = 5, 20.0
+"""Steps behind the warm-up that suffice once they have taken so long together."""
+TOO_SLOW = 1.5
+"""Times its prediction, or the upper end of its band where that is further, at which a probe is ended."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One plan, and how it ran."""
+
+    plan: Plan
+    found: Typical | None = None
+    """Its typical step behind the warm-up; none when it did not get that far."""
+    ended: str = ""
+    """Why it was ended before its last step; empty when it was not."""
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        return self.plan.predicted.step_seconds if self.plan.predicted else None
+
+    @property
+    def measured_seconds(self) -> float | None:
+        return self.found.seconds if self.found else None
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """What the measured memory is held against."""
+        said = self.plan.predicted
+        return comparable_memory(said, resident=self.found.resident) if said and self.found else None
+
+    @property
+    def error(self) -> float | None:
+        """Measured ÷ predicted − 1."""
+        measured, predicted = self.measured_seconds, self.predicted_seconds
+        return measured / predicted - 1 if measured and predicted else None
+
+
+def probed(run: RunSpec, answer: Answer, count: int, note: Note) -> tuple[Answer, tuple[Probe, ...]]:
+    """`answer` with the fastest measured of its `count` leading plans as the best, and every probe, in the order they ran.
+
+    Raises BadInput when the run's cluster is not this machine, and OutOfResources when none of the plans ran.
+    """
+    check_here(run.cluster)
+    probes = []
+    for number, candidate in enumerate(leading(answer, count), 1):
+        note(f"probe {number}: {mesh_of(candidate.plan)}, {STEPS} steps")
+        probes.append(probe(run, candidate.plan, note))
+    return taken(answer, probes), tuple(probes)
+
+
+def check_here(cluster: ClusterSpec, found: dict[str, object] | None = None) -> None:
+    """Raise BadInput unless the ranks of `cluster` can be started on this machine (`found`, as `found_cluster` describes it)."""
+    if started_by_launcher():
+        raise BadInput("--probe starts the ranks of each plan itself; run it outside of the launcher, on one host")
+    if cluster.nodes > 1:
+        raise BadInput(
+            f"--probe runs plans on this machine, and cluster.nodes is {cluster.nodes}; print the leading plans with --json and train each"
+        )
+    here = found or found_cluster()
+    if cluster.is_cpu or (cluster.gpu == here["gpu"] and cluster.gpus_per_node <= int(str(here["gpus_per_node"]))):
+        return
+    raise BadInput(
+        f"--probe runs plans on this machine, which is {here['gpus_per_node']} {here['gpu']}; the cluster says {cluster.gpus_per_node} "
+        f"{cluster.gpu}; leave `cluster` out, or say cluster=auto, to plan for this machine"
+    )
+
+
+def leading(answer: Answer, count: int) -> list[Candidate]:
+    """The best plan, then the fastest played one of each other kind, then the next ones: a prediction may be wrong about a kind."""
+    first, kinds = [answer.best], {kind_of(answer.best.plan)}
+    others = [one for one in answer.others if one.simulated and one.fits]
+    for one in others:
+        if kind_of(one.plan) not in kinds:
+            kinds.add(kind_of(one.plan))
+            first.append(one)
+    return (first + [one for one in others if one not in first])[:count]
+
+
+def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
+    """A few steps of `run` under `plan`. Raises KeyboardInterrupt when it is interrupted."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
+        file = Path(place) / "plan.yaml"
+        file.write_text(plan_yaml(plan), encoding="utf-8")
+        prepared = prepare_run(_brief(run, file), Path(place), fresh=False, profile=None, note=note)
+        watch = Watch(prepared.folder / "metrics.jsonl", prepared.assignment.plan.predicted)
+        logs = prepared.folder / "logs"
+        code = run_ranks(
+            "meshwright.train.worker",
+            [str(prepared.folder / "assignment.json")],
+            cluster=run.cluster,
+            logs=logs,
+            threads=rank_threads(run.cluster),
+            quiet=True,
+            enough=watch.enough,
+        )
+        if code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):
+            raise KeyboardInterrupt
+        ended = watch.why if code == EXIT_DONE else failure(code, logs)
+        return Probe(prepared.assignment.plan, watch.found if code == EXIT_DONE else None, ended)
+
+
+def taken(answer: Answer, probes: Sequence[Probe]) -> Answer:
+    """`answer` with the fastest probe's plan as the best. Raises OutOfResources when no probe has a time."""
+    ran = sorted((one for one in probes if one.measured_seconds), key=lambda one: one.measured_seconds or 0.0)
+    if not ran:
+        raise OutOfResources("no probe ran: " + "; ".join(dict.fromkeys(one.ended for one in probes)))
+    candidates = [answer.best, *answer.others]
+    best = next(one for one in candidates if same_layout(one.plan, ran[0].plan))
+    why = (_measured(ran), *(best.plan.why or answer.best.plan.why * (best is answer.best)))
+    chosen = replace(best, plan=replace(best.plan, why=why))
+    return replace(answer, best=chosen, others=tuple(one for one in candidates if one is not best))
+
+
+@dataclass
+class Watch:
+    """What a running probe has written, and whether that is enough."""
+
+    file: Path
+    predicted: Predicted | None
+    found: Typical | None = None
+    why: str = ""
+    read: int = field(default=0, repr=False)
+    """Bytes of the file when it was read last."""
+
+    def enough(self) -> bool:
+        """Whether all steps are there, or the plan is hopeless."""
+        size = self.file.stat().st_size if self.file.exists() else 0
+        if size == self.read:
+            return bool(self.why)
+        self.read = size
+        steps = [line for line in scan_metrics(self.file)[0] if line.get("kind") == "step"]
+        counted = [step for step in steps if WARM_UP < step["step"] <= STEPS]
+        self.found = typical(counted) if len(counted) >= FEWEST else None
+        if self.found and (limit := too_slow(self.predicted)) and self.found.seconds > limit:
+            self.why = f"ended after {counted[-1]['step']} steps: more than {limit:.3g} s a step"
+        long = sum(step["step_seconds"] for step in counted) >= LONG_SECONDS
+        return bool(self.why) or len(counted) >= (FEW if long else STEPS - WARM_UP)
+
+
+def mesh_of(plan: Plan) -> str:
+    """The axes in use and the schedule, for a line of progress."""
+    axes = " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1) or "one rank"
+    return f"{axes}, {plan.schedule.name}, micro-batch {plan.batch.micro_batch}"
+
+
+def too_slow(predicted: Predicted | None) -> float | None:
+    """Seconds of a step above which a plan is not worth more steps; None where none are predicted."""
+    if predicted is None or predicted.step_seconds is None:
+        return None
+    return max(TOO_SLOW * predicted.step_seconds, predicted.high_seconds or 0.0)
+
+
+def _brief(run: RunSpec, plan: Path) -> RunSpec:
+    """`run` for long enough, with nothing but training steps in it. The learning rate's course stays what it is."""
+    return replace(
+        run,
+        name="probe",
+        plan=str(plan),
+        model=replace(run.model, init="scratch"),
+        train=replace(run.train, steps=max(run.train.steps, 2 * STEPS), validate_every=0),
+        checkpoint=replace(run.checkpoint, every=0, at_end=False),
+        observe=ObserveSpec(),
+    )
+
+
+def _measured(ran: Sequence[Probe]) -> str:
+    best, others = ran[0], ran[1:]
+    assert best.found is not None and best.measured_seconds is not None
+    first, last = best.found.steps
+    beside = f" (the others {', '.join(f'{one.measured_seconds:.3g} s' for one in others)})" if others else ""
+    way = f"the fastest of {len(ran)} plans that ran" if others else "the only plan that ran"
+    return f"measured on this machine: {best.measured_seconds:.3g} s a step over steps {first} to {last}, {way}{beside}"
+
+
+def failure(code: int, logs: Path) -> str:
+    """How a probe failed, in the words of the first of its ranks that said something."""
+    text = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in sorted(logs.glob("rank-*.log")))
+    said = [line.removeprefix("meshwright: ") for line in text.splitlines() if line.startswith("meshwright: ")]
+    if code == EXIT_NO_RESOURCES:
+        return next((line for line in said if line.startswith("out of memory")), "out of memory")
+    return ": ".join([f"failed with exit code {code}", *said[:1]])

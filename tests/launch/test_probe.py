@@ -1,0 +1,152 @@
+"""Plans measured on this machine: which are run, when one is ended early, and that the fastest is taken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure, leading, taken, too_slow
+from meshwright.observe.account import WARM_UP, Typical
+from meshwright.planner.candidate import Answer, Candidate
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_NO_RESOURCES, BadInput, OutOfResources
+from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Predicted, SchedulePlan
+
+SAID = Predicted(memory_peak_bytes=10**9, step_seconds=1.0, low_seconds=0.9, high_seconds=1.1)
+
+
+def made(axis: str, size: int = 2, micro_batch: int = 1) -> Plan:
+    batch = BatchPlan(
+        global_batch=8, micro_batch=micro_batch, accumulate=8 // micro_batch // (1 if axis == "pipeline" else size)
+    )
+    schedule = SchedulePlan(name="1f1b", stages=(("0-0",), ("1-1",))) if axis == "pipeline" else SchedulePlan()
+    return Plan(mesh=(MeshAxis(axis=axis, size=size),), batch=batch, schedule=schedule, predicted=SAID, compile=False)  # type: ignore[arg-type]
+
+
+def ran(plan: Plan, seconds: float) -> Probe:
+    return Probe(
+        plan,
+        Typical(
+            steps=(6, 15),
+            seconds=seconds,
+            tokens_per_second_per_gpu=None,
+            mfu=None,
+            memory_bytes=1,
+            resident=True,
+            phases={},
+        ),
+    )
+
+
+ANSWER = Answer(
+    Candidate(made("shard")),
+    (
+        Candidate(made("shard", micro_batch=2)),
+        Candidate(made("replicate"), simulated=False),
+        Candidate(made("pipeline")),
+        Candidate(made("shard", micro_batch=4)),
+    ),
+    9,
+    0.1,
+)
+
+
+def test_the_best_comes_first_then_other_kinds_then_the_next() -> None:
+    plans = [one.plan for one in leading(ANSWER, 4)]
+    assert plans == [made("shard"), made("pipeline"), made("shard", micro_batch=2), made("shard", micro_batch=4)]
+    assert [one.plan for one in leading(ANSWER, 2)] == plans[:2]
+
+
+def test_the_fastest_measured_is_taken_and_says_so() -> None:
+    probes = [
+        ran(made("shard"), 1.3),
+        ran(made("pipeline"), 1.2),
+        Probe(made("shard", micro_batch=2), ended="out of memory"),
+    ]
+    found = taken(ANSWER, probes)
+    assert found.best.plan.axis_size("pipeline") == 2
+    assert found.best.plan.why[0] == (
+        "measured on this machine: 1.2 s a step over steps 6 to 15, the fastest of 2 plans that ran (the others 1.3 s)"
+    )
+    assert [one.plan for one in found.others] == [
+        ANSWER.best.plan,
+        *(one.plan for one in ANSWER.others if one.plan != made("pipeline")),
+    ]
+    assert probes[0].error == pytest.approx(0.3)
+
+
+def test_no_plan_ran() -> None:
+    with pytest.raises(OutOfResources, match="no probe ran: out of memory"):
+        taken(ANSWER, [Probe(made("shard"), ended="out of memory"), Probe(made("pipeline"), ended="out of memory")])
+
+
+def write(file: Path, seconds: list[float]) -> None:
+    lines = [
+        {"kind": "step", "step": at, "step_seconds": each, "memory_peak_bytes": 5} for at, each in enumerate(seconds, 1)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_hopeless_plan_is_ended_early_and_a_slow_warm_up_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    watch = Watch(file, SAID)
+    assert not watch.enough()
+    write(file, [9.0] * WARM_UP + [1.4, 1.6])
+    assert not watch.enough()
+    write(file, [9.0] * WARM_UP + [1.4, 1.6, 1.7])
+    assert watch.enough() and watch.found is not None and watch.found.seconds == 1.6
+    assert watch.why == "ended after 8 steps: more than 1.5 s a step"
+    good = Watch(file, SAID)
+    write(file, [9.0] * WARM_UP + [1.2] * (STEPS - WARM_UP - 1))
+    assert not good.enough()
+    write(file, [9.0] * WARM_UP + [1.2] * (STEPS - WARM_UP + 3))
+    assert good.enough() and good.why == "" and good.found is not None and good.found.steps == (WARM_UP + 1, STEPS)
+
+
+def test_long_steps_need_fewer(tmp_path: Path) -> None:
+    watch = Watch(tmp_path / "metrics.jsonl", None)
+    for counted, enough in ((4, False), (5, True)):
+        write(watch.file, [6.0] * (WARM_UP + counted))
+        assert watch.enough() is enough
+
+
+def test_a_wide_band_is_believed() -> None:
+    assert too_slow(SAID) == 1.5
+    assert too_slow(replace(SAID, high_seconds=3.0)) == 3.0
+    assert too_slow(None) is None and too_slow(Predicted(memory_peak_bytes=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        (ClusterSpec(gpu="cpu", nodes=2), "cluster.nodes is 2"),
+        (ClusterSpec(gpu="H200", gpus_per_node=8), "which is 4 H200; the cluster says 8 H200"),
+        (ClusterSpec(gpu="H100", gpus_per_node=4), "which is 4 H200; the cluster says 4 H100"),
+    ],
+)
+def test_only_the_machine_it_runs_on_is_probed(
+    cluster: ClusterSpec, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"gpu": "H200", "gpus_per_node": 4}
+    with pytest.raises(BadInput, match=says):
+        check_here(cluster, here)
+    check_here(ClusterSpec(gpu="H200", gpus_per_node=2), here)
+    check_here(ClusterSpec(gpu="cpu", gpus_per_node=64), here)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(BadInput, match="outside of the launcher"):
+        check_here(ClusterSpec(gpu="cpu"), here)
+
+
+def test_a_failed_probe_says_why_in_its_rank_s_words(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.log").write_text(
+        "2 of 15\nmeshwright: out of memory: tried to allocate 2 GiB; lower plan.micro_batch\n"
+    )
+    assert failure(EXIT_NO_RESOURCES, tmp_path) == "out of memory: tried to allocate 2 GiB; lower plan.micro_batch"
+    (tmp_path / "rank-00000.log").write_text("meshwright: internal error: KeyError: 3\n  traceback in here\n")
+    assert failure(EXIT_INTERNAL, tmp_path) == "failed with exit code 1: internal error: KeyError: 3"
+    (tmp_path / "rank-00000.log").write_text("")
+    assert failure(EXIT_COMMUNICATION, tmp_path) == "failed with exit code 5"

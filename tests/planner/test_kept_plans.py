@@ -1,0 +1,31 @@
+"""The kept plans of published trainings: they still fit, and are still what the search gives, or within 3% of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshwright.planner.finalists import budget_of, fits
+from meshwright.planner.reprice import repriced
+from meshwright.planner.search import search
+from meshwright.spec.load import load_plan, load_run
+from meshwright.spec.plan import Plan
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "plans"
+QUESTIONS = yaml.safe_load((FOLDER / "questions.yaml").read_text())
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.predicted is not None and plan.predicted.step_seconds is not None
+    return plan.predicted.step_seconds
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_kept_plan_is_still_the_answer(name: str) -> None:
+    run = load_run(None, QUESTIONS[name]["ask"].split())
+    kept = load_plan(FOLDER / f"{name}.yaml")
+    assert kept.ranks == run.cluster.ranks and kept.why
+    assert fits(run, kept, budget_of(run, None))
+    assert seconds(repriced(run, kept)) == pytest.approx(seconds(search(run).best.plan), rel=0.03)

@@ -1,0 +1,115 @@
+"""Why a plan was chosen, in sentences that need no manual."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.explain import limits
+from meshwright.planner.reasons import on_layers, reasons
+from meshwright.planner.search import search
+from meshwright.planner.what_if import what_if
+from meshwright.spec.load import load_run
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Predicted
+from meshwright.spec.run import RunSpec
+
+
+def ask(*words: str) -> RunSpec:
+    base = "model=llama3-1b cluster.gpu=H200 cluster.gpus_per_node=4 train.seq_len=2048 train.global_batch=16"
+    return load_run(None, [*base.split(), *words])
+
+
+def made(
+    seconds: float,
+    *,
+    micro_batch: int = 1,
+    layers: tuple[LayerStrategy, ...] = (LayerStrategy(reshard=False),),
+    **mesh: int,
+) -> Candidate:
+    axes = tuple(MeshAxis(axis=axis, size=size) for axis, size in {"shard": 4, **mesh}.items())  # type: ignore[arg-type]
+    batch = BatchPlan(global_batch=16, micro_batch=micro_batch, accumulate=4 // micro_batch)
+    return Candidate(
+        Plan(mesh=axes, batch=batch, layers=layers, predicted=Predicted(memory_peak_bytes=10**9, step_seconds=seconds))
+    )
+
+
+def test_the_best_plan_with_another_value_is_named_with_its_seconds() -> None:
+    best = made(1.0, pipeline=2)
+    said = reasons(best, [made(1.44, pipeline=4), made(1.5, pipeline=4), made(1.79)], ask())
+    assert said[0] == "pipeline 2: the best plan with 4 takes 0.44 s longer, without 0.79 s longer"
+    assert (
+        reasons(made(1.0), [made(1.05, pipeline=2)], ask())[0]
+        == "no pipeline: the best plan with 2 takes 50.0 ms longer"
+    )
+
+
+def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
+    best = made(1.0)
+    said = reasons(best, [made(0.993, micro_batch=2), made(1.001, micro_batch=4)], ask())
+    assert said == (
+        "micro-batch 1: the best plan with 2 takes 7.00 ms less, with 4 as long",
+        "of plans within 1%, which no prediction tells apart, the simplest is taken",
+    )
+
+
+def test_gradients_are_told_in_words() -> None:
+    whole, shard = (
+        made(seconds, layers=(LayerStrategy(gradients=kind, reshard=False),))
+        for seconds, kind in ((1.0, "whole"), (1.2, "shard"))
+    )  # type: ignore[arg-type]
+    assert reasons(whole, [shard], ask()) == (
+        "gradients kept whole between micro-batches: the best plan with them reduced after every micro-batch takes 0.20 s longer",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        (["all"], "all layers"),
+        (["0-63", "64-125"], "all layers"),
+        (["7"], "layer 7"),
+        (["0-3", "8-9"], "layers 0-3 and 8-9"),
+        (["0-61", "63", "65-97"], "96 of 126 layers"),
+    ],
+)
+def test_long_lists_of_layers_are_counted(ranges: list[str], words: str) -> None:
+    assert on_layers([LayerStrategy(range=text) for text in ranges], 126) == words
+
+
+def test_memory_is_only_blamed_where_it_is_short() -> None:
+    layers = (LayerStrategy(range="0-3", recompute="full", reshard=True), LayerStrategy(range="4-15", reshard=False))
+    plan = made(1.0, layers=layers)
+    tight = reasons(plan, [], ask(), lambda plan: False)
+    assert tight == (
+        "recompute full on layers 0-3: with less, micro-batches of 1 sequence do not fit into memory",
+        "weights gathered again for the backward pass on layers 0-3: kept gathered, micro-batches of 1 sequence do not fit into memory",
+    )
+    roomy = reasons(plan, [], ask(), lambda plan: True)
+    assert all("is no faster" in text for text in roomy) and len(roomy) == 2
+
+
+def test_small_micro_batches_and_further_gathers_that_memory_asks_for_are_limits() -> None:
+    run = ask(
+        "cluster.memory_gib=14",
+        "train.seq_len=8192",
+        "cluster.emulate_nodes=2",
+        "plan.schedule=1f1b",
+        "plan.pipeline=1",
+    )
+    plan = search(run, trainable=True).best.plan
+    told = [limit for limit in limits(run, plan) if limit.name == "memory"]
+    assert told and all(limit.seconds > 0 and " over the " in limit.text for limit in told)
+    assert not [
+        limit
+        for limit in limits(replace(run, cluster=replace(run.cluster, memory_gib=140)), plan)
+        if limit.name == "memory"
+    ]
+
+
+def test_a_batch_that_is_used_up_is_said_to_be() -> None:
+    run = ask("train.global_batch=4", "plan.shard=4")
+    plan = search(run, trainable=True).best.plan
+    (more,) = (change for change in what_if(run, plan) if "more node" in change.name)
+    assert more.note == "the batch has no more sequences to give" and more.gain == pytest.approx(0)
