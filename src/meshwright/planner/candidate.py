@@ -8,8 +8,8 @@ from meshwright.spec.plan import RUNNABLE_AXES, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.91
-"""Share of a device's memory a plan may fill; the rest is left to fragments, for an allocator at its limit gives back and asks again. On H200s
-a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
+"""Share of a device's memory a plan may fill; the rest is left to fragments, for an allocator at its limit gives back and asks again. On
+H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
 
 
 @dataclass(frozen=True)
