@@ -48,6 +48,7 @@ NOT_RUN = {
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
     ),
     ("docs/getting-started.md", "#!/bin/bash"),
+    ("docs/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     ("docs/profile.md", "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json"),
     (
         "docs/profile.md",
