@@ -73,6 +73,40 @@ def test_many_chunks_do_not_wear_the_bfloat16_weight_gradient_down():
     assert (many - one).norm() / one.norm() < 6e-3
 
 
+def test_an_aligned_weight_is_not_copied():
+    weight = torch.empty(48, 4)
+    assert kernels.aligned(weight) is weight
+    for vocab in (41, 47, 63, 65):
+        padded = kernels.aligned(torch.ones(vocab, 4))
+        assert padded.shape[0] == -(-vocab // 64) * 64
+        assert padded.sum() == 4 * vocab
+
+
+@pytest.mark.parametrize("vocab", [48, 49, 55, 63, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_any_vocabulary_equals_plain(vocab, dtype):
+    h, w, targets = tensors(dtype, vocab=vocab)
+    targets[2] = vocab - 1
+    with torch.no_grad():  # a row whose padded logits, were they zeros, would win the softmax
+        h[2] = -40 * w.sum(0)
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    expected = value_and_gradients(h, w, targets, 8, plain=True)
+    for got, wanted in zip(value_and_gradients(h, w, targets, 8), expected, strict=True):
+        assert got.shape == wanted.shape and got.is_contiguous()
+        assert torch.allclose(got, wanted, rtol=bound, atol=bound)
+    with torch.no_grad():
+        assert torch.allclose(linear_cross_entropy(h, w, targets, 8), expected[0], rtol=bound)
+
+
+def test_the_weight_is_padded_once_per_call(monkeypatch):
+    calls = []
+    pad = kernels.F.pad
+    monkeypatch.setattr(kernels.F, "pad", lambda *given: calls.append(given) or pad(*given))
+    h, w, targets = tensors()
+    value_and_gradients(h, w, targets, 4)
+    assert len(calls) == 1
+
+
 def test_without_gradients_only_the_loss():
     h, w, targets = tensors()
     expected = linear_cross_entropy(h, w, targets, 8, plain=True)
@@ -108,9 +142,21 @@ def test_the_form_for_the_compiler_says_the_same():
     assert torch.allclose(slope, fused_slope, rtol=0, atol=1e-14)
 
 
+def test_the_form_for_the_compiler_knows_nothing_of_padding():
+    h, w, targets = (part.detach() for part in tensors())
+    bare, padded = h @ w.t(), kernels._logits(h, kernels.aligned(w), VOCAB)
+    for slope in (kernels._slope_fused, kernels._slope_eager):
+        loss, gradient = slope(bare.clone(), targets)
+        padded_loss, padded_gradient = slope(padded.clone(), targets)
+        assert torch.allclose(loss, padded_loss, rtol=1e-13)
+        assert torch.allclose(gradient, padded_gradient[:, :VOCAB], rtol=0, atol=1e-14)
+        assert not padded_gradient[:, VOCAB:].any()
+
+
 @pytest.mark.gpu
 def test_cuda_within_bfloat16():
-    loss, hidden_grad, weight_grad = bfloat16_errors("cuda", tokens=256, hidden=128, vocab=1000)
-    assert loss < 2e-3
-    assert hidden_grad < 1e-2
-    assert weight_grad < 1e-2
+    for vocab in (1000, 1001):
+        loss, hidden_grad, weight_grad = bfloat16_errors("cuda", tokens=256, hidden=128, vocab=vocab)
+        assert loss < 2e-3
+        assert hidden_grad < 1e-2
+        assert weight_grad < 1e-2

@@ -2,6 +2,10 @@
 
 Forward computes each chunk's loss and, while its logits are at hand, both gradients; backward only scales them by what
 comes in. That makes three matrix products per chunk in all, none computed twice.
+
+A vocabulary that is no multiple of 8 (GPT-2's 50,257) makes rows that do not begin on 16 bytes, for which a GPU has only
+slow products: the weight is then padded once per call, and logits beyond the vocabulary are minus infinity, so that
+neither the softmax nor a gradient knows of them.
 """
 
 from __future__ import annotations
@@ -16,6 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.kernels.norm import accumulate_dtype
+
+ALIGNED = 8
+"""Elements of two bytes in 16 bytes, the alignment that a product's fast kernels ask of every row."""
+TILE = 64
+"""What an unaligned vocabulary is padded to: whole tiles cost nothing over the next multiple of 8."""
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, *, plain: bool = False) -> Tensor:
@@ -40,15 +49,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         slope = _compiled(_slope_fused) if hidden.is_cuda else _slope_eager
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
+        vocab, weight = weight.shape[0], aligned(weight)
         weight_grad = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for h, h_grad, t in zip(hidden.split(chunk), hidden_grad.split(chunk), targets.split(chunk), strict=True):
-            part, logits_grad = slope(h @ weight.t(), t)
+            part, logits_grad = slope(_logits(h, weight, vocab), t)
             loss += part
             torch.mm(logits_grad, weight, out=h_grad)
             if weight_grad is not None:
                 _add_product(weight_grad, logits_grad.t(), h)
             del logits_grad  # else two chunks' logits would be alive when the next product is made
-        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:vocab])
         return loss
 
     @staticmethod
@@ -63,9 +73,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     measure = _compiled(_loss_of_logits) if hidden.is_cuda else _loss_of_logits
     loss = torch.zeros((), dtype=accumulate_dtype(hidden.dtype), device=hidden.device)
+    vocab, weight = weight.shape[0], aligned(weight)
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        loss += measure(h @ weight.t(), t)
+        loss += measure(_logits(h, weight, vocab), t)
     return loss
+
+
+def aligned(weight: Tensor) -> Tensor:
+    """`weight` `(vocab, hidden)` itself, or a copy with zero rows below where its products would run unaligned."""
+    vocab = weight.shape[0]
+    return weight if vocab % ALIGNED == 0 else F.pad(weight, (0, 0, 0, -vocab % TILE))
+
+
+def _logits(hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
+    """Logits `(tokens, rows of weight)`; those from `vocab` on are minus infinity: of no weight in a softmax, zero in its slope."""
+    logits = hidden @ weight.t()
+    if vocab < weight.shape[0]:
+        logits[:, vocab:] = -torch.inf
+    return logits
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
