@@ -80,7 +80,7 @@ def be_rank() -> None:
             file = Path(assignment.folder) / f"slowed-rank-{rank}.json"
             spin = Spin(slow, assignment.run.cluster.is_cpu, file)
             apply.wrap_blocks = slowed(apply.wrap_blocks, spin)  # pyrefly: ignore [bad-assignment]  # names of the arguments
-    worker.main()
+    worker.main(Path(sys.argv[1]))
 
 
 def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable[[Decoder, Plan], None]:

@@ -25,6 +25,7 @@ from tests.house.test_laws import FLOORS, TORCH_FREE
 
 from meshwright.cli.main import app
 from meshwright.data.stdlib import VOCABULARY, stdlib_folder
+from meshwright.events.start import PHASES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
 from meshwright.spec import errors
 from meshwright.spec.fields import from_plain
@@ -237,6 +238,11 @@ def test_the_reference_is_the_generated_one() -> None:
 def test_exit_codes_are_those_of_the_code() -> None:
     shown = {int(row["code"]) for row in table("docs/getting-started.md", "code")}
     assert shown == {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+
+
+def test_phases_of_a_start_are_those_of_the_code() -> None:
+    rows = {codes(row["phase"])[0]: row["what it is"] for row in table("docs/start-up.md", "phase")}
+    assert list(rows.items()) == list(PHASES.items())
 
 
 def test_presets_are_those_of_the_code() -> None:

@@ -15,6 +15,8 @@ def main() -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if what == "succeed":
         print("rank", rank, "of", os.environ["WORLD_SIZE"])
+    elif what == "told":
+        print(f"rank {rank}: {sys.stdin.readline()}", end="", flush=True)
     elif what == "one-fails":
         if rank == 1:
             sys.exit(3)

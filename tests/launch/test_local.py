@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from meshwright.launch.local import _environment, _listening_socket, run_ranks
+from meshwright.events.start import BEGAN
+from meshwright.launch.local import _environment, _listening_socket, run_ranks, started_ranks
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec
 
@@ -26,6 +28,13 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(what: str, folder: Path, ranks: int = 2) -> int:
     cluster = ClusterSpec(gpus_per_node=ranks)
     return run_ranks("tests.launch.fake_rank", [what, str(folder)], cluster=cluster, logs=folder / "logs", threads=1)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
 
 
 @pytest.mark.parametrize(("what", "code"), [("succeed", 0), ("one-fails", 3), ("victim-first", 4), ("killed", 5)])
@@ -58,6 +67,43 @@ def test_enough_ends_the_ranks_and_is_no_failure(tmp_path: Path) -> None:
             os.kill(int((tmp_path / f"pid-{rank}").read_text()), 0)
 
 
+def test_ranks_that_started_already_are_told_what_to_do_later(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ClusterSpec(gpus_per_node=2)
+    with started_ranks("tests.launch.fake_rank", ["told", str(tmp_path)], cluster=cluster, threads=1) as ranks:
+        until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
+        assert ranks.finish(tmp_path, told="train this\n") == 0
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "rank 0: train this", "rank 1: train this"]
+
+
+def test_ranks_end_when_their_parent_has_nothing_for_them(tmp_path: Path) -> None:
+    cluster = ClusterSpec(gpus_per_node=2)
+    with (
+        pytest.raises(ZeroDivisionError),
+        started_ranks("tests.launch.fake_rank", ["told", str(tmp_path)], cluster=cluster, threads=1),
+    ):
+        until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
+        raise ZeroDivisionError
+    for rank in (0, 1):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid-{rank}").read_text()), 0)
+
+
+def test_a_training_rank_that_is_told_nothing_ends_in_peace() -> None:
+    """As when its parent was killed while it still planned."""
+    command = [sys.executable, "-m", "meshwright.train.rank", "cpu"]
+    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+
+
+def test_a_rank_that_is_gone_before_it_is_told_shows_in_the_code(tmp_path: Path) -> None:
+    cluster = ClusterSpec(gpus_per_node=2)
+    with started_ranks("tests.launch.no_such_rank", [], cluster=cluster, threads=1) as ranks:
+        until(lambda: all(process.poll() is not None for process in ranks._processes))
+        assert ranks.finish(tmp_path, told="train this\n") == 1
+
+
 def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from meshwright.launch.local import run_ranks; folder = Path(sys.argv[1]);"
@@ -65,10 +111,7 @@ def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
         "sys.exit(run_ranks('tests.launch.fake_rank', ['wait', str(folder)], cluster=host, logs=folder / 'logs', threads=1))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
-    deadline = time.monotonic() + 30
-    while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
+    until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(30) == 75
 
@@ -105,3 +148,25 @@ def test_a_rank_gets_its_place_and_its_emulated_node(monkeypatch: pytest.MonkeyP
     assert [(env["RANK"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in found] == [
         (str(rank), "4", "3") for rank in range(4)
     ]
+
+
+def test_torch_keeps_what_it_compiled_where_the_user_says_or_in_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    (env,) = environments(ClusterSpec(gpus_per_node=1))
+    kept = tmp_path / "meshwright" / "compiled"
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(kept) and kept.stat().st_mode & 0o777 == 0o700
+    assert env["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert environments(ClusterSpec(gpus_per_node=1))[0]["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in environments(ClusterSpec(gpus_per_node=1))[0]
+
+
+def test_ranks_know_when_the_command_began() -> None:
+    (env,) = environments(ClusterSpec(gpus_per_node=1))
+    assert 0 < float(env[BEGAN]) <= time.monotonic()

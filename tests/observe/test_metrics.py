@@ -26,10 +26,13 @@ def test_lines_come_back_as_written(tmp_path):
         writer.write_step(step_record(1, phases={"forward": 0.5}))
         writer.write_validation(1, 2.5, tokens=64)
         writer.write_event(1, "checkpoint written")
-    step, validation, event = read_metrics(path)
+        writer.write_start(0, {"imports": 1.5, "first step": 0.5}, {"compiled": 2})
+    step, validation, event, start = read_metrics(path)
     assert step == {"kind": "step", **step_record(1, phases={"forward": 0.5})}
     assert validation == {"kind": "validation", "step": 1, "loss": 2.5, "tokens": 64}
     assert event == {"kind": "event", "step": 1, "text": "checkpoint written"}
+    phases = {"imports": 1.5, "first step": 0.5}
+    assert start == {"kind": "start", "step": 0, "seconds": 2.0, "phases": phases, "compiler": {"compiled": 2}}
 
 
 def test_a_line_is_on_disk_before_the_writer_is_closed(tmp_path):

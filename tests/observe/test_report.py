@@ -88,6 +88,7 @@ def write_metrics(folder, steps, **changes):
                 writer.write_validation(step, 8.5 / step)
         if steps:
             writer.write_event(steps, "checkpoint written")
+            writer.write_start(0, {"imports": 3.0, "first step": 5.0}, {"compiled": 0, "from_cache": 2, "seconds": 1.5})
 
 
 @pytest.fixture
@@ -155,6 +156,7 @@ def test_the_report_holds_everything_a_run_left(folder):
     assert "8.00 GiB (-11.1%)" in page.text and "activations 5.00 GiB" in page.text
     assert "def f(" in page.text and "return x" in page.text
     assert "checkpoint written" in page.text and "2.13.0" in page.text and "16.0 GiB" in page.text
+    assert "8.0 s: imports 3.0, first step 5.0 (compiler 1.5: 0 graphs compiled, 2 from its cache)" in page.text
     assert "step-00000020" in page.text and "not committed" in page.text and "partial" not in page.text
     assert "Not in this report" not in page.text
 
@@ -299,6 +301,7 @@ def test_hostile_text_is_shown_and_never_acts(folder):
     (hostile / "summary.json").write_text(json.dumps({"held_out_loss": HOSTILE, "wall_seconds": HOSTILE}))
     with MetricsWriter(hostile / "metrics.jsonl", resume_from=40) as writer:
         writer.write_event(40, HOSTILE)
+        writer._append({"kind": "start", "step": 40, "phases": {HOSTILE: 1.0, "b": HOSTILE}, "compiler": HOSTILE})
         writer._append({"kind": "step", "step": 41, "phases": {HOSTILE: 1.0, "forward": HOSTILE}, "loss": HOSTILE})
     text = write_report(hostile).read_text(encoding="utf-8")
     page = Page(text)

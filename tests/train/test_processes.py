@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.events.start import PHASES
 from meshwright.observe.metrics import read_metrics, scan_metrics
 from tests.train.tiny import make_tiny
 
@@ -113,6 +114,11 @@ def pending(pid: int, number: int) -> bool:
     return bool(int(status(Path(f"/proc/{pid}"))["ShdPnd"], 16) >> (number - 1) & 1)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    return bool(int(status(Path(f"/proc/{pid}"))["SigCgt"], 16) >> (number - 1) & 1)
+
+
 def status(process: Path) -> dict[str, str]:
     lines = (process / "status").read_text().splitlines()
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
@@ -161,7 +167,7 @@ def tell(words: list[object], run: Path, jobs: list[Job]) -> Story:
     sockets = listening([job.process.pid, *job.ranks().values()])
     preempted = job.end(lambda pids: job.process.send_signal(signal.SIGTERM))
     job = start()
-    until(lambda: len(job.ranks()) == 2, job)
+    until(lambda: catches(job.process.pid, signal.SIGTERM), job)  # the run is prepared, and signals are passed on
     interrupted = job.end(lambda pids: job.process.send_signal(signal.SIGINT))
     job = begin()
     lost = job.end(lambda pids: os.kill(pids[1], signal.SIGKILL))
@@ -253,6 +259,18 @@ def test_the_metrics_are_those_of_one_run(story: Story) -> None:
     lines = [line for line in read_metrics(story.run / "metrics.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert sum(line["loss"] for line in lines[-10:]) < sum(line["loss"] for line in lines[:10]) - 5
+
+
+def test_every_start_says_how_long_it_took_and_its_phases_add_up(story: Story) -> None:
+    """Those that a resume from an older checkpoint undid are gone, as their steps are; the last is of a launcher's ranks."""
+    starts = [line for line in read_metrics(story.run / "metrics.jsonl") if line["kind"] == "start"]
+    assert [line["step"] for line in starts] == [0, *story.preempted.checkpoints, *story.preempted.checkpoints]
+    for line in starts:
+        assert set(line["phases"]) <= set(PHASES) and all(seconds >= 0 for seconds in line["phases"].values())
+        assert sum(line["phases"].values()) == pytest.approx(line["seconds"])
+        assert line["phases"]["imports"] > 0.1 and line["phases"]["first step"] > 0
+        assert line["compiler"].get("compiled", 0) == 0
+    assert f"start: {starts[-1]['seconds']:.1f} s: " in story.finished[0].said
 
 
 def test_a_local_run_listens_on_loopback_only(story: Story) -> None:

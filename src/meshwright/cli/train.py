@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -71,8 +72,8 @@ def train(
 def start_ranks(
     run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None, timeline: tuple[int, int] | None = None
 ) -> int:
-    """Prepare the run and start its local ranks; returns the job's exit code."""
-    from meshwright.launch.local import rank_threads, run_ranks
+    """Start the run's local ranks, prepare the run while they import, and let them train; returns the job's exit code."""
+    from meshwright.launch.local import rank_threads, started_ranks
     from meshwright.launch.prepare import prepare_run
 
     if run.cluster.nodes > 1:
@@ -81,21 +82,24 @@ def start_ranks(
             f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
-    prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say, timeline=timeline)
-    announce(prepared.assignment, prepared.resumes)
-    return run_ranks(
-        "meshwright.train.worker",
-        [str(prepared.folder / "assignment.json")],
-        cluster=run.cluster,
-        logs=prepared.folder / "logs",
-        threads=rank_threads(run.cluster),
-    )
+    kind, threads = "cpu" if run.cluster.is_cpu else "cuda", rank_threads(run.cluster)
+    with started_ranks("meshwright.train.rank", [kind], cluster=run.cluster, threads=threads) as ranks:
+        prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say, timeline=timeline)
+        announce(prepared.assignment, prepared.resumes)
+        return ranks.finish(prepared.folder / "logs", told=f"{prepared.folder.absolute() / 'assignment.json'}\n")
 
 
 def join_ranks(
     run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None, timeline: tuple[int, int] | None
 ) -> NoReturn:
     """Be one rank of a job that a launcher started, and end the process with its code; rank 0 prepares the run for all."""
+    from meshwright.events.start import StartClock
+    from meshwright.spec.folders import compiler_cache
+
+    clock = StartClock()
+    clock.end("command")
+    if cache := compiler_cache():
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     from meshwright.parallel.world import Place, join
     from meshwright.train.join import agreed_assignment
     from meshwright.train.stop import StopRequest
@@ -104,6 +108,7 @@ def join_ranks(
     place = Place.from_environment()
     stop = StopRequest()
     stop.listen()
+    clock.end("imports")
 
     def work() -> None:
         from meshwright.launch.prepare import prepare_run
@@ -114,9 +119,11 @@ def join_ranks(
             return prepared.assignment
 
         world = join(place, run.cluster, timeout_seconds=run.train.timeout_seconds)
+        clock.end("join")
         assignment = agreed_assignment(world, prepare)
         log_to(Path(assignment.folder), world.rank)
-        run_rank(assignment, world, stop)
+        clock.end("plan")
+        run_rank(assignment, world, stop, clock)
         world.leave()
 
     end_process(guarded(work, runs / run.name, place.rank))

@@ -4,7 +4,6 @@ stdlib`).
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from meshwright.data.prepare import prepare
 from meshwright.data.request import Preparation, finished_manifests
 from meshwright.data.tokenizer import TRAIN_PREFIX
 from meshwright.spec.errors import BadInput
+from meshwright.spec.folders import user_cache
 
 VOCABULARY = 4096
 HELD_OUT_FRACTION = 0.02
@@ -38,5 +38,4 @@ def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False)
 
 def stdlib_folder(vocab: int = VOCABULARY) -> Path:
     """Where `stdlib` is kept when nobody says: the user's cache, by vocabulary and Python version."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "meshwright" / f"{STDLIB}-{vocab}-py{platform.python_version()}"
+    return user_cache() / f"{STDLIB}-{vocab}-py{platform.python_version()}"

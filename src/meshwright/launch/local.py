@@ -12,13 +12,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from meshwright.events.start import BEGAN, process_began
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 
 CULPRIT_SECONDS = 2.0
@@ -41,23 +43,61 @@ def run_ranks(
 ) -> int:
     """Run `python -m module arguments…` as the ranks of a cluster of this one host and return the exit code of the job.
 
-    Rank 0 keeps this terminal unless `quiet`; the others write to `logs/rank-NNNNN.log`. Ranks start with SIGINT, SIGTERM and SIGUSR1
-    blocked, so that none is lost before they listen and unblock them. Once `enough` says so all ranks are ended, which is no failure.
-    The code is 0 when all succeed, else that of the first rank that failed by itself.
+    Rank 0 keeps this terminal unless `quiet`; the others write to `logs/rank-NNNNN.log`. Once `enough` says so all ranks are ended, which
+    is no failure. The code is 0 when all succeed, else that of the first rank that failed by itself.
     """
-    logs.mkdir(parents=True, exist_ok=True)
+    with started_ranks(module, arguments, cluster=cluster, threads=threads, logs=logs, quiet=quiet) as ranks:
+        return ranks.finish(logs, enough=enough)
+
+
+@contextmanager
+def started_ranks(
+    module: str,
+    arguments: list[str],
+    *,
+    cluster: ClusterSpec,
+    threads: int,
+    logs: Path | None = None,
+    quiet: bool = False,
+) -> Iterator[Ranks]:
+    """The ranks of `run_ranks`, started, to be finished; those that the block leaves running are killed.
+
+    Without `logs` all ranks write to this terminal, for as long as they do not turn away from it themselves. Ranks start with SIGINT,
+    SIGTERM and SIGUSR1 blocked, so that none is lost before they listen and unblock them.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        with _forwarding(processes):
-            with _listening_socket() as listener, _blocked():
-                for rank in range(cluster.ranks):
-                    env = _environment(rank, cluster, listener, threads)
-                    processes.append(_start(module, arguments, rank, env, listener, logs, quiet))
-            codes = _wait(processes, enough)
+        with _listening_socket() as listener, _blocked():
+            for rank in range(cluster.ranks):
+                env = _environment(rank, cluster, listener, threads)
+                place = logs if rank or quiet else None
+                processes.append(_start(module, arguments, rank, env, listener, place))
+        yield Ranks(processes)
     finally:
         _kill(processes)
-    _say_killed(codes, logs)
-    return _job_code(codes)
+
+
+class Ranks:
+    """Started ranks of one host."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+
+    def finish(self, logs: Path, *, told: str = "", enough: Callable[[], bool] | None = None) -> int:
+        """Write `told` to every rank's standard input and close it, pass stop signals on, and wait; returns the job's exit code."""
+        with _forwarding(self._processes):
+            for process in self._processes:
+                _tell(process, told)
+            codes = _wait(self._processes, enough)
+        _kill(self._processes)
+        _say_killed(codes, logs)
+        return _job_code(codes)
+
+
+def _tell(process: subprocess.Popen[bytes], text: str) -> None:
+    assert process.stdin is not None, "ranks are started with a pipe"
+    with suppress(BrokenPipeError), process.stdin:  # one that is gone already shows in its exit code
+        process.stdin.write(text.encode())
 
 
 def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threads: int) -> dict[str, str]:
@@ -68,22 +108,34 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
     network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | network_environment(cluster, rank)
     place = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": cluster.ranks}
     place |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
-    env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **network, **os.environ, "MASTER_ADDR": "127.0.0.1"}
+    place |= {BEGAN: process_began()}
+    env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": "127.0.0.1"}
     return env | {name: str(value) for name, value in place.items()}
 
 
+def _torch_defaults(threads: int) -> dict[str, str]:
+    """What torch reads from the environment, where the user says nothing of it.
+
+    Left alone the compiler starts as many processes as the host has cores, up to 32, for every rank.
+    """
+    usual = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    cache = compiler_cache()
+    return usual | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
+
+
 def _start(
-    module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path, quiet: bool
+    module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path | None
 ) -> subprocess.Popen[bytes]:
     command, passed = [sys.executable, "-m", module, *arguments], ()
     if rank == 0:
         passed = (listener.fileno(),)
         env = env | {"MESHWRIGHT_STORE_FD": str(listener.fileno())}
-        if not quiet:
-            return subprocess.Popen(command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL)
+    if logs is None:
+        return subprocess.Popen(command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.PIPE)
+    logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"rank-{rank:05d}.log").open("ab") as log:
         return subprocess.Popen(
-            command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
         )  # fmt: skip
 
 
@@ -113,7 +165,7 @@ def _blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _forwarding(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Pass stop signals on to the ranks; the second Ctrl-C kills them."""
     interrupts = 0
 
@@ -135,7 +187,7 @@ def _forwarding(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], enough: Callable[[], bool] | None = None) -> list[int | None]:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], enough: Callable[[], bool] | None = None) -> list[int | None]:
     """Wait until all ranks ended, one failed or it is `enough`; give a failure's true culprit a moment to show.
 
     Returns how each rank ended (None: not yet), a death by signal as its negative number.
@@ -172,7 +224,7 @@ def _say_killed(codes: list[int | None], logs: Path) -> None:
             sys.stderr.write(f"meshwright: rank {rank} was killed by {how}; what the ranks said is in {logs}\n")
 
 
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()

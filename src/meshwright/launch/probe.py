@@ -121,8 +121,8 @@ def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
         watch = Watch(prepared.folder / "metrics.jsonl", prepared.assignment.plan.predicted)
         logs = prepared.folder / "logs"
         code = run_ranks(
-            "meshwright.train.worker",
-            [str(prepared.folder / "assignment.json")],
+            "meshwright.train.rank",
+            ["cpu" if run.cluster.is_cpu else "cuda", str(prepared.folder / "assignment.json")],
             cluster=run.cluster,
             logs=logs,
             threads=rank_threads(run.cluster),

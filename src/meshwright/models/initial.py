@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
-_CHUNK = 1 << 18
-"""Elements drawn at a time: few enough to stay in a processor's cache, enough to keep a GPU busy."""
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
+"""Elements drawn at a time: few enough to stay in a processor's cache; on a GPU enough to take longer than their launch."""
+_RUN = 1 << 24
+"""Elements of one call where a whole model is filled."""
 _HALF = 0x0000FFFF0000FFFF
 _WORD = 0xFFFFFFFF
 _MEAN = 8 * (2**16 - 1) // 2
@@ -31,8 +33,9 @@ def initial_values(seed: int, row: ParameterSpec, start: int, count: int, device
     if row.fill != "normal":
         return torch.full((count,), 1.0 if row.fill == "ones" else 0.0, device=device)
     values = torch.empty(count, device=device)
-    for first in range(0, count, _CHUNK):
-        part = values[first : first + _CHUNK]
+    chunk = _CHUNK.get(values.device.type, 1 << 18)
+    for first in range(0, count, chunk):
+        part = values[first : first + chunk]
         part.copy_(_sums(seed, row.name, start + first, part.numel(), device).sub_(_MEAN))
     return values.mul_(torch.tensor(row.std / _DEVIATION, dtype=torch.float32, device=device))
 
@@ -42,8 +45,8 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
     """Fill every parameter of a materialised, unsharded model."""
     for row in parameters(spec):
         flat = model.get_parameter(row.name).view(-1)
-        for first in range(0, row.count, 64 * _CHUNK):
-            part = flat[first : first + 64 * _CHUNK]
+        for first in range(0, row.count, _RUN):
+            part = flat[first : first + _RUN]
             part.copy_(initial_values(seed, row, first, part.numel(), flat.device))
 
 

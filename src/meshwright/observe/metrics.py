@@ -1,6 +1,6 @@
 """metrics.jsonl: one JSON object a line, the source of truth about a run; every other view is made from it.
 
-Lines have a `kind`: "step", "validation", "event" or "account". Steps count from 1. A number that is not finite is written as null
+Lines have a `kind`: "step", "validation", "event", "account" or "start". Steps count from 1. A number that is not finite is written as null
 and named under `nonfinite`, so that every line is valid JSON.
 """
 
@@ -65,6 +65,11 @@ class MetricsWriter:
     def write_event(self, step: int, text: str) -> None:
         """Something worth a line in the report: resumed, preempted, a checkpoint written."""
         self._append({"kind": "event", "step": step, "text": text})
+
+    def write_start(self, step: int, phases: Mapping[str, float], compiler: Mapping[str, float]) -> None:
+        """How long a start after `step` took: seconds by phase (events.start), and what the compiler did (observe.compiling)."""
+        seconds = sum(phases.values())
+        self._append({"kind": "start", "step": step, "seconds": seconds, "phases": phases, "compiler": compiler})
 
     def write_account(self, step: int, figures: Mapping[str, Any]) -> None:
         """Measured figures beside the predicted ones (observe.account) after `step`."""

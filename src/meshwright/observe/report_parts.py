@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from meshwright.events.start import start_line
 from meshwright.observe import figures
 from meshwright.observe.report_charts import steady
 from meshwright.observe.runfolder import RunFolder, column, number
@@ -278,7 +279,7 @@ def samples(run: RunFolder) -> str:
 
 
 def history(run: RunFolder) -> str:
-    """Checkpoints and events, newest last."""
+    """Checkpoints, starts and events, newest last."""
     checkpoints = [
         f"<tr><td><code>{escape(name)}</code></td><td>{'committed' if committed else 'not committed'}</td></tr>"
         for name, committed in run.checkpoints[-MOST_ROWS:]
@@ -287,7 +288,22 @@ def history(run: RunFolder) -> str:
         f"<tr><th>step {record['step']:,}</th><td>{escape(str(record.get('text', '')))}</td></tr>"
         for record in run.events[-MOST_ROWS:]
     ]
-    return _listing("Checkpoints", checkpoints) + _listing("Events", events)
+    starts = [
+        f"<tr><th>step {record['step']:,}</th><td>{escape(_start(record))}</td></tr>"
+        for record in run.starts[-MOST_ROWS:]
+    ]
+    return _listing("Checkpoints", checkpoints) + _listing("Starts", starts) + _listing("Events", events)
+
+
+def _start(record: Mapping[str, Any]) -> str:
+    """A start's seconds by phase, of what can be read."""
+    phases, compiler = (
+        {str(name): seconds for name, value in part.items() if (seconds := number(value)) is not None}
+        if isinstance(part := record.get(key), Mapping)
+        else {}
+        for key in ("phases", "compiler")
+    )
+    return start_line(phases, compiler).removeprefix("start: ")
 
 
 def _listing(title: str, rows: Sequence[str]) -> str:

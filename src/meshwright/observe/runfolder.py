@@ -30,6 +30,7 @@ class RunFolder:
     steps: tuple[Record, ...]
     validations: tuple[Record, ...]
     events: tuple[Record, ...]
+    starts: tuple[Record, ...]
     account: Account | None
     config: Record
     config_text: str
@@ -72,6 +73,7 @@ def read_run(folder: Path) -> RunFolder:
         steps=tuple(r for r in records if r.get("kind", "step") == "step"),
         validations=tuple(r for r in records if r.get("kind") == "validation"),
         events=tuple(r for r in records if r.get("kind") == "event"),
+        starts=tuple(r for r in records if r.get("kind") == "start"),
         account=_account([r for r in records if r.get("kind") == "account"], notes),
         config=config if isinstance(config, dict) else {},
         config_text=_text(folder / "config.yaml", []) or "",

@@ -57,10 +57,24 @@ class Engine:
         return frozenset() if self.tied is None or self.tied.counts else frozenset({"embed.weight"})
 
 
-def build_engine(spec: ModelSpec, plan: Plan, mesh: Mesh, *, loss_chunk: int, seed: int, plain: bool = False) -> Engine:
+def _unheard(phase: str) -> None:
+    """Nobody counts."""
+
+
+def build_engine(
+    spec: ModelSpec,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    loss_chunk: int,
+    seed: int,
+    plain: bool = False,
+    passed: Callable[[str], None] = _unheard,
+) -> Engine:
     """This rank's part of a decoder with its initial values, ready to train.
 
-    `plain` uses the kernels' plain twins (the reference of the equality tests). Raises BadInput when the schedule cannot be made for the
+    `plain` uses the kernels' plain twins (the reference of the equality tests). `passed` is called with the name of each phase of the
+    work that has ended (events.start). Raises BadInput when the schedule cannot be made for the
     plan's sizes.
     """
     pipeline_rank, table = (
@@ -79,7 +93,9 @@ def build_engine(spec: ModelSpec, plan: Plan, mesh: Mesh, *, loss_chunk: int, se
             split_backward(block)
     units = make_units(model, table[pipeline_rank], plan, mesh.shards)
     model.to_empty(device=mesh.device)
+    passed("model")
     initialise_shards(model, spec, seed)
+    passed("weights")
     tied = _tied_sum(model, table, mesh)
     executor = Executor(
         model,

@@ -6,7 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from meshwright.events.start import StartClock, start_line
 from meshwright.observe.account import Account
+from meshwright.observe.compiling import compiler_work
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.observe.progress import Progress
 from meshwright.observe.sinks import SinkThread, open_sinks
@@ -20,8 +22,14 @@ log = logging.getLogger("meshwright")
 class Reporter:
     """Hands records to the metrics file, the terminal and the sinks; does nothing on ranks that do not lead."""
 
-    def __init__(self, metrics: MetricsWriter | None, progress: Progress | None, sinks: SinkThread | None) -> None:
-        self._metrics, self._progress, self._sinks = metrics, progress, sinks
+    def __init__(
+        self,
+        metrics: MetricsWriter | None,
+        progress: Progress | None,
+        sinks: SinkThread | None,
+        start: StartClock | None = None,
+    ) -> None:
+        self._metrics, self._progress, self._sinks, self._start = metrics, progress, sinks, start
 
     @classmethod
     def open(cls, session: Session) -> Reporter:
@@ -32,13 +40,26 @@ class Reporter:
         metrics = MetricsWriter(session.folder / "metrics.jsonl", resume_from=session.step)
         progress = Progress(run.train.steps, session.step, session.world.ranks, show_mfu=show_mfu, title=run.name)
         sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
-        return cls(metrics, progress, sinks)
+        return cls(metrics, progress, sinks, session.start)
 
     def step(self, record: dict[str, Any]) -> None:
         """A finished step's line."""
         if self._metrics:
             self._metrics.write_step(record)
         self._show(record)
+        if self._start:
+            self._say_start(self._start, record)
+            self._start = None
+
+    def _say_start(self, clock: StartClock, first: dict[str, Any]) -> None:
+        """The start ended with its `first` step, whose time by the device runs from where the clock stands to the step's end."""
+        waited = first["data_wait_seconds"]
+        clock.add("first batch", waited)
+        clock.add("first step", first["step_seconds"] - waited)
+        work = compiler_work()
+        if self._metrics:
+            self._metrics.write_start(first["step"] - 1, clock.phases, work)
+        self.say(start_line(clock.phases, work))
 
     def validation(self, step: int, result: Evaluation) -> None:
         """A validation after `step`."""

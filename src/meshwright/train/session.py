@@ -10,6 +10,7 @@ from pathlib import Path
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
+from meshwright.events.start import StartClock
 from meshwright.observe.environment import environment
 from meshwright.observe.recorder import StepRecorder
 from meshwright.optim.adamw import AdamW
@@ -43,19 +44,30 @@ class Session:
     data: DataSource
     held_out: HeldOut | None
     recorder: StepRecorder
+    start: StartClock
     profile: tuple[int, int] | None
     timeline: tuple[int, int] | None = None
     step: int = 0
     tokens: int = 0
 
 
-def open_session(assignment: Assignment, world: World) -> Session:
-    """Build model, optimizer and data on the plan's mesh, and resume from the newest good checkpoint if there is one."""
+def open_session(assignment: Assignment, world: World, clock: StartClock | None = None) -> Session:
+    """Build model, optimizer and data on the plan's mesh, and resume from the newest good checkpoint if there is one.
+
+    `clock` goes on counting the start's phases.
+    """
+    clock = clock or StartClock()
     run, plan = assignment.run, assignment.plan
     folder = Path(assignment.folder)
     mesh = build_mesh(plan, world)
-    engine = build_engine(run.model, plan, mesh, loss_chunk=run.train.loss_chunk, seed=run.seed)
+    clock.end("mesh")
+    engine = build_engine(run.model, plan, mesh, loss_chunk=run.train.loss_chunk, seed=run.seed, passed=clock.end)
+    clock.end("model")
     data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
+    held_out = _held_out(run)
+    clock.end("data")
+    optimizer = AdamW(engine.model, run.model, run.train)
+    clock.end("optimizer")
     recorder = StepRecorder(world.device, world.rank)
     session = Session(
         run=run,
@@ -64,16 +76,18 @@ def open_session(assignment: Assignment, world: World) -> Session:
         world=world,
         mesh=mesh,
         engine=engine,
-        optimizer=AdamW(engine.model, run.model, run.train),
+        optimizer=optimizer,
         store=CheckpointStore(folder / "checkpoints", group=world.control, recorder=recorder),
         data=data,
-        held_out=_held_out(run),
+        held_out=held_out,
         recorder=recorder,
+        start=clock,
         profile=assignment.profile,
         timeline=assignment.timeline,
     )
     if not _resume(session):
         load_initial(engine.model, run.model, run.model.init)
+    clock.end("load")
     if world.leads:
         _write_environment(folder)
     return session

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.costs.of_plan import pricing
 from meshwright.observe.timeline_files import ALIGNED, Measured, Recording, summary, table, trace_names, trace_spans
 from meshwright.parallel.world import World
-from meshwright.simulator.of_plan import simulate_plan
 from meshwright.simulator.picture import draw_within
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.trace import write_spans
@@ -98,6 +96,10 @@ class StepTimelines:
 
 def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
     """The step that the simulator predicts, or why it predicts none."""
+    # The simulator and its cost model, which runs without a timeline start without.
+    from meshwright.costs.of_plan import pricing
+    from meshwright.simulator.of_plan import simulate_plan
+
     try:
         if pricing(run.model, run.train, plan, run.cluster) is None:
             return None, f"the cost model has no figures for {run.cluster.gpu} in {plan.precision.compute}"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.costs.traffic import cross_node_bytes
 from meshwright.observe.traffic import Traffic
 from meshwright.schedules.counts import collectives_of
 from meshwright.spec.cluster import ClusterSpec
@@ -68,6 +67,8 @@ def wire_count(session: Session) -> WireCount | None:
     interface = interface_between_nodes(cluster)
     if interface is None:
         return None
+    from meshwright.costs.traffic import cross_node_bytes  # the cost model, which most runs start without
+
     found = cross_node_bytes(
         session.run.model,
         session.plan,

@@ -1,7 +1,6 @@
 """The process of one rank: join, train, leave, with an exit code that says how it went.
 
-`python -m meshwright.train.worker ASSIGNMENT` is what a local launch starts; under torchrun and its kin `meshwright train` calls
-`run_rank` itself.
+A locally launched rank comes here from `train.rank`; under torchrun and its kin `meshwright train` calls `run_rank` itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.report import write_report
+from meshwright.events.start import StartClock
 from meshwright.parallel.world import Place, World, join
 from meshwright.spec.errors import (
     EXIT_COMMUNICATION,
@@ -40,15 +39,19 @@ from meshwright.train.stop import StopRequest
 log = logging.getLogger("meshwright")
 
 
-def main() -> None:
-    """Entry of a locally launched rank."""
+def main(file: Path, clock: StartClock | None = None) -> NoReturn:
+    """Be the locally launched rank of the assignment in `file`; `clock` has counted its start so far."""
     die_with_parent()
-    assignment = Assignment.read(Path(sys.argv[1]))
+    if clock is None:
+        clock = StartClock.of_rank()
+        clock.end("imports")
+    assignment = Assignment.read(file)
     folder, rank = Path(assignment.folder), Place.from_environment().rank
     log_to(folder, rank)
+    clock.end("plan")
     stop = StopRequest()
     stop.listen()
-    end_process(guarded(lambda: _joined(assignment, stop), folder, rank))
+    end_process(guarded(lambda: _joined(assignment, stop, clock), folder, rank))
 
 
 def end_process(code: int) -> NoReturn:
@@ -58,18 +61,19 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _joined(assignment: Assignment, stop: StopRequest) -> None:
+def _joined(assignment: Assignment, stop: StopRequest, clock: StartClock) -> None:
     run = assignment.run
     world = join(Place.from_environment(), run.cluster, timeout_seconds=run.train.timeout_seconds)
-    run_rank(assignment, world, stop)
+    clock.end("join")
+    run_rank(assignment, world, stop, clock)
     world.leave()
 
 
-def run_rank(assignment: Assignment, world: World, stop: StopRequest) -> None:
-    """Train on this rank of a joined job; rank 0 writes metrics, summary and report."""
+def run_rank(assignment: Assignment, world: World, stop: StopRequest, clock: StartClock) -> None:
+    """Train on this rank of a joined job, whose start `clock` has counted so far; rank 0 writes metrics, summary and report."""
     folder = Path(assignment.folder)
     started = time.perf_counter()
-    session = open_session(assignment, world)
+    session = open_session(assignment, world, clock)
     with Reporter.open(session) as reporter:
         if session.step >= session.run.train.steps:
             reporter.event(session.step, f"{folder} is finished: {session.step} of {session.run.train.steps} steps")
@@ -83,6 +87,8 @@ def run_rank(assignment: Assignment, world: World, stop: StopRequest) -> None:
         finally:
             reporter.close()
             if world.leads:
+                from meshwright.observe.report import write_report  # not before the first step
+
                 write_report(folder)
 
 
@@ -168,7 +174,3 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != int(parent):
         os._exit(EXIT_INTERNAL)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,18 @@
+"""What torch's compiler has done in this process so far, by its own counters."""
+
+from __future__ import annotations
+
+import sys
+
+
+def compiler_work() -> dict[str, float]:
+    """`compiled` and `from_cache`: graphs (a forward and its backward are two) made anew and taken from the cache on disk.
+    `seconds`: spent on either. Empty when nothing was ever compiled.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return {}
+    counts = utils.counters["inductor"]
+    compiled = counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+    seconds = utils.calculate_time_spent().get("total_wall_time", 0.0)
+    return {"compiled": compiled, "from_cache": counts["fxgraph_cache_hit"], "seconds": seconds}
