@@ -152,3 +152,16 @@ def test_on_a_gpu_the_same_tokens_arrive_on_the_device(source: DataSource) -> No
             assert all(micro.tokens.is_cuda for micro in micros)
             together = torch.cat([micro.tokens for micro in micros]).cpu()
             assert torch.equal(together, torch.from_numpy(source.samples(range(step * 4, step * 4 + 4)).tokens))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_host_gets_the_next_step_while_the_device_is_busy(source: DataSource) -> None:
+    with Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=2, device="cuda") as loader:
+        next(loader)
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(1_000_000_000)  # half a second
+        busy.record()
+        micros = next(loader)
+        assert not busy.query()
+        together = torch.cat([micro.tokens for micro in micros]).cpu()
+        assert torch.equal(together, torch.from_numpy(source.samples(range(4, 8)).tokens))

@@ -43,13 +43,22 @@ class MicroBatch:
         return replace(self, **{name: change(tensor) for name, tensor in given.items() if tensor is not None})
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A step read ahead, and the event behind its copies to the device where there are any."""
+
+    step: list[MicroBatch]
+    arrived: torch.cuda.Event | None
+
+
 class Loader:
     """Iterator over steps; each item is this data rank's list of micro-batches for one step. It never ends by itself.
 
-    `prefetch` steps are read ahead by a thread. On a CUDA device the host copies are pinned and the tensors arrive by
-    asynchronous copies on the current stream. Close it, or use it in a `with` block. Raises BadInput when
-    `global_batch` cannot be cut evenly; what goes wrong in the thread is raised by the `next` that would have had the
-    data.
+    `prefetch` steps are read ahead by a thread. On a CUDA device it also copies them there, on a stream of its own, so
+    that `next` hands out what lies on the device already: the current stream waits for the copy, the host does not.
+
+    Close it, or use it in a `with` block. Raises BadInput when `global_batch` cannot be cut evenly; what goes wrong in
+    the thread is raised by the `next` that would have had the data.
     """
 
     def __init__(
@@ -72,7 +81,8 @@ class Loader:
         """Global samples consumed by all ranks: the whole state of the data."""
         self.wait_seconds = 0.0
         """Time the last `next` waited for the thread."""
-        self._ready: queue.Queue[list[MicroBatch] | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._ready: queue.Queue[_Ahead | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), name="data", daemon=True)
         self._thread.start()
@@ -90,7 +100,7 @@ class Loader:
             self.close()
             raise item
         self.consumed += self.global_batch
-        return item if self.device.type == "cpu" else [micro.map(self._to_device) for micro in item]
+        return self._handed_out(item)
 
     def close(self) -> None:
         """End the thread; a second call does nothing."""
@@ -111,12 +121,12 @@ class Loader:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # else pinning would open a context on device 0 too
-            while self._offer(self._read_step(sample)):
+            while self._offer(self._sent(self._read_step(sample))):
                 sample += self.global_batch
         except BaseException as error:  # handed to the consumer, which raises it
             self._offer(error)
 
-    def _offer(self, item: list[MicroBatch] | BaseException) -> bool:
+    def _offer(self, item: _Ahead | BaseException) -> bool:
         """Wait for room in the queue; false when the loader was closed meanwhile."""
         while not self._stop.is_set():
             try:
@@ -143,8 +153,28 @@ class Loader:
         )
         return micro.map(torch.Tensor.pin_memory) if self.device.type == "cuda" else micro
 
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
+    def _sent(self, step: list[MicroBatch]) -> _Ahead:
+        """The step on its way to the device."""
+        if self._copies is None:
+            return _Ahead(step, None)
+        with torch.cuda.stream(self._copies):
+            there = [micro.map(lambda tensor: tensor.to(self.device, non_blocking=True)) for micro in step]
+        arrived = torch.cuda.Event()
+        arrived.record(self._copies)
+        return _Ahead(there, arrived)
+
+    def _handed_out(self, ahead: _Ahead) -> list[MicroBatch]:
+        """The step for the current stream: it waits for the copies, and their memory is kept until it is through."""
+        if ahead.arrived is None:
+            return ahead.step
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(ahead.arrived)
+
+        def used(tensor: torch.Tensor) -> torch.Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        return [micro.map(used) for micro in ahead.step]
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -18,6 +18,7 @@ from meshwright.observe.account import ENOUGH, FEWEST, KEPT, WARM_UP, Account, T
 from meshwright.parallel.world import World
 from meshwright.train.reporting import Reporter
 from meshwright.train.session import Session
+from meshwright.train.waiting import DataWait
 
 Summary = Mapping[str, Any]
 
@@ -30,10 +31,12 @@ class Accounting:
         self._cold = session.step + WARM_UP
         self._enough = self._cold + ENOUGH
         self._steps: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self.waiting = DataWait(self._cold)
 
     def step(self, record: dict[str, Any]) -> None:
         """A finished step's line."""
         self._reporter.step(record)
+        self.waiting.step(record)
         if record["step"] > self._cold:
             self._steps.append(record)
 

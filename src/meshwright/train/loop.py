@@ -23,7 +23,7 @@ from meshwright.train.step import train_step
 from meshwright.train.stop import INTERRUPT, StopRequest
 from meshwright.train.timelines import StepTimelines
 from meshwright.train.tracing import step_trace
-from meshwright.train.traffic import WireCount, wire_count
+from meshwright.train.traffic import wire_count
 
 log = logging.getLogger("meshwright")
 
@@ -42,6 +42,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     Raises Preempted or Interrupted after writing a checkpoint when asked to stop, and NumericalFailure when a loss is not finite.
     """
     run, wire = session.run, wire_count(session)
+    session.start.end("report")
     figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
     last: Evaluation | None = None
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
@@ -65,14 +66,10 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
                 gc.collect()
             if timelines.end_step(step) or validates or saves:
                 figures.pause()
-    _say_bytes(session, reporter, wire)
+    for summed in (wire, accounting.waiting):
+        if summed is not None and (line := summed.line(session.world.control)) is not None:
+            reporter.event(session.step, line)
     return Trained(last, accounting.close(timelines.summary))
-
-
-def _say_bytes(session: Session, reporter: Reporter, wire: WireCount | None) -> None:
-    line = wire.line(session.world.control) if wire else None
-    if line is not None:
-        reporter.event(session.step, line)
 
 
 def _due(every: int, step: int) -> bool:

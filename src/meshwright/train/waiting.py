@@ -1,0 +1,29 @@
+"""What part of a run's steps passed waiting for data: on the device's own time line, so that a batch fetched behind its work is free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class DataWait:
+    """Sums of a start's steps after `cold`, the last step of its warm-up."""
+
+    def __init__(self, cold: int) -> None:
+        self._cold = cold
+        self._waited = self._stepped = 0.0
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A finished step's line, with its phases."""
+        if record["step"] > self._cold:
+            self._waited += record["phases"].get("data", 0.0)
+            self._stepped += record["step_seconds"]
+
+    def line(self, control: dist.ProcessGroup) -> str | None:
+        """One line about the rank that waited most; None without steps. Collective over `control`."""
+        share = torch.tensor([self._waited / self._stepped if self._stepped else -1.0], dtype=torch.float64)
+        dist.all_reduce(share, dist.ReduceOp.MAX, group=control)
+        return f"waiting for data: {share.item():.2%} of the steps' time" if share.item() >= 0 else None
