@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py                       # every kept run of benchmarks/results
     python benchmarks/accuracy.py --only '*fsdp*' --parts
+    python benchmarks/accuracy.py --profile benchmarks/data/h200x2-profile.json benchmarks/data/h200x2-tcp-profile.json
     python benchmarks/accuracy.py --json
 
 A row is a layout that benchmarks/layouts.py ran. Its run is rebuilt from the words and the run file that it was started with, as
@@ -17,7 +18,7 @@ import fnmatch
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ class Check:
 
 def main() -> None:
     options = arguments()
-    checks = [check(row) for row in own_rows() if fnmatch.fnmatchcase(row.name, options.only)]
+    rows = [row for row in own_rows() if fnmatch.fnmatchcase(row.name, options.only)]
+    checks = [check(measured_by(row, options.profile) if options.profile else row) for row in rows]
     if options.json:
         print(json.dumps({"constants": STACK, "rows": [one.as_plain() for one in checks], **summary(checks)}, indent=1))
     else:
@@ -124,6 +126,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="names of the rows to predict; * and ? stand for others")
     parser.add_argument("--parts", action="store_true", help="where each step goes, measured and predicted")
+    parser.add_argument(
+        "--profile", type=Path, nargs=2, metavar=("NODE", "NODES"),
+        help="price by two profiles, not by the fitted rates of the device: runs inside a node by the first, over several by the second",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
@@ -131,6 +137,12 @@ def arguments() -> argparse.Namespace:
 def own_rows(folder: Path = RESULTS) -> list[Row]:
     """Every kept layout of this program that ran at its machine's own speed, by file and in the order it ran."""
     return [row for file in sorted(folder.glob("*.json")) for row in _rows_of(file)]
+
+
+def measured_by(row: Row, profiles: Sequence[Path]) -> Row:
+    """`row` on a machine with the rates that `meshwright profile` measured: the first file's, or the second's on several nodes."""
+    file = profiles[row.run.cluster.emulate_nodes * row.run.cluster.nodes > 1]
+    return replace(row, run=replace(row.run, cluster=replace(row.run.cluster, profile=str(file))))
 
 
 @cache

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.planner.finalists import budget_of, fits
+from meshwright.planner.candidate import budget_of, fits
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.spec.load import load_plan, load_run

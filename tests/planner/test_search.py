@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.candidate import HEADROOM, peak_bytes, untrainable
-from meshwright.planner.finalists import ALIKE, budget_of, fits, plan_at, simplest
+from meshwright.planner.candidate import HEADROOM, budget_of, fits, peak_bytes, untrainable
+from meshwright.planner.finalists import ALIKE, plan_at, simplest
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.planner.space import points
@@ -176,3 +176,23 @@ def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp
 def step_seconds(plan: Plan) -> float:
     assert plan.predicted is not None and plan.predicted.step_seconds is not None
     return plan.predicted.step_seconds
+
+
+def test_offload_of_any_layer_range_is_refused_by_training() -> None:
+    plan = chosen(run())
+    layers = (LayerStrategy(range="0-3"), LayerStrategy(range="4-31", offload="activations"))
+    assert "offload activations" in (untrainable(replace(plan, layers=layers)) or "")
+
+
+def test_time_waited_for_the_host_is_told() -> None:
+    """A step's launches are as many for a short sequence as for a long one, so their share of the step is larger."""
+    shares = []
+    for seq in (128, 8192):
+        told = chosen(run(seq=seq)).predicted
+        assert told is not None and told.breakdown is not None and told.step_seconds is not None
+        parts = told.breakdown
+        assert parts.compute + sum(parts.exposed.values()) + parts.bubble + parts.host == pytest.approx(
+            told.step_seconds
+        )
+        shares.append(parts.host / told.step_seconds)
+    assert shares[0] > 5 * shares[1] > 0

@@ -12,6 +12,7 @@ from meshwright.schedules.registry import refusal
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import RUNNABLE_AXES, PlanPins
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
@@ -87,3 +88,10 @@ def test_a_pin_reaches_beyond_what_is_worth_trying() -> None:
 def test_the_largest_question_is_a_matter_of_thousands() -> None:
     asked = replace(run("llama3-405b", batch=2048), cluster=ClusterSpec(gpu="H100", nodes=2048, gpus_per_node=8))
     assert 10_000 < len(points(asked)) < 200_000
+
+
+def test_links_that_leave_a_host_widen_what_is_tried() -> None:
+    rack = replace(run("llama3-70b", batch=16), cluster=ClusterSpec(gpu="GB200", nodes=4, gpus_per_node=4))
+    split = replace(rack, cluster=replace(rack.cluster, network=NetworkSpec(domain=4)))
+    widest = [max(mesh.size("tensor") for mesh in points(asked).meshes) for asked in (rack, split)]
+    assert widest == [16, 4]

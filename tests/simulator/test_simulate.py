@@ -157,7 +157,8 @@ def test_the_loss_makes_its_gradients_in_its_forward():
 def test_a_slow_rank_holds_up_the_pipeline():
     schedule = build("1f1b", 2, 8)
     usual = simulate(schedule, even(2))
-    slow = simulate(schedule, replace(even(2), rank_slowdown=[1.0, 2.0]))
+    times = [[1.0], [2.0]]
+    slow = simulate(schedule, Timing(forward=times, backward_input=times, backward_weight=times))
     assert slow.compute_seconds == (24.0, 48.0)
     assert slow.step_seconds == pytest.approx(1 + 48 + 2)
     assert slow.bubble > usual.bubble
@@ -171,7 +172,7 @@ def test_an_overlap_hides_the_part_of_its_shorter_side_that_it_is_told_to():
 
 
 def test_ranks_wait_for_each_other_before_the_optimizer():
-    timing = replace(even(2), rank_slowdown=[1.0, 1.0], norm_seconds=0.5, optim_seconds=[1.0, 2.0])
+    timing = replace(even(2), norm_seconds=0.5, optim_seconds=[1.0, 2.0])
     timeline = simulate(build("gpipe", 2, 2), timing)
     assert spans_of(timeline, "norm_barrier", 0) == spans_of(timeline, "norm_barrier", 1) == [(9.0, 9.5)]
     assert spans_of(timeline, "optim", 1) == [(9.5, 11.5)]
@@ -188,9 +189,11 @@ def test_a_pass_without_backward():
 def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
     schedule = expand(build(name, 3, 7), 2)
     ones = [[0.5, 0.5]] * schedule.stages
+    slow = [[0.65, 0.65] if rank == 1 else [0.5, 0.5] for rank in schedule.rank_of]
     timing = replace(
-        even(schedule.stages, 2), unshard=ones, reduce=ones, replicate=ones, boundary_bytes=[0.3] * (schedule.stages - 1),
-        link=Link(0.0, 1.0), collective_slowdown=1.2, rank_slowdown=[1.0, 1.3, 1.0], optim_seconds=[1.0] * 3,
+        even(schedule.stages, 2), forward=slow, backward_input=slow, backward_weight=slow, unshard=ones, reduce=ones,
+        replicate=ones, boundary_bytes=[0.3] * (schedule.stages - 1),
+        link=Link(0.0, 1.0), collective_slowdown=1.2, optim_seconds=[1.0] * 3,
     )  # fmt: skip
     timeline = simulate(schedule, timing)
     assert sum(timeline.breakdown.values()) == pytest.approx(timeline.step_seconds)
@@ -215,7 +218,7 @@ def test_a_deadlock_is_told_and_a_mismatch_too():
         ({"unshard": [[1.0]]}, r"timing.unshard: expected a row for each of 2 stages, got 1"),
         ({"reduce": [[1.0], [1.0, 1.0]]}, r"timing.reduce\[1\]: expected 1 units, got 2"),
         ({"boundary_bytes": [1.0, 1.0]}, "timing.boundary_bytes: expected 1 numbers, got 2"),
-        ({"rank_slowdown": [1.0]}, "timing.rank_slowdown: expected 2 numbers, got 1"),
+        ({"optim_seconds": [1.0]}, "timing.optim_seconds: expected 2 numbers, got 1"),
     ],
 )
 def test_a_timing_that_does_not_fit_is_refused(wrong, reason):

@@ -109,7 +109,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 
 
 def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]:
-    """Where a rank's step goes, with the communication inside its compute (tensor, context) apart."""
+    """Where a rank's step goes, with what is inside its compute (communication of tensor and context, the host's launches) apart."""
     from meshwright.simulator.of_plan import inside_compute
 
     inside = inside_compute(run.model, run.train, plan, run.cluster)

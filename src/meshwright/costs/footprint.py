@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from meshwright.spec.layout import balanced_stages
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Recompute
 
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+MODES: tuple[Recompute, ...] = get_args(Recompute)
 """Recompute by its number in `Layouts.recompute`."""
 
 MOST_STAGES = 1 << 16

@@ -48,6 +48,13 @@ def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
     return CORRECTED_SPREAD if load_profile(cluster.profile).corrections else MEASURED_SPREAD
 
 
+def fast_domain(cluster: ClusterSpec) -> int:
+    """Devices that see each other at link speed: what the network says, else a node's, or more where the chip's links leave its hosts."""
+    chip, per_node = chip_of(cluster), cluster.gpus_per_node
+    stated = cluster.network.domain if cluster.network else None
+    return stated or (max(per_node, chip.domain) if chip and per_node == chip.per_node else per_node)
+
+
 def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
     """The machine that `cluster` describes, for products in `number_format`.
 
@@ -70,8 +77,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         link=min(links),
         nic=min(ports),
         host=min(chip.host for chip in chips),
-        domain=network.domain
-        or max(cluster.gpus_per_node, first.domain if cluster.gpus_per_node == first.per_node else 1),
+        domain=fast_domain(cluster),
         per_node=cluster.gpus_per_node,
         oversubscribed=network.oversubscription,
         pod=network.pod_nodes * cluster.gpus_per_node if network.pod_nodes else float("inf"),

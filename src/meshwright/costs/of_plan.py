@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import get_args
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import slowest_rank
-from meshwright.spec.plan import LayerStrategy, Plan
+from meshwright.spec.plan import LayerStrategy, Plan, Recompute
 
 STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 """Whose constants price a plan: this program's own once constants.yaml has enough of its runs."""
@@ -36,7 +37,8 @@ NEAREST = "torchtitan"
 """The published stack that is most like this program's: PyTorch's own FSDP and compiler."""
 MEASURED_AXES = ("pipeline", "replicate", "shard")
 """Axes of this program's own runs, all of them on one host, which may play several nodes."""
-RECOMPUTE = {"none": 0.0, "selective": 1.0, "full": 2.0}
+RECOMPUTE = {mode: float(place) for place, mode in enumerate(get_args(Recompute))}
+"""Recompute → its number in `Layouts.recompute`."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
+from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.layout import Layout
+from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import RUNNABLE_AXES, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
@@ -53,7 +57,7 @@ def untrainable(plan: Plan) -> str | None:
     """What of the plan this release can plan and simulate but not train, or None."""
     parts = [f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES]
     parts += [f"expert {plan.experts.expert}"] if plan.experts else []
-    parts += [f"offload {layer.offload}" for layer in plan.layers[:1] if layer.offload != "none"]
+    parts += [f"offload {kind}" for kind in dict.fromkeys(layer.offload for layer in plan.layers) if kind != "none"]
     if not parts:
         return None
     return f"this release cannot train {', '.join(parts)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
@@ -62,6 +66,34 @@ def untrainable(plan: Plan) -> str | None:
 def peak_bytes(plan: Plan) -> int:
     """Predicted memory of the fullest rank; 0 when the plan does not say."""
     return plan.predicted.memory_peak_bytes if plan.predicted else 0
+
+
+def budget_of(run: RunSpec, memory_bytes: int | None = None) -> int | None:
+    """Bytes of the smallest device that a plan may fill; None when its memory is not known."""
+    known = run.cluster.memory_bytes() or memory_bytes
+    return None if known is None else int(HEADROOM * known)
+
+
+def usable_by_rank(run: RunSpec, plan: Plan, alike: float) -> list[float]:
+    """By pipeline rank, the bytes that a plan may fill: `alike`, or on unlike nodes the share of its own devices."""
+    ranks = plan.axis_size("pipeline")
+    own = memory_limits(run.cluster, Layout.of(plan, run.cluster.ranks_per_node)) if run.cluster.groups else None
+    return [HEADROOM * limit for limit in own] if own else [alike] * ranks
+
+
+def over_by_rank(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
+    """By pipeline rank, whether it needs more by the exact account than its devices may hold.
+
+    Raises BadInput when the plan's schedule cannot be made for its micro-batches.
+    """
+    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    limits = usable_by_rank(run, plan, inf if budget is None else budget)
+    return [sum(kinds.values()) > limit for kinds, limit in zip(rows, limits, strict=True)]
+
+
+def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
+    """Whether every pipeline rank fits, on unlike nodes each into its own devices. Raises as `over_by_rank`."""
+    return not any(over_by_rank(run, plan, budget))
 
 
 def precision_of(run: RunSpec) -> Precision:

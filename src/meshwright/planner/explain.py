@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, number
-from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of
+from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of, usable_by_rank
 from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Layout
-from meshwright.spec.nodes import memory_limits
-from meshwright.spec.plan import Plan, Predicted
+from meshwright.spec.plan import Plan, Predicted, Recompute
 from meshwright.spec.run import RunSpec
 
 MOVES = {
@@ -118,13 +117,6 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
     return f"{where} needs {need / 1e9:.1f} GB, {over} ({largest} GB)"
 
 
-def usable_by_rank(run: RunSpec, plan: Plan, alike: float) -> list[float]:
-    """By pipeline rank, the bytes that a plan may fill: `alike`, or on unlike nodes the share of its own devices."""
-    ranks = plan.axis_size("pipeline")
-    own = memory_limits(run.cluster, Layout.of(plan, run.cluster.ranks_per_node)) if run.cluster.groups else None
-    return [HEADROOM * limit for limit in own] if own else [alike] * ranks
-
-
 def parts_of(said: Predicted) -> dict[str, float]:
     """The breakdown as one row: compute, exposed AXIS, bubble, host, in seconds, without what is nothing."""
     if said.breakdown is None:
@@ -189,7 +181,7 @@ def _roomier(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]
     """(what costs time, without what), and the plan without it."""
     pins, batch = pins_of(run), plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
-        mode = max((layer.recompute for layer in plan.layers), key=("none", "selective", "full").index)
+        mode = max((layer.recompute for layer in plan.layers), key=get_args(Recompute).index)
         layers = tuple(replace(layer, recompute="none") for layer in plan.layers)
         yield (f"recompute {mode} takes", "without it"), replace(plan, layers=layers)
     if pins.reshard is None and pins.layers is None and any(layer.reshard for layer in plan.layers):

@@ -11,13 +11,11 @@ from itertools import groupby
 from math import inf
 
 from meshwright.costs.of_plan import shard_size
-from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of, precision_of
-from meshwright.planner.explain import usable_by_rank
+from meshwright.planner.candidate import Candidate, fits, over_by_rank, peak_bytes, pins_of, precision_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.sweep import End, Strategy
-from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
@@ -66,24 +64,6 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
     if pins.layers or strategy.rich == strategy.lean:
         return plan
     return _fitted(run, plan, strategy, budget)
-
-
-def budget_of(run: RunSpec, memory_bytes: int | None) -> int | None:
-    """Bytes of the smallest device that a plan may fill; None when its memory is not known."""
-    known = run.cluster.memory_bytes() or memory_bytes
-    return None if known is None else int(HEADROOM * known)
-
-
-def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
-    """Whether every pipeline rank fits by the exact account, on unlike nodes each into its own devices."""
-    return not any(_over(run, plan, budget))
-
-
-def _over(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
-    """By pipeline rank, whether it needs more than its devices may hold."""
-    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
-    limits = usable_by_rank(run, plan, inf if budget is None else budget)
-    return [sum(kinds.values()) > limit for kinds, limit in zip(rows, limits, strict=True)]
 
 
 def judged(run: RunSpec, plans: Iterable[Plan]) -> list[Candidate]:
@@ -193,7 +173,7 @@ def _fitted(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) ->
     low, high = [0] * len(held), [len(layers) for layers in held]
     while any(a < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-        for rank, full in enumerate(_over(run, with_lean(middle), budget)):
+        for rank, full in enumerate(over_by_rank(run, with_lean(middle), budget)):
             if full and low[rank] < high[rank]:
                 low[rank] = middle[rank] + 1
             else:

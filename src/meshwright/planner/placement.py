@@ -14,11 +14,11 @@ from itertools import permutations
 from math import inf, prod
 from statistics import fmean
 
+from meshwright.costs.machine import fast_domain
+from meshwright.costs.of_plan import as_nodes
 from meshwright.simulator.slow_nodes import kind_speeds, rank_speeds
-from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
-from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import kinds_by_rank, node_kinds, slowest_rank
 from meshwright.spec.plan import AxisName
 from meshwright.spec.run import RunSpec
@@ -84,8 +84,5 @@ def _members(layout: Layout, axis: str, level: float) -> float:
 
 def _levels(cluster: ClusterSpec) -> tuple[float, ...]:
     """Ranks in a fast domain, and ranks below the level where the fabric narrows."""
-    network, chip, per_node = cluster.network or NetworkSpec(), CHIPS.get(cluster.gpu), cluster.ranks_per_node
-    domain = max(per_node, chip.domain) if chip and per_node == chip.per_node else per_node
-    if network.domain and cluster.emulate_nodes == 1:
-        domain = network.domain
-    return domain, network.pod_nodes * per_node if network.pod_nodes else inf
+    pod = cluster.network.pod_nodes if cluster.network else None
+    return fast_domain(as_nodes(cluster)), pod * cluster.ranks_per_node if pod else inf

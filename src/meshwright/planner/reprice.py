@@ -42,9 +42,12 @@ def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True) -> Plan:
 def _breakdown(run: RunSpec, plan: Plan, by_units: bool) -> Breakdown:
     timing = timing_of(run.model, run.train, plan, run.cluster)
     parts = (played_by_units if by_units else played_by_stages)(run, plan, timing)
-    exposed = {**timing.inside, **{axis: parts[axis] for axis in TIMED_AXES}}
+    inside = dict(timing.inside)
+    host = inside.pop("host", 0.0)
+    exposed = inside | {axis: parts[axis] for axis in TIMED_AXES}
     return Breakdown(
-        compute=parts["compute"] + parts["closing"] - sum(timing.inside.values()),
+        compute=parts["compute"] + parts["closing"] - sum(inside.values()) - host,
         exposed={axis: seconds for axis, seconds in exposed.items() if seconds > 0},
         bubble=parts["idle"],
+        host=host,
     )

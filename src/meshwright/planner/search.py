@@ -13,8 +13,8 @@ from dataclasses import replace
 from math import inf
 
 from meshwright.costs.of_plan import Pricing
-from meshwright.planner.candidate import Answer, Candidate
-from meshwright.planner.finalists import budget_of, fits, improved, judged, plan_at, simplest
+from meshwright.planner.candidate import Answer, Candidate, budget_of, fits
+from meshwright.planner.finalists import improved, judged, plan_at, simplest
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced
 from meshwright.planner.space import Points, points

@@ -14,6 +14,8 @@ from typing import get_args
 
 import numpy as np
 
+from meshwright.costs.machine import fast_domain
+from meshwright.costs.of_plan import as_nodes
 from meshwright.planner.candidate import pins_of
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
@@ -155,7 +157,7 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
 
 def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring): the axes that split one sequence's work."""
-    pins, model, domain = pins_of(run), run.model, _domain(run)
+    pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
     alone = {axis: [1] for axis in AXES if trainable and axis not in RUNNABLE_AXES}
     widths = [d for d in divisors(run.cluster.ranks) if _splits_heads(run, d)]
     for tensor in _wanted(pins.tensor, alone.get("tensor", [d for d in widths if d <= domain])):
@@ -183,14 +185,8 @@ def _rings(run: RunSpec, inner: int, ulysses: int) -> list[int]:
     return [d for d in divisors(run.cluster.ranks // inner) if d <= max(1, most)]
 
 
-def _domain(run: RunSpec) -> int:
-    """Devices that see each other at link speed."""
-    network = run.cluster.network
-    return (network.domain if network else None) or run.cluster.ranks_per_node
-
-
 def _experts(run: RunSpec, ranks: int) -> list[int]:
-    experts = getattr(run.model, "experts", 0)
+    experts = run.model.experts
     if not experts:
         return [1]
     return _wanted(pins_of(run).expert, [d for d in divisors(ranks) if experts % d == 0])

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import get_args
 
 import numpy as np
 
@@ -33,7 +34,7 @@ BATCH = 2048
 """Points whose strategies are priced together."""
 SAFETY = 0.97
 """Of a bound, since communication may hide under work that a strategy adds."""
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,6 @@ class Swept:
     points: Points
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray
-    memory: np.ndarray
-    """Bytes of the fullest rank, with as many lean layers as the budget asks for."""
     priced: int
     """Points and strategies that were priced, bounds included."""
 
@@ -84,11 +83,11 @@ def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: 
         batch = order[start : start + BATCH]
         if prune and found.full and bound[batch[0]] * SAFETY > found.worst:
             break
-        for strategy, seconds, memory in _strategies(run, pricing, points.take(batch), room):
-            found.add(batch, strategy, seconds, memory)
+        for strategy, seconds in _strategies(run, pricing, points.take(batch), room):
+            found.add(batch, strategy, seconds)
             priced += len(batch)
-    rows, strategies, seconds, memory = found.sorted()
-    return Swept(points.take(rows), strategies, seconds, memory, priced)
+    rows, strategies, seconds = found.sorted()
+    return Swept(points.take(rows), strategies, seconds, priced)
 
 
 def smallest(run: RunSpec, pricing: Pricing, points: Points, count: int) -> tuple[Points, Strategy]:
@@ -103,33 +102,34 @@ class _Best:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.kept: dict[int, tuple[float, Strategy, float]] = {}
+        self.kept: dict[int, tuple[float, Strategy]] = {}
         self.worst = np.inf
 
     @property
     def full(self) -> bool:
         return len(self.kept) >= self.size
 
-    def add(self, rows: np.ndarray, strategy: Strategy, seconds: np.ndarray, memory: np.ndarray) -> None:
+    def add(self, rows: np.ndarray, strategy: Strategy, seconds: np.ndarray) -> None:
         for at in np.flatnonzero(seconds < self.worst):
             row, time = int(rows[at]), float(seconds[at])
             if row not in self.kept or time < self.kept[row][0]:
-                self.kept[row] = (time, strategy, float(memory[at]))
+                self.kept[row] = (time, strategy)
         if len(self.kept) > self.size:
-            ranked = sorted(self.kept, key=lambda row: (self.kept[row][0], row))
-            self.kept = {row: self.kept[row] for row in ranked[: self.size]}
+            self.kept = {row: self.kept[row] for row in self._ranked()[: self.size]}
         if self.full:
-            self.worst = max(time for time, _, _ in self.kept.values())
+            self.worst = max(time for time, _ in self.kept.values())
 
-    def sorted(self) -> tuple[np.ndarray, tuple[Strategy, ...], np.ndarray, np.ndarray]:
-        rows = sorted(self.kept, key=lambda row: (self.kept[row][0], row))
+    def sorted(self) -> tuple[np.ndarray, tuple[Strategy, ...], np.ndarray]:
+        rows = self._ranked()
         kept = [self.kept[row] for row in rows]
         return (
             np.array(rows, dtype=np.int64),
-            tuple(strategy for _, strategy, _ in kept),
-            np.array([time for time, _, _ in kept]),
-            np.array([memory for _, _, memory in kept]),
+            tuple(strategy for _, strategy in kept),
+            np.array([time for time, _ in kept]),
         )
+
+    def _ranked(self) -> list[int]:
+        return sorted(self.kept, key=lambda row: (self.kept[row][0], row))
 
 
 def _bounds(run: RunSpec, pricing: Pricing, points: Points) -> tuple[np.ndarray, np.ndarray]:
@@ -150,10 +150,8 @@ def _leanest(run: RunSpec, offloads: tuple[Offload, ...]) -> tuple[End, Gradient
     return End(_reshards(pins)[-1], _recomputes(run)[-1]), pins.gradients or "shard", offloads[-1]
 
 
-def _strategies(
-    run: RunSpec, pricing: Pricing, points: Points, room: float
-) -> Iterator[tuple[Strategy, np.ndarray, np.ndarray]]:
-    """Every strategy with its seconds by point (infinite where it does not fit, or is another under a second name) and memory."""
+def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> Iterator[tuple[Strategy, np.ndarray]]:
+    """Every strategy with its seconds by point, infinite where it does not fit, or is another under a second name."""
     pins, layers = pins_of(run), run.model.layers
     sharded = points.column("shard") * points.column("context") > 1
     many = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
@@ -175,7 +173,7 @@ def _strategies(
                 legal &= share > 0  # else the rich end alone says the same
             mixed = [(1 - share) * a + share * b for a, b in zip(priced[rich], priced[lean], strict=True)]
             legal &= mixed[1] <= room * (1 + 1e-9)
-            yield Strategy(rich, lean, gradients, offload), np.where(legal, mixed[0], np.inf), mixed[1]
+            yield Strategy(rich, lean, gradients, offload), np.where(legal, mixed[0], np.inf)
 
 
 def _share(rich: np.ndarray, lean: np.ndarray, room: float, layers: int) -> np.ndarray:

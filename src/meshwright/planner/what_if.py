@@ -14,10 +14,9 @@ from typing import get_args
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, number, plan_time
-from meshwright.planner.candidate import HEADROOM, pins_of
+from meshwright.planner.candidate import budget_of, fits, pins_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
-from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.network import NetworkSpec
@@ -63,7 +62,12 @@ def _twice_the_network(run: RunSpec, plan: Plan) -> Change | None:
     if run.cluster.nodes == 1:
         return None
     rate = 2 * number(machine_of(run.cluster, plan.precision.compute).nic) / 1e9
-    return _changed(f"twice the network ({rate:.4g} GB/s a GPU)", run, _with_network(run, port_gb_per_s=rate), plan)
+    return _changed(
+        f"twice the network ({rate:.4g} GB/s a GPU)",
+        run,
+        _with_network(run, replace(_network(run), port_gb_per_s=rate)),
+        plan,
+    )
 
 
 def _twice_the_links(run: RunSpec, plan: Plan) -> Change | None:
@@ -71,7 +75,10 @@ def _twice_the_links(run: RunSpec, plan: Plan) -> Change | None:
         return None
     rate = 2 * number(machine_of(run.cluster, plan.precision.compute).link) / 1e9
     return _changed(
-        f"twice the links in a node ({rate:.4g} GB/s a GPU)", run, _with_network(run, link_gb_per_s=rate), plan
+        f"twice the links in a node ({rate:.4g} GB/s a GPU)",
+        run,
+        _with_network(run, replace(_network(run), link_gb_per_s=rate)),
+        plan,
     )
 
 
@@ -221,12 +228,10 @@ def _layer_choices(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ..
 
 
 def _fits(run: RunSpec, plan: Plan) -> bool:
-    budget = run.cluster.memory_bytes()
     try:
-        rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+        return fits(run, plan, budget_of(run))
     except BadInput:  # its schedule cannot be made for so few micro-batches
         return False
-    return budget is None or max(sum(row.values()) for row in rows) <= HEADROOM * budget
 
 
 def _seconds(plan: Plan) -> float:
@@ -239,6 +244,9 @@ def _closed_seconds(run: RunSpec, plan: Plan) -> float:
     return time.seconds if time else math.inf
 
 
-def _with_network(run: RunSpec, **rates: float) -> RunSpec:
-    network = replace(run.cluster.network or NetworkSpec(), **rates)  # type: ignore[arg-type]
+def _network(run: RunSpec) -> NetworkSpec:
+    return run.cluster.network or NetworkSpec()
+
+
+def _with_network(run: RunSpec, network: NetworkSpec) -> RunSpec:
     return replace(run, cluster=replace(run.cluster, network=network))

@@ -67,7 +67,8 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     # A rank's host time of one micro-batch is booked where its first stage begins.
     for costs, stages_held in zip(ranks, schedule.placement, strict=True):
         first = compute[stages_held[0]]
-        first[0] = replace(first[0], forward=first[0].forward + costs.host_micro)
+        inside = {**first[0].inside, "host": first[0].inside.get("host", 0.0) + costs.host_micro}
+        first[0] = replace(first[0], forward=first[0].forward + costs.host_micro, inside=inside)
     sharded, replicated = shard_size(plan) > 1, plan.axis_size("replicate") > 1
     size = number(priced.layout.micro_batch * priced.layout.seq / priced.layout.context / priced.layout.tensor)
     return Timing(
@@ -96,13 +97,13 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 
 
 def inside_compute(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> dict[str, float]:
-    """Seconds of a step's compute that are exposed communication of tensor, context and expert ranks and with host memory, mean over
-    pipeline ranks."""
+    """Seconds of a step's compute that are exposed communication of tensor, context and expert ranks and with host memory, and waiting for
+    the host's launches, mean over pipeline ranks."""
     return dict(timing_of(model, train, plan, cluster).inside)
 
 
 def _inside(compute: Sequence[Sequence[Seconds]], times: float) -> dict[str, float]:
-    """`times` the communication inside one micro-batch's compute, by axis; none that is nothing."""
+    """`times` what is inside one micro-batch's compute, by name; none that is nothing."""
     totals: dict[str, float] = {}
     for row in compute:
         for one in row:

@@ -130,10 +130,7 @@ class _Simulation:
             if not self._input(mine, part, ways):
                 return False
         start = self._wait(mine, ways)
-        work = self.durations.compute(action)
-        if self.timing.rank_slowdown:
-            work *= self.timing.rank_slowdown[mine.number]
-        work += self._copies(mine, action)
+        work = self.durations.compute(action) + self._copies(mine, action)
         if mine.busy:
             mine.busy = [one for one in mine.busy if one[1] > start]
         end = stretched(start, work, mine.busy) if mine.busy else start + work

@@ -65,8 +65,6 @@ class Timing:
     """The same while it sums over replicas; where both go on the larger one counts."""
     overlap_hidden: float = 0.0
     """Part of the shorter side of an overlap that disappears under the longer: 0 one after the other, 1 all of it."""
-    rank_slowdown: Sequence[float] = ()
-    """By rank, how many times as long its compute takes (stragglers, slower devices). Empty: 1 each."""
     tied_seconds: float = 0.0
     """Adding up a weight's gradient over the first and the last rank, once both have theirs; the norm waits for it."""
     norm_seconds: float = 0.0
@@ -74,7 +72,8 @@ class Timing:
     optim_seconds: Sequence[float] = ()
     """By rank, the optimizer. Empty: nothing."""
     inside: Mapping[str, float] = field(default_factory=dict)
-    """Of a step's compute, mean over ranks, the communication in it that its arithmetic does not hide, by axis. Only told, not played."""
+    """Of a step's compute, mean over ranks, the communication in it that its arithmetic does not hide, by axis, and under `host` what it
+    waits for launches. Only told, not played."""
 
     def between(self, sender: int, receiver: int) -> Link:
         """The link from one pipeline rank to another."""
@@ -97,7 +96,6 @@ class Timing:
                 if schedule.units and len(row) != schedule.units[stage]:
                     raise BadInput(f"timing.{name}[{stage}]: expected {schedule.units[stage]} units, got {len(row)}")
         self._check_length("boundary_bytes", self.boundary_bytes, schedule.stages - 1)
-        self._check_length("rank_slowdown", self.rank_slowdown, schedule.ranks)
         self._check_length("optim_seconds", self.optim_seconds, schedule.ranks)
 
     @staticmethod

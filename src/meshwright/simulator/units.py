@@ -39,7 +39,7 @@ class Seconds:
     backward_input: float
     backward_weight: float
     inside: Mapping[str, float] = field(default_factory=dict)
-    """Communication in them that its own arithmetic does not hide, by axis."""
+    """Communication in them that its own arithmetic does not hide, by axis; `host` is what the device waits for its launches."""
 
 
 class UnitCosts:
@@ -188,7 +188,7 @@ class UnitCosts:
         """Parameters of a block's experts on one rank, before sharding."""
         if isinstance(unit, str) or not self.model.routed(unit):
             return 0
-        rows = layer_parameters(self.model, self._alike(unit))  # type: ignore[arg-type]
+        rows = layer_parameters(self.model, self.model.first_dense_layers)  # the first block with experts
         return sum(row.count for row in rows if row.expert) // (experts_over(self.plan) * self.plan.axis_size("tensor"))
 
     def _parameters(self, unit: Unit) -> int:
@@ -234,7 +234,8 @@ class UnitCosts:
         work = number(times.forward + times.backward) + tensor + context + expert
         backward = work - forward
         host = number(cost.host) - number(k.host_micro_us) * 1e-6
-        each = (work + host) / work * self.jitter / self.model.layers
+        apart = self.jitter / self.model.layers
+        each = (work + host) / work * apart
         weight = min(self._weight_products(routed) * self.model.layers, backward)
         copied = number(copied_bytes(shape, lone) / (machine.host * HOST_SHARE)) if offloaded else 0.0
         late = [max(0.0, copied - part * each) for part in (forward, backward)]
@@ -243,10 +244,11 @@ class UnitCosts:
             backward_input=(backward - weight) * each + late[1],
             backward_weight=weight * each,
             inside={
-                "tensor": tensor * each,
-                "context": context * each,
-                "expert": expert * each,
+                "tensor": tensor * apart,
+                "context": context * apart,
+                "expert": expert * apart,
                 "host link": sum(late),
+                "host": host * apart,
             },
         )
 

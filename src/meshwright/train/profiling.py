@@ -7,11 +7,7 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -20,12 +16,10 @@ from meshwright.parallel.world import join
 from meshwright.profile.measure import measure
 from meshwright.profile.team import Team
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import Interrupted
 from meshwright.spec.fields import from_plain
 from meshwright.spec.place import Place
 from meshwright.spec.profile import MachineProfile, to_json
-from meshwright.train.stop import STOP_SIGNALS
-from meshwright.train.worker import die_with_parent, end_process, guarded, log_to
+from meshwright.train.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 300
 SAID = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "cudnn", "nccl", "driver", "system")
@@ -58,24 +52,11 @@ def _versions() -> dict[str, str]:
 
 def main() -> None:
     """Entry of a locally launched rank; rank 0 writes the answer."""
-    die_with_parent()
-    question, destination = map(Path, sys.argv[1:])
-    place = Place.from_environment()
-    log_to(question.parent, place.rank)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _interrupted)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def work() -> None:
-        profile = measured_by(from_plain(ProfileJob, json.loads(question.read_text(encoding="utf-8"))), place)
-        if place.rank == 0:
-            destination.write_text(to_json(profile), encoding="utf-8")
+    def answer(question: str, place: Place) -> str:
+        return to_json(measured_by(from_plain(ProfileJob, json.loads(question)), place))
 
-    end_process(guarded(work, question.parent, place.rank))
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise Interrupted("interrupted")
+    answer_as_rank(answer)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import FrameType
 
 from meshwright.data.loader import open_data
 from meshwright.parallel.apply import build_engine
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.world import World, join
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import Interrupted
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import DataSpec
 from meshwright.spec.model import ModelSpec
@@ -27,8 +22,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.evaluate import Evaluation, HeldOut, evaluate
 from meshwright.train.generate import Sampling, generate_under_plan
 from meshwright.train.state import load_initial
-from meshwright.train.stop import STOP_SIGNALS
-from meshwright.train.worker import die_with_parent, end_process, guarded, log_to
+from meshwright.train.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 600
 """How long a rank waits for the others, who read their weights meanwhile."""
@@ -104,25 +98,11 @@ def join_and_answer(job: SpreadJob, place: Place) -> Answer:
 
 def main() -> None:
     """Entry of a locally launched rank; rank 0 writes the answer."""
-    die_with_parent()
-    question, destination = map(Path, sys.argv[1:])
-    place = Place.from_environment()
-    log_to(question.parent, place.rank)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _interrupted)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def work() -> None:
-        job = from_plain(SpreadJob, json.loads(question.read_text(encoding="utf-8")))
-        answer = join_and_answer(job, place)
-        if place.rank == 0:
-            destination.write_text(json.dumps(to_plain(answer)), encoding="utf-8")
+    def answer(question: str, place: Place) -> str:
+        return json.dumps(to_plain(join_and_answer(from_plain(SpreadJob, json.loads(question)), place)))
 
-    end_process(guarded(work, question.parent, place.rank))
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise Interrupted("interrupted")
+    answer_as_rank(answer)
 
 
 if __name__ == "__main__":

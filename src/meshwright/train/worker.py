@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from meshwright.spec.errors import (
     EXIT_DONE,
     EXIT_INTERNAL,
     EXIT_NO_RESOURCES,
+    Interrupted,
     MeshwrightError,
 )
 from meshwright.spec.fields import to_plain
@@ -34,7 +36,7 @@ from meshwright.spec.run import Assignment
 from meshwright.train.loop import Trained, train
 from meshwright.train.reporting import Reporter
 from meshwright.train.session import Session, open_session
-from meshwright.train.stop import StopRequest
+from meshwright.train.stop import STOP_SIGNALS, StopRequest
 
 log = logging.getLogger("meshwright")
 
@@ -52,6 +54,29 @@ def main(file: Path, clock: StartClock | None = None) -> NoReturn:
     stop = StopRequest()
     stop.listen()
     end_process(guarded(lambda: _joined(assignment, stop, clock), folder, rank))
+
+
+def answer_as_rank(answer: Callable[[str, Place], str]) -> NoReturn:
+    """Be one locally launched rank that is asked one thing: `argv` names the file of the question and that of the answer, which rank 0
+    writes. A stop signal interrupts it."""
+    die_with_parent()
+    question, destination = map(Path, sys.argv[1:])
+    place = Place.from_environment()
+    log_to(question.parent, place.rank)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def work() -> None:
+        text = answer(question.read_text(encoding="utf-8"), place)
+        if place.rank == 0:
+            destination.write_text(text, encoding="utf-8")
+
+    end_process(guarded(work, question.parent, place.rank))
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise Interrupted("interrupted")
 
 
 def end_process(code: int) -> NoReturn:
