@@ -17,7 +17,7 @@ from meshwright.kernels.rope import rotary_tables
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.layout import shard_rows
 from meshwright.spec.model import RopeScaling, parameters
-from tests.models.tiny import GPT2, LLAMA, PARALLEL, QWEN3, SCALED, built, some_tokens
+from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, QWEN3_MOE, SCALED, built, some_tokens
 
 LLAMA3 = replace(LLAMA, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=64))
 SPECS = {
@@ -28,6 +28,8 @@ SPECS = {
     "qwen3 sliding": replace(QWEN3, tied=False, sliding_window=37),
     "gpt2": GPT2,
     "gpt2 untied": replace(GPT2, tied=False),
+    "mixtral": MIXTRAL,
+    "qwen3 moe": QWEN3_MOE,
 }
 SEQ = 256
 
@@ -78,10 +80,13 @@ class Rotary(torch.nn.Module):
 def their_float64_logits(theirs, spec, tokens, monkeypatch):
     """transformers fixes fp32 for norms, softmax and rotary tables, whatever the model's dtype: lift that."""
     theirs = theirs.double()
+    theirs.config._experts_implementation = "eager"  # theirs of stacked experts takes no fp64
     if spec.positions == "rope":
         theirs.model.rotary_emb = Rotary(spec)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "float32", torch.float64)
+        patched.setattr(torch, "float", torch.float64)
+        patched.setattr(torch.Tensor, "float", torch.Tensor.double)
         return theirs(tokens).logits
 
 
@@ -121,10 +126,16 @@ def their_config(kind):
         "qwen3 sliding": lambda: t.Qwen3Config(
             head_dim=20, use_sliding_window=True, sliding_window=33, max_window_layers=0, **gated
         ),
+        "mixtral": lambda: t.MixtralConfig(num_local_experts=5, **gated),
+        "qwen3 moe": lambda: t.Qwen3MoeConfig(
+            num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0], **gated
+        ),
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama biased", "llama3", "qwen3", "qwen3 sliding"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "llama biased", "llama3", "qwen3", "qwen3 sliding", "mixtral", "qwen3 moe"]
+)
 def test_theirs_imported_gives_the_same_logits(kind, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -141,7 +152,7 @@ def test_theirs_imported_gives_the_same_logits(kind, tmp_path):
         assert (theirs(tokens).logits - filled_from(reader, spec)(tokens)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("spec", [LLAMA, GPT2, MIXTRAL], ids=["llama", "gpt2", "mixtral"])
 def test_rows_are_those_rows_of_the_whole(spec, tmp_path):
     model = built(spec, dtype=torch.float32)
     export(model, tmp_path / "out", shard_bytes=40_000)

@@ -38,7 +38,7 @@ GPT = ModelSpec(
     family="gpt2", layers=2, hidden=12, heads=3, kv_heads=3, head_dim=4, ffn_hidden=20, vocab_size=29, max_seq_len=SEQ, positions="learned",
     norm="layernorm", mlp="gelu", bias=True, tied=True, init_std=0.2,
 )  # fmt: skip
-TRAIN = TrainSpec(steps=STEPS, global_batch=BATCH, seq_len=SEQ, learning_rate=RATE, clip_norm=CLIP)
+TRAIN = TrainSpec(steps=STEPS, global_batch=BATCH, seq_len=SEQ, learning_rate=RATE, clip_norm=CLIP, balance_loss=0.3)
 BF16_BOUND = 0.15
 """Relative error of a bf16 gradient against fp64. The worst is the query and key weights', where softmax cancels most of it."""
 BF16_LAYOUT_BOUND = 1e-5
@@ -76,8 +76,9 @@ def one_device(spec: ModelSpec) -> list[dict[str, Any]]:
     for step in range(STEPS):
         tokens, targets, positions, documents = batch(step, spec)
         optimizer.zero_grad()
-        loss = model(tokens, targets=targets, positions=positions, documents=documents) / (targets >= 0).sum()
-        loss.backward()
+        loss, balance = model.losses(tokens, targets, positions=positions, documents=documents)
+        loss = loss / (targets >= 0).sum()
+        (loss + TRAIN.balance_loss * balance / BATCH).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
         optimizer.step()
@@ -97,7 +98,8 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int 
     from meshwright.train.step import count_valid
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
+    plain = plan.precision.compute == "fp64"
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plain, balance_loss=TRAIN.balance_loss)
     model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN)
     micro, share = plan.batch.micro_batch, BATCH // mesh.data_ranks
     seen = []

@@ -13,11 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
-from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count, parameters, plan_only
+from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count, parameters
 from meshwright.spec.presets import MODEL_PRESETS
 from tests.models.tiny import ALL, GPT2, LLAMA, PARALLEL, SLIDING, built, some_tokens
-
-TRAINED = [name for name, dimensions in MODEL_PRESETS.items() if not plan_only(from_plain(ModelSpec, dimensions))]
 
 PUBLIC_COUNTS = {
     "gpt2-124m": 124_439_808,
@@ -40,7 +38,7 @@ def preset(name):
     return from_plain(ModelSpec, {**MODEL_PRESETS[name], "vocab_size": MODEL_PRESETS[name]["vocab_size"] or 4096})
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", list(MODEL_PRESETS))
 def test_presets_own_exactly_the_parameters_of_the_table(name):
     spec = preset(name)
     model = on_meta(spec)

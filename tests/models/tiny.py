@@ -37,6 +37,17 @@ GPT2 = replace(
 SCALED = replace(LLAMA, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=64), tied=True, bias=True)
 PARALLEL = replace(LLAMA, parallel_block=True)
 SLIDING = replace(LLAMA, sliding_window=9)
+MIXTRAL = replace(
+    LLAMA, family="mixtral", ffn_hidden=32, experts=5, experts_per_token=2, expert_hidden=32, sliding_window=21
+)
+QWEN3_MOE = replace(
+    LLAMA, family="qwen3_moe", head_dim=24, qk_norm=True, norm_eps=1e-6, experts=6, experts_per_token=3, expert_hidden=24,
+    first_dense_layers=1, normalised_routing=False,
+)  # fmt: skip
+SHARED = replace(
+    PARALLEL, experts=4, experts_per_token=1, expert_hidden=40, shared_expert_hidden=16, mlp="gelu", bias=True
+)
+MIXTURES = {"mixtral": MIXTRAL, "qwen3 moe": QWEN3_MOE, "shared expert": SHARED}
 ALL = {
     "llama": LLAMA,
     "llama3 scaling": SCALED,
@@ -44,6 +55,7 @@ ALL = {
     "gpt2": GPT2,
     "parallel": PARALLEL,
     "sliding": SLIDING,
+    **MIXTURES,
 }
 
 

@@ -13,7 +13,6 @@ from meshwright.spec.model import (
     flops_per_token,
     parameter_count,
     parameters,
-    plan_only,
 )
 from meshwright.spec.presets import MODEL_PRESETS, run_preset
 
@@ -86,13 +85,6 @@ def test_a_layer_s_experts_are_one_tensor() -> None:
         "layers.1.moe.experts.gate_up",
         "layers.1.moe.experts.down",
     ]
-
-
-def test_what_can_only_be_planned_says_so() -> None:
-    planned = {name for name in MODEL_PRESETS if plan_only(preset(name))}
-    assert planned == {"mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"}
-    assert "model.experts 8" in (plan_only(dataclasses.replace(preset("llama3-8b"), experts=8)) or "")
-    assert "model.family mixtral" in (plan_only(dataclasses.replace(preset("llama3-8b"), family="mixtral")) or "")
 
 
 def test_flops_of_llama3_8b_in_both_conventions() -> None:

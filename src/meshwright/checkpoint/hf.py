@@ -7,6 +7,7 @@ are handled here. The format of the weights is safetensors (github.com/huggingfa
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -116,14 +117,14 @@ class HFReader:
 
     def read_rows(self, row: ParameterSpec, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of dimension 0, reading little else of the files."""
-        pieces = []
+        pieces, deep = [], math.prod(row.shape[1:-1])
         for part in self._parts[row.name]:
-            first, last = max(start - part.first_row, 0), min(stop - part.first_row, part.rows)
+            first, last = max(start * deep - part.first_row, 0), min(stop * deep - part.first_row, part.rows)
             if first < last:
                 pieces.append(self._slice(part, first, last))
         if not pieces:
             return torch.empty((0, *row.shape[1:]))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unflatten(0, (-1, *row.shape[1:-1]))
 
     def check(self) -> None:
         """Compare names, shapes and dtypes of every tensor with what the model needs, without reading any."""
@@ -254,6 +255,8 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[
         if row is None or tuple(tensor.shape) != row.shape:
             expected = f"shape {row.shape}, got {tuple(tensor.shape)}" if row else "each of the model's parameters once"
             raise BadInput(f"weights to export: {name}: expected {expected}")
+        if tensor.dim() > 2:
+            tensor = tensor.flatten(0, -2)  # as HFTensor counts rows
         for part in parts[name]:
             file, offset = places[part.name]
             _write_tensor(

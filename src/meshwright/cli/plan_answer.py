@@ -28,7 +28,6 @@ from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_plan
-from meshwright.spec.model import plan_only
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
@@ -114,7 +113,7 @@ class Answer:
     @property
     def planned_only(self) -> str | None:
         """Why this release cannot train the plan, or None."""
-        return planned_only(self.run, self.plan)
+        return untrainable(self.plan)
 
     def changes(self) -> tuple[Change, ...]:
         return what_if(self.run, self.plan, search_seconds=self.search_seconds, trainable=self.wishes.trainable)
@@ -134,8 +133,6 @@ def answer_of(run: RunSpec, wishes: Wishes, note: Note = lambda text: None) -> A
     Raises BadInput for options that do not fit the run and for a plan that cannot be, and OutOfResources when nothing fits, with
     what would make it fit.
     """
-    if wishes.trainable and (refused := plan_only(run.model)):
-        raise BadInput(refused)
     if wishes.probe:
         return _probed(run, wishes, note)
     if isinstance(run.plan, str) and run.plan != "auto":
@@ -147,17 +144,12 @@ def answer_of(run: RunSpec, wishes: Wishes, note: Note = lambda text: None) -> A
     return _searched(run, wishes)
 
 
-def planned_only(run: RunSpec, plan: Plan) -> str | None:
-    """Why this release can plan but not train `plan` for `run`, or None."""
-    return plan_only(run.model) or untrainable(plan)
-
-
 def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     """The answer as `--json` prints it."""
     others = [
         {
             "fits": other.fits,
-            "trainable": planned_only(answer.run, other.plan) is None,
+            "trainable": untrainable(other.plan) is None,
             "why_not": answer.why_not(other),
             "plan": to_plain(other.plan),
         }

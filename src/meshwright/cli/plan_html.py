@@ -9,7 +9,7 @@ from importlib.resources import files
 from math import log2
 
 from meshwright import __version__
-from meshwright.cli.plan_answer import Answer, planned_only, sources_of
+from meshwright.cli.plan_answer import Answer, sources_of
 from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, seconds_text
 from meshwright.cli.plan_words import axes, caution, facts, machines_line, memory_rows, short_line
 from meshwright.costs.of_plan import as_nodes
@@ -17,6 +17,7 @@ from meshwright.observe import figures
 from meshwright.observe.report_parts import plan_section
 from meshwright.observe.svg import Axis, Chart, Series, draw
 from meshwright.observe.timeline_svg import draw_timeline
+from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
 from meshwright.simulator.of_plan import simulate_plan
 from meshwright.spec.model import parameter_count
@@ -192,7 +193,7 @@ def _runner_ups(answer: Answer) -> str:
     for number, other in enumerate(answer.others[:LONGEST_TABLE], 2):
         said = other.plan.predicted
         seconds = seconds_text(said.step_seconds) if said and said.step_seconds else ""
-        mark = " (planned only)" if planned_only(answer.run, other.plan) else ""
+        mark = " (planned only)" if untrainable(other.plan) else ""
         rows.append((str(number), short_line(other.plan) + mark, seconds, answer.why_not(other)))
     return _table("Runner-ups, and why they lost", ("", "plan", "step", "lost by"), rows)
 

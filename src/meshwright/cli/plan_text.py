@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from meshwright.cli.plan_answer import Answer, planned_only, sources_of
+from meshwright.cli.plan_answer import Answer, sources_of
 from meshwright.cli.plan_words import axes, caution, facts, machines_line, memory_rows, node_line, short_line
 from meshwright.costs.of_plan import as_nodes
 from meshwright.launch.probe import Probe
+from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
@@ -203,7 +204,7 @@ def _runner_ups(console: Console, answer: Answer) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     for number, other in enumerate(answer.others[:SHOWN], 2):
         said = other.plan.predicted
-        mark = "  [bold]planned only[/bold]" if planned_only(answer.run, other.plan) else ""
+        mark = "  [bold]planned only[/bold]" if untrainable(other.plan) else ""
         seconds = f"{seconds_text(said.step_seconds)}, " if said and said.step_seconds else ""
         memory = f"{said.memory_peak_bytes / 1e9:.0f} GB" if said else ""
         table.add_row(

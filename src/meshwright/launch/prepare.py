@@ -21,7 +21,7 @@ from meshwright.planner.reprice import repriced
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml
-from meshwright.spec.model import parameter_count, plan_only
+from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
 from meshwright.spec.yaml_positions import dump_yaml
@@ -97,9 +97,7 @@ def device_memory(run: RunSpec) -> int | None:
 
 
 def training_plan(run: RunSpec) -> Plan:
-    """The plan of a run that will train. Raises BadInput for a model, or a plan with an axis, that this release can only plan."""
-    if refused := plan_only(run.model):
-        raise BadInput(refused)
+    """The plan of a run that will train. Raises BadInput for a plan with an axis that this release can only plan."""
     plan, _ = plan_for(run, trainable=True)
     if refused := untrainable(plan):
         raise BadInput(refused)
@@ -119,8 +117,6 @@ def prepare_run(
 
     Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk is too small.
     """
-    if refused := plan_only(run.model):  # before any text is prepared for it
-        raise BadInput(refused)
     run = resolve_data(run, note)
     folder, resumes = find_folder(run, runs, fresh=fresh)
     run = replace(run, name=folder.name)

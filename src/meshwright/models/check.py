@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec, plan_only
+from meshwright.spec.model import ModelSpec
 
 
 def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
-    """Raise BadInput for a model that can only be planned, and naming every field that does not fit another.
+    """Raise BadInput naming every field that does not fit another.
 
     `where` is the file or section that the fields come from.
     """
-    if refused := plan_only(spec):
-        raise BadInput(refused)
     mistakes = []
     if spec.vocab_size == 0:
         mistakes.append("vocab_size is 0: expected the tokenizer's size; give model.vocab_size or a tokenizer")
@@ -31,5 +29,12 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
             f"rope_scaling.high_freq_factor is {scaling.high_freq_factor:g}: expected more than low_freq_factor "
             f"({scaling.low_freq_factor:g})"
         )
+    if spec.experts and not 1 <= spec.experts_per_token <= spec.experts:
+        near = min(max(spec.experts_per_token, 1), spec.experts)
+        mistakes.append(
+            f"experts_per_token is {spec.experts_per_token}: expected 1 to experts ({spec.experts}); nearest: {near}"
+        )
+    if spec.experts and not spec.expert_hidden:
+        mistakes.append("expert_hidden is 0: expected the width inside one expert")
     if mistakes:
         raise BadInput("\n".join(f"{where}: {mistake}" for mistake in mistakes))

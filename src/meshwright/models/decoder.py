@@ -1,4 +1,4 @@
-"""The decoder-only transformer a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3 dense, and MegaScale's variants.
+"""The decoder-only transformer a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3, Mixtral, and MegaScale's variants.
 
 It reads as one device's PyTorch; sharding, recompute and compilation are put around it by `parallel`. Its parameters
 are exactly the rows of `spec.model.parameters`. Projections that share an input are one matrix: queries, keys and
@@ -18,8 +18,9 @@ from meshwright.kernels.linear import Linear
 from meshwright.kernels.loss import linear_cross_entropy
 from meshwright.kernels.norm import layer_norm, rms_norm
 from meshwright.kernels.rope import Tables, rotary_tables, rotate
-from meshwright.kernels.swiglu import swiglu
 from meshwright.models.check import check_dimensions
+from meshwright.models.mlp import feed_forward
+from meshwright.models.moe import MixtureOfExperts, Routed
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
@@ -46,7 +47,9 @@ class Decoder(nn.Module):
         self.spec, self.plain = spec, plain
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden)
         self.positions = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
-        self.layers = nn.ModuleDict({str(layer): Block(spec, plain) for layer in range(spec.layers)})
+        self.layers = nn.ModuleDict(
+            {str(layer): Block(spec, plain, routed=spec.routed(layer)) for layer in range(spec.layers)}
+        )
         self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
         self.head = Head(spec, plain, loss_chunk)
 
@@ -65,11 +68,32 @@ class Decoder(nn.Module):
         counted from 0 in each row when None. documents `(batch, seq)`: numbers of the documents that attention stays
         inside; None is one per row.
         """
+        return self.finished(self._through_blocks(tokens, positions, documents)[0], targets)
+
+    def losses(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What training minimises, as two sums: the tokens' losses as `forward` gives them, and the balance losses of all sequences and
+        layers with experts (`models.moe`; 0 for a dense model).
+        """
+        x, balance = self._through_blocks(tokens, positions, documents)
+        return self.finished(x, targets), balance
+
+    def _through_blocks(
+        self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         shared = self.shared(tokens, positions, documents, self.embed.weight.dtype)
-        x = self.embedded(tokens, shared)
+        x, balance = self.embedded(tokens, shared), torch.zeros((), device=tokens.device)
         for layer in self.layers.values():
             x = layer(x, shared.rope, shared.mask)
-        return self.finished(x, targets)
+            if isinstance(x, Routed):
+                x, balance = x.x, balance + x.balance
+        return x, balance
 
     def shared(
         self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, dtype: torch.dtype
@@ -106,25 +130,33 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm and attention, norm and feed-forward network, each added to the stream; or both beside one norm."""
+    """Norm and attention, norm and feed-forward network, each added to the stream; or both beside one norm.
 
-    def __init__(self, spec: ModelSpec, plain: bool) -> None:
+    A `routed` block has a mixture of experts for its feed-forward network, and returns what the router did beside its output.
+    """
+
+    def __init__(self, spec: ModelSpec, plain: bool, *, routed: bool = False) -> None:
         super().__init__()
-        self.parallel = spec.parallel_block
+        self.parallel, self.routed = spec.parallel_block, routed
         self.attention_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
         self.attention = Attention(spec, plain)
         if not spec.parallel_block:
             self.mlp_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
-        self.mlp = GatedMLP(spec, plain) if spec.mlp == "swiglu" else MLP(spec)
+        if routed:
+            self.moe = MixtureOfExperts(spec, plain)
+        else:
+            self.mlp = feed_forward(spec, spec.ffn_hidden, plain)
 
-    def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor | Routed:
         """x `(batch, seq, hidden)` and what all blocks share: the rotary tables and the attention mask."""
         normed = self.attention_norm(x)
-        attended = self.attention(normed, rope, mask)
-        if self.parallel:
-            return x + attended + self.mlp(normed)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention(normed, rope, mask)
+        if not self.parallel:
+            normed = self.mlp_norm(x)
+        if not self.routed:
+            return x + self.mlp(normed)
+        routed = self.moe(normed)
+        return Routed(x + routed.x, routed.balance, routed.load)
 
 
 class Attention(nn.Module):
@@ -149,31 +181,6 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         return self.out(attention(q, k, v, mask, plain=self.plain).flatten(-2))
-
-
-class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate) · up)."""
-
-    def __init__(self, spec: ModelSpec, plain: bool) -> None:
-        super().__init__()
-        self.plain = plain
-        self.gate_up = Linear(spec.hidden, 2 * spec.ffn_hidden, bias=spec.bias)
-        self.down = Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x), plain=self.plain))
-
-
-class MLP(nn.Module):
-    """down(gelu(up)), with GPT-2's tanh approximation."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.up = Linear(spec.hidden, spec.ffn_hidden, bias=spec.bias)
-        self.down = Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Norm(nn.Module):

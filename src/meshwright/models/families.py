@@ -15,19 +15,23 @@ from meshwright.models.check import check_dimensions
 from meshwright.models.gpt2 import GPT2
 from meshwright.models.hf import Family, HFConfig
 from meshwright.models.llama import LLAMA
+from meshwright.models.mixtral import MIXTRAL
 from meshwright.models.qwen3 import QWEN3
+from meshwright.models.qwen3_moe import QWEN3_MOE
 from meshwright.spec.errors import BadInput, Damaged, nearest
 from meshwright.spec.fields import from_plain
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters, plan_only
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, QWEN3)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE)}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """Names of the number formats in config.json."""
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face folder: rows [first_row, first_row + rows) of one of our parameters.
+    """One tensor of a Hugging Face folder: rows [first_row, first_row + rows) of one of our parameters, as a matrix.
+
+    Stacked experts count as one matrix below the other: all dimensions but the last are rows.
 
     `shape` is the shape in the folder; `transposed` says that our rows are its columns.
     """
@@ -48,16 +52,14 @@ def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
 def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = None) -> dict[str, Any]:
     """config.json of the model, with the keys of both transformers 4 and 5.
 
-    Raises BadInput for a model that can only be planned, and for a field that the family's architecture cannot express.
+    Raises BadInput for a field that the family's architecture cannot express.
     """
-    if refused := plan_only(spec):
-        raise BadInput(refused)
     family = FAMILIES[spec.family]
     for name, value in family.fixed.items():
         if getattr(spec, name) != value:
             raise BadInput(
                 f"model.{name}: a {family.architecture} folder can only say {value!r}, got {getattr(spec, name)!r}"
-                f"{_elsewhere(name, getattr(spec, name))}; Meshwright's own checkpoint holds the model as it is"
+                f"{_elsewhere(name, spec)}; Meshwright's own checkpoint holds the model as it is"
             )
     return {
         "architectures": [family.architecture],
@@ -129,12 +131,16 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _elsewhere(name: str, value: Any) -> str:
-    able = [family.model_type for family in FAMILIES.values() if family.fixed.get(name, value) == value]
+def _elsewhere(name: str, spec: ModelSpec) -> str:
+    value = getattr(spec, name)
+    mixtures_or_dense = (family for family in FAMILIES.values() if ("experts" in family.fixed) == (not spec.experts))
+    able = [family.model_type for family in mixtures_or_dense if family.fixed.get(name, value) == value]
     return f" (family: {', '.join(able)} can)" if able else ""
 
 
 def _tensors_of(family: Family, row: ParameterSpec) -> list[HFTensor]:
+    if row.expert:
+        return _experts_of(family, row)
     module, _, kind = row.name.rpartition(".")
     prefix, names = "", (family.ends.get(module, ""),)
     if module.startswith("layers."):
@@ -150,3 +156,16 @@ def _tensors_of(family: Family, row: ParameterSpec) -> list[HFTensor]:
         )
         first += size
     return tensors
+
+
+def _experts_of(family: Family, row: ParameterSpec) -> list[HFTensor]:
+    """A layer's stacked experts as a folder has them: one by one, and the gate apart from what it is multiplied with."""
+    _, layer, module = row.name.split(".", 2)
+    prefix, names = family.layer.format(layer=layer), family.modules[module]
+    experts, rows, inputs = row.shape
+    size = rows // len(names)
+    wanted = [name.format(expert=expert) for expert in range(experts) for name in names]
+    return [
+        HFTensor(f"{prefix}{name}.weight", index * size, size, (size, inputs), False)
+        for index, name in enumerate(wanted)
+    ]

@@ -85,6 +85,7 @@ GPT2 = Family(
         "parallel_block": False,
         "sliding_window": None,
         "rope_scaling": None,
+        "experts": 0,
     },
     tied=True,
     from_config=_from_config,

@@ -89,6 +89,7 @@ LLAMA = Family(
         "qk_norm": False,
         "parallel_block": False,
         "sliding_window": None,
+        "experts": 0,
     },
     tied=False,
     from_config=_from_config,

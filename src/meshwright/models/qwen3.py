@@ -62,6 +62,7 @@ QWEN3 = replace(
         "qk_norm": True,
         "bias": False,
         "parallel_block": False,
+        "experts": 0,
     },
     from_config=_from_config,
     to_config=_to_config,

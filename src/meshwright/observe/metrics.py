@@ -36,6 +36,8 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "memory_allocated_peak_bytes": "the part of memory_peak_bytes that tensors took, on a GPU",
     "counted_wire_bytes": "bytes that one host's emulated nodes sent one another, as its kernel counts them",
     "predicted_wire_bytes": "the same as predicted from the plan (costs.traffic)",
+    "balance_loss": "mixtures of experts: balance loss before its weight, mean over sequences and layers; 1 is even",
+    "expert_load": "mixtures of experts: tokens of the busiest expert over the mean of its layer, where that is most; 1 is even",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
 }

@@ -23,6 +23,7 @@ from meshwright.parallel.fsdp import DTYPES, Streams
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import recomputing
 from meshwright.parallel.replicas import ReplicaSums
+from meshwright.parallel.routing import Routing
 from meshwright.parallel.stages import keep_only, make_units
 from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.of_plan import evaluation_schedule, training_schedule
@@ -69,13 +70,14 @@ def build_engine(
     loss_chunk: int,
     seed: int,
     plain: bool = False,
+    balance_loss: float = 0.0,
     passed: Callable[[str], None] = _unheard,
 ) -> Engine:
     """This rank's part of a decoder with its initial values, ready to train.
 
-    `plain` uses the kernels' plain twins (the reference of the equality tests). `passed` is called with the name of each phase of the
-    work that has ended (events.start). Raises BadInput when the schedule cannot be made for the
-    plan's sizes.
+    `plain` uses the kernels' plain twins (the reference of the equality tests); `balance_loss` weighs the experts' balance losses against
+    the tokens'. `passed` is called with the name of each phase of the work that has ended (events.start). Raises BadInput when the
+    schedule cannot be made for the plan's sizes.
     """
     pipeline_rank, table = (
         mesh.coordinate("pipeline"),
@@ -107,6 +109,7 @@ def build_engine(
         channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
         replicas=_replica_sums(plan, mesh),
         tied=tied,
+        routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
     )
     return Engine(model, executor, training, partial(evaluation_schedule, plan, spec.layers), tied)
 

@@ -17,9 +17,11 @@ from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
 from meshwright.kernels.linear import WeightQueue, deferring
 from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.models.moe import Routed
 from meshwright.parallel.channels import Channels, Transfer
 from meshwright.parallel.fsdp import Streams
 from meshwright.parallel.replicas import ReplicaSums
+from meshwright.parallel.routing import Routing
 from meshwright.parallel.stages import Unit
 from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.action import COMPUTE, Action, Kind
@@ -46,9 +48,10 @@ class Executor:
         channels: Channels | None = None,
         replicas: ReplicaSums | None = None,
         tied: TiedSum | None = None,
+        routing: Routing | None = None,
     ) -> None:
         self.model, self.stages, self.rank = model, stages, rank
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.routing = dtype, device, routing
         self._streams, self._channels, self._replicas, self._tied = streams, channels, replicas, tied
 
     def play(
@@ -98,7 +101,7 @@ class _Play:
         self.inputs: dict[Where, Tensor] = {}
         self.gradients: dict[Where, Tensor] = {}
         self.loss_gradients: dict[int, Tensor] = {}
-        self.kept: dict[tuple[int, int, int], tuple[Tensor | None, Tensor]] = {}
+        self.kept: dict[tuple[int, int, int], tuple[Tensor | None, Tensor, Tensor | None]] = {}
         self.owed: dict[tuple[int, int, int], WeightQueue] = {}
         self.arriving: dict[tuple[str, int, int], Transfer] = {}
         self.leaving: dict[tuple[str, int, int], Tensor] = {}
@@ -122,6 +125,8 @@ class _Play:
 
     def run(self) -> Tensor:
         self.on._streams.follow_compute()
+        if self.on.routing is not None:
+            self.on.routing.begin_step()
         if self.recorder.detail and self.on._channels is not None:
             self.on._channels.time_messages()
         taken_as_it_is = self.reduced_next()
@@ -172,19 +177,32 @@ class _Play:
         with self.recorder.span(action.label, "compute"), torch.set_grad_enabled(trains):
             y = mine.run(x, batch, self.shared_inputs(number))
             if self.is_loss(stage, unit):
+                assert isinstance(y, Tensor)
                 if batch.targets is None:
                     self.logits[number] = y
                 else:
                     self.take_loss(y, x, stage, number)
                 return
+            y, balance = self.routed(y, mine, trains)
         if trains:
-            self.kept[stage, number, unit] = x, y
+            self.kept[stage, number, unit] = x, y, balance
         if unit + 1 < len(self.on.stages[stage]):
             self.inputs[stage, number] = y.detach()
         elif self.rank_of[stage + 1] == self.on.rank:
             self.inputs[stage + 1, number] = y.detach()
         else:
             self.leaving["activation", stage, number] = y.detach()
+
+    def routed(self, y: Tensor | Routed, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
+        """A unit's output, and the balance loss to be differentiated with it."""
+        if not isinstance(y, Routed):
+            return y, None
+        routing = self.on.routing
+        if routing is None or not trains:
+            return y.x, None
+        assert unit.layer is not None, "only blocks route"
+        routing.add(unit.layer, y)
+        return y.x, y.balance if routing.slope else None
 
     def take_loss(self, y: Tensor, x: Tensor | None, stage: int, number: int) -> None:
         """Add a micro-batch's summed loss; in training run its backward at once.
@@ -223,10 +241,15 @@ class _Play:
             return
         mine = self.unit(action)
         mine.sharded.wait()
-        x, y = self.kept.pop((stage, number, unit))
+        x, y, balance = self.kept.pop((stage, number, unit))
         y_gradient = self.gradient(stage, number, unit)
         with self.recorder.span(action.label, "compute"), deferring(queue) if queue is not None else nullcontext():
-            torch.autograd.backward(y, y_gradient)
+            if balance is None:
+                torch.autograd.backward(y, y_gradient)
+            else:
+                assert self.on.routing is not None
+                slope = torch.full_like(balance, self.on.routing.slope)
+                torch.autograd.backward((y, balance), (y_gradient, slope))
         if x is None:
             return
         gradient = _gradient_of(x)

@@ -1,7 +1,7 @@
 """Activation recompute: what a block's forward keeps for backward, and what backward computes again.
 
-selective keeps the results of matrix products and attention, which are dear to compute, and recomputes the element-wise rest
-(Korthikanti et al. 2022); full keeps the block's input only (Chen et al. 2016).
+selective keeps the results of matrix products and attention, which are dear to compute, and routers' choices; it recomputes the
+element-wise rest (Korthikanti et al. 2022); full keeps the block's input only (Chen et al. 2016).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
@@ -44,4 +45,8 @@ _KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
+    GROUPED_OPERATOR,
+    # A router's choice is made once: made again from other roundings, it could send a token elsewhere.
+    _aten.topk.default,
+    _aten.sort.stable,
 }

@@ -13,21 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.models.moe import Routed
 from meshwright.parallel.fsdp import ShardedUnit
 from meshwright.spec.plan import Plan
 
-Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor]
+Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
 
 
 @dataclass(frozen=True)
 class Unit:
     """One unit of a stage: how to run it, and where its parameters live.
 
-    `run` takes the unit's input `(batch, seq, hidden)` (None for the embedding) and gives its output, or the summed loss.
+    `run` takes the unit's input `(batch, seq, hidden)` (None for the embedding) and gives its output, or the summed loss; a
+    block with experts also says what its router did. `layer` is a block's number in the model.
     """
 
     run: Run
     sharded: ShardedUnit
+    layer: int | None = None
 
 
 def keep_only(model: Decoder, held: Iterable[str]) -> None:
@@ -50,7 +53,7 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Device
     blocks = {name: ShardedUnit([block], mesh, plan.precision) for name, block in model.layers.items()}
     rows = []
     for stage in stages:
-        row = [Unit(_block_run(model.layers[str(layer)]), blocks[str(layer)]) for layer in stage]
+        row = [Unit(_block_run(model.layers[str(layer)]), blocks[str(layer)], layer) for layer in stage]
         if stage.start == 0:
             row.insert(0, Unit(_embed_run(model), ends["embed"]))
         if stage.stop == model.spec.layers:

@@ -151,7 +151,9 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
                     "pipeline": pipeline, "replicate": data // shard, "shard": shard, "context_ring": ring,
                     "context_ulysses": ulysses, "tensor": tensor,
                 }  # fmt: skip
-                for expert, order in product(_experts(run, shard * ring * ulysses), orders(run.cluster, sizes)):
+                for expert, order in product(
+                    _experts(run, shard * ring * ulysses, trainable), orders(run.cluster, sizes)
+                ):
                     yield Mesh(tuple(sizes[axis] for axis in AXES), expert, order)
 
 
@@ -185,11 +187,11 @@ def _rings(run: RunSpec, inner: int, ulysses: int) -> list[int]:
     return [d for d in divisors(run.cluster.ranks // inner) if d <= max(1, most)]
 
 
-def _experts(run: RunSpec, ranks: int) -> list[int]:
+def _experts(run: RunSpec, ranks: int, trainable: bool) -> list[int]:
     experts = run.model.experts
     if not experts:
         return [1]
-    return _wanted(pins_of(run).expert, [d for d in divisors(ranks) if experts % d == 0])
+    return _wanted(pins_of(run).expert, [1] if trainable else [d for d in divisors(ranks) if experts % d == 0])
 
 
 def _offloads(run: RunSpec, trainable: bool) -> tuple[Offload, ...]:

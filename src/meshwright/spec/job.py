@@ -57,6 +57,8 @@ class TrainSpec:
     """AdamW's denominator floor."""
     clip_norm: Annotated[float, Bound(more_than=0)] | None = 1.0
     """Gradients are scaled down to this global norm; none leaves them."""
+    balance_loss: Annotated[float, Bound(at_least=0)] = 0.001
+    """Weight of the loss that evens out the experts' loads, for each layer with experts; 0 leaves it out. A dense model has none."""
     loss_chunk: Positive = 4096
     """Tokens whose logits exist at one time."""
     validate_every: NotNegative = 0

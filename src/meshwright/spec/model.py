@@ -34,7 +34,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3, MegaScale's variants of them, and mixtures of experts to plan for."""
+    """One decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3, MegaScale's variants of them, and mixtures of experts."""
 
     family: Literal["gpt2", "llama", "qwen3", "mixtral", "qwen3_moe"]
     """Whose Hugging Face names and config keys the model is imported from and exported to."""
@@ -84,6 +84,8 @@ class ModelSpec:
     """Width inside one routed expert."""
     shared_expert_hidden: Annotated[int, Bound(at_least=0)] = 0
     """Width inside the expert that every token passes beside the routed ones; 0 is none."""
+    normalised_routing: bool = True
+    """A token's experts are weighted by their probabilities divided by the sum of those chosen; else by the bare probabilities."""
     first_dense_layers: Annotated[int, Bound(at_least=0)] = 0
     """Layers at the start that have a dense feed-forward network in place of experts."""
     init_std: Annotated[float, Bound(more_than=0)] = 0.02
@@ -92,18 +94,6 @@ class ModelSpec:
     def routed(self, layer: int) -> bool:
         """Whether block `layer` has experts in place of a dense feed-forward network."""
         return self.experts > 0 and layer >= self.first_dense_layers
-
-
-PLAN_ONLY = ("mixtral", "qwen3_moe")
-"""Families that can be planned and simulated, and not yet built."""
-
-
-def plan_only(spec: ModelSpec) -> str | None:
-    """Why this release can plan and simulate the model but neither train, evaluate, generate from nor export it; None when it can."""
-    if not spec.experts and spec.family not in PLAN_ONLY:
-        return None
-    what = f"model.experts {spec.experts}" if spec.experts else f"model.family {spec.family}"
-    return f"{what}: this release plans and simulates mixtures of experts; it trains dense models (family gpt2, llama or qwen3)"
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     folder = Path(assignment.folder)
     mesh = build_mesh(plan, world)
     clock.end("mesh")
-    engine = build_engine(run.model, plan, mesh, loss_chunk=run.train.loss_chunk, seed=run.seed, passed=clock.end)
+    losses = {"loss_chunk": run.train.loss_chunk, "balance_loss": run.train.balance_loss}
+    engine = build_engine(run.model, plan, mesh, seed=run.seed, passed=clock.end, **losses)
     clock.end("model")
     data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
     held_out = _held_out(run)

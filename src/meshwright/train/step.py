@@ -28,7 +28,8 @@ class StepFigures:
     """What a step leaves on the device, as one float64 tensor.
 
     In order: loss (nats per valid token), gradient norm, valid tokens, stop flag, sum of all token ids. The last is the same for
-    any number of ranks exactly when they read the same samples.
+    any number of ranks exactly when they read the same samples. Mixtures of experts add balance loss and busiest expert
+    (`parallel.routing`).
     """
 
     values: torch.Tensor
@@ -58,8 +59,13 @@ def train_step(
 
     closing: Closing = {"norm_barrier": clip, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)
-    mesh.sum_over_all(loss)
-    return StepFigures(torch.stack([loss, norm, *valid]))
+    routing = engine.executor.routing
+    if routing is None:
+        mesh.sum_over_all(loss)
+        return StepFigures(torch.stack([loss, norm, *valid]))
+    both = mesh.sum_over_all(torch.cat([loss[None], routing.sums.flatten()]))
+    routing.sums.copy_(both[1:].view_as(routing.sums))
+    return StepFigures(torch.stack([both[0], norm, *valid, *routing.figures()]))
 
 
 def count_valid(micro_batches: Sequence[MicroBatch], stop_flag: int, mesh: Mesh) -> torch.Tensor:

@@ -1,0 +1,73 @@
+"""Mixtral (Jiang et al. 2024) as Hugging Face stores it: Llama with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.models.hf import HFConfig
+from meshwright.models.llama import LLAMA, gated_decoder_config, gated_decoder_fields
+from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
+
+NOT_READ = "Meshwright weighs the experts' balance loss by train.balance_loss"
+_DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}
+"""What transformers takes for keys that are left out, where it is not Llama's."""
+
+
+def _from_config(config: HFConfig) -> dict[str, Any]:
+    config = replace(config, values={**_DEFAULTS, **config.values})
+    config.expect("router_jitter_noise", 0, 0.0)
+    config.leave_aside(NOT_READ, "router_aux_loss_coef")
+    return {
+        **gated_decoder_fields(config),
+        "sliding_window": None if config.values.get("sliding_window") is None else config.integer("sliding_window"),
+        "experts": config.integer("num_local_experts", "num_experts"),
+        "experts_per_token": config.integer("num_experts_per_tok"),
+        "expert_hidden": config.integer("intermediate_size"),
+    }
+
+
+def _to_config(spec: ModelSpec) -> dict[str, Any]:
+    refuse_dense(spec, "Mixtral")
+    return {
+        **gated_decoder_config(spec),
+        "intermediate_size": spec.expert_hidden,
+        "sliding_window": spec.sliding_window,
+        "num_local_experts": spec.experts,
+        "num_experts_per_tok": spec.experts_per_token,
+        "output_router_logits": False,
+        "router_jitter_noise": 0.0,
+    }
+
+
+def refuse_dense(spec: ModelSpec, folder: str) -> None:
+    """Raise BadInput for a model without experts."""
+    if not spec.experts:
+        raise BadInput(f"model.experts: a {folder} folder needs experts, got 0; give model.family: llama or qwen3")
+
+
+MIXTRAL = replace(
+    LLAMA,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    modules={
+        **{ours: theirs for ours, theirs in LLAMA.modules.items() if not ours.startswith("mlp.")},
+        "moe.router": ("block_sparse_moe.gate",),
+        "moe.experts.gate_up": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+        "moe.experts.down": ("block_sparse_moe.experts.{expert}.w2",),
+    },
+    fixed={
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "qk_norm": False,
+        "bias": False,
+        "parallel_block": False,
+        "shared_expert_hidden": 0,
+        "first_dense_layers": 0,
+        "normalised_routing": True,
+    },
+    from_config=_from_config,
+    to_config=_to_config,
+)

@@ -1,0 +1,40 @@
+"""Feed-forward networks: gated, or with GELU."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.kernels.linear import Linear
+from meshwright.kernels.swiglu import swiglu
+from meshwright.spec.model import ModelSpec
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU of `width`: down(silu(gate) · up)."""
+
+    def __init__(self, spec: ModelSpec, width: int, plain: bool) -> None:
+        super().__init__()
+        self.plain = plain
+        self.gate_up = Linear(spec.hidden, 2 * width, bias=spec.bias)
+        self.down = Linear(width, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x), plain=self.plain))
+
+
+class MLP(nn.Module):
+    """down(gelu(up)), with GPT-2's tanh approximation."""
+
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self.up = Linear(spec.hidden, width, bias=spec.bias)
+        self.down = Linear(width, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def feed_forward(spec: ModelSpec, width: int, plain: bool) -> GatedMLP | MLP:
+    """The model's kind of feed-forward network, `width` wide inside."""
+    return GatedMLP(spec, width, plain) if spec.mlp == "swiglu" else MLP(spec, width)

@@ -1,0 +1,72 @@
+"""Qwen3-MoE (Yang et al. 2025) as Hugging Face stores it: Qwen3 with a mixture of experts in its layers.
+
+The first layers may be dense. A window, where there is one, holds for all layers, and its config says so in fewer words than Qwen3's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.models.hf import HFConfig
+from meshwright.models.llama import gated_decoder_config, gated_decoder_fields
+from meshwright.models.mixtral import NOT_READ, refuse_dense
+from meshwright.models.qwen3 import QWEN3
+from meshwright.spec.model import ModelSpec
+
+
+def _from_config(config: HFConfig) -> dict[str, Any]:
+    config.expect("decoder_sparse_step", 1)
+    config.leave_aside(NOT_READ, "router_aux_loss_coef")
+    config.expect("attention_bias", False)
+    windowed = config.flag("use_sliding_window", False)
+    return {
+        **gated_decoder_fields(config),
+        "sliding_window": config.integer("sliding_window", default=4096) if windowed else None,
+        "experts": config.integer("num_experts", "num_local_experts"),
+        "experts_per_token": config.integer("num_experts_per_tok", default=8),
+        "expert_hidden": config.integer("moe_intermediate_size", default=768),
+        "first_dense_layers": _dense_layers(config),
+        "normalised_routing": config.flag("norm_topk_prob", False),
+    }
+
+
+def _to_config(spec: ModelSpec) -> dict[str, Any]:
+    refuse_dense(spec, "Qwen3-MoE")
+    return {
+        **gated_decoder_config(spec),
+        "attention_bias": False,
+        "use_sliding_window": spec.sliding_window is not None,
+        "sliding_window": spec.sliding_window,
+        "num_experts": spec.experts,
+        "num_experts_per_tok": spec.experts_per_token,
+        "moe_intermediate_size": spec.expert_hidden,
+        "norm_topk_prob": spec.normalised_routing,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(spec.first_dense_layers)),
+        "output_router_logits": False,
+    }
+
+
+def _dense_layers(config: HFConfig) -> int:
+    """How many layers at the start have no experts; a folder in which others have none is refused."""
+    dense = config.values.get("mlp_only_layers") or []
+    if dense != list(range(len(dense))):
+        raise config.refused("mlp_only_layers", dense, "the first layers: this decoder's dense layers come first")
+    return len(dense)
+
+
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    modules={
+        **QWEN3.modules,
+        "moe.router": ("mlp.gate",),
+        "moe.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+        "moe.experts.down": ("mlp.experts.{expert}.down_proj",),
+    },
+    fixed={**{key: value for key, value in QWEN3.fixed.items() if key != "experts"}, "shared_expert_hidden": 0},
+    from_config=_from_config,
+    to_config=_to_config,
+)

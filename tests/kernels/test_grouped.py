@@ -1,0 +1,109 @@
+"""Grouped products against one dense product a row, and rows sorted by expert and back."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels.grouped import (
+    GROUPED_OPERATOR,
+    from_groups,
+    grouped_gradients,
+    grouped_linear,
+    looped_gradients,
+    order_by_expert,
+    to_groups,
+)
+from meshwright.spec.errors import BadInput
+
+SIZES = {"uneven": [3, 0, 9, 1, 0], "one has all": [0, 13, 0, 0, 0], "even": [2, 2, 2, 2, 2]}
+
+
+def some_rows(sizes: list[int], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, offsets, and the group of each row."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(sizes), 16, generator=draw, dtype=torch.float64).to(dtype)
+    weight = torch.randn(len(sizes), 24, 16, generator=draw, dtype=torch.float64).to(dtype)
+    offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    groups = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    x, weight = (tensor.to(device).requires_grad_() for tensor in (x, weight))
+    return x, weight, offsets.to(device), groups.to(device)
+
+
+def checked(product: Tensor, x: Tensor, weight: Tensor, groups: Tensor, bound: float) -> None:
+    """Output and both gradients against a matrix of its own for every row."""
+    slope = torch.randn(product.shape, generator=torch.Generator().manual_seed(1)).to(product)
+    found = (product, *torch.autograd.grad(product, (x, weight), slope))
+    wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    dense = (wide_weight[groups] @ wide_x[..., None])[..., 0]
+    exact = (dense, *torch.autograd.grad(dense, (wide_x, wide_weight), slope.double()))
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours.double() - theirs).norm() <= bound * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_plain_twin_multiplies_every_row_with_its_group_s_matrix(kind: str, dtype: torch.dtype) -> None:
+    x, weight, offsets, groups = some_rows(SIZES[kind], dtype)
+    checked(
+        grouped_linear(x, weight, offsets, plain=True), x, weight, groups, 1e-14 if dtype == torch.float64 else 1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_fast_path_s_gradients(kind: str) -> None:
+    """torch's grouped product also runs on a processor, slowly: the same calls, the same formats."""
+    x, weight, offsets, groups = some_rows(SIZES[kind], torch.bfloat16)
+    slope = torch.randn(len(groups), 24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        found = grouped_gradients(slope, x, weight, offsets)
+        exact = looped_gradients(slope.double(), x.double(), weight.double(), offsets)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_fast_path_on_a_gpu(kind: str, compiled: bool) -> None:
+    junk = torch.full((1 << 24,), torch.nan, device="cuda")  # an empty group must not see what memory was left with
+    del junk
+    x, weight, offsets, groups = some_rows(SIZES[kind], torch.bfloat16, "cuda")
+    product = torch.compile(grouped_linear, fullgraph=True) if compiled else grouped_linear
+    checked(product(x, weight, offsets), x, weight, groups, 1e-2)
+
+
+@pytest.mark.gpu
+def test_widths_that_the_fast_path_cannot_take_are_named() -> None:
+    x, weight = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in ((4, 12), (2, 8, 12)))
+    with pytest.raises(BadInput, match=r"multiples of 8, got experts of 12 to 8"):
+        grouped_linear(x, weight, torch.tensor([2, 4], dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.parametrize("experts", [1, 4, 7])
+def test_rows_are_sorted_by_expert_and_come_back(experts: int) -> None:
+    draw = torch.Generator().manual_seed(experts)
+    tokens = torch.randn(11, 3, generator=draw, dtype=torch.float64, requires_grad=True)
+    copies = min(2, experts)
+    chosen = torch.rand(11, experts, generator=draw).topk(copies).indices
+    order = order_by_expert(chosen, torch.bincount(chosen.flatten(), minlength=experts))
+    rows = to_groups(tokens, order)
+    sorted_experts = chosen.flatten()[order.sorted]
+    assert sorted_experts.tolist() == sorted(chosen.flatten().tolist())
+    assert order.offsets.tolist() == torch.bincount(sorted_experts, minlength=experts).cumsum(0).tolist()
+    assert torch.equal(rows, tokens[order.sorted // copies])
+    assert torch.equal(from_groups(rows, order), tokens[:, None].expand(-1, copies, -1))
+    assert torch.autograd.gradcheck(lambda x: to_groups(x, order), tokens)
+    assert torch.autograd.gradcheck(lambda x: from_groups(x, order), rows.detach().requires_grad_())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_the_plain_twin_compiles() -> None:
+    """Though its sizes are read by the host: the compiler sees one operator."""
+    x, weight, offsets, groups = some_rows(SIZES["uneven"], torch.float64)
+    compiled = torch.compile(grouped_linear, fullgraph=True, backend="aot_eager")
+    checked(compiled(x, weight, offsets), x, weight, groups, 1e-14)
+    torch.library.opcheck(GROUPED_OPERATOR, (x, weight, offsets, True), test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,185 @@
+"""Mixtures of experts: against a loop over tokens and experts, the balance loss, and loss and gradients of transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.checkpoint.hf import import_hf
+from meshwright.models.moe import MixtureOfExperts, Routed
+from meshwright.spec.model import parameters
+from tests.checkpoint.test_hf import Rotary
+from tests.models.tiny import MIXTRAL, MIXTURES, SHARED, built, some_tokens
+
+
+def mixture_of(kind: str, **options: Any) -> MixtureOfExperts:
+    return built(MIXTURES[kind], **options).layers["1"].moe
+
+
+def some_input(batch: int = 2, seq: int = 12) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randn(batch, seq, MIXTRAL.hidden, generator=draw, dtype=torch.float64)
+
+
+def naive(moe: MixtureOfExperts, spec: Any, token: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """One token: its experts one after another, likeliest first."""
+    likely = torch.softmax(moe.router.weight @ token, 0)
+    chosen = sorted(range(spec.experts), key=lambda e: -likely[e].item())[: spec.experts_per_token]
+    total = sum(likely[e] for e in chosen) if spec.normalised_routing else 1.0
+    y = torch.zeros_like(token)
+    for e in chosen:
+        if spec.mlp == "swiglu":
+            gate, up = (moe.experts.gate_up[e] @ token).chunk(2)
+            inside = F.silu(gate) * up
+        else:
+            inside = F.gelu(moe.experts.up[e] @ token, approximate="tanh")
+        y = y + likely[e] / total * (moe.experts.down[e] @ inside)
+    return (y if moe.shared is None else y + moe.shared(token)), chosen
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_every_token_goes_to_its_likeliest_experts(kind: str, plain: bool) -> None:
+    spec, moe, x = MIXTURES[kind], mixture_of(kind, plain=plain), some_input()
+    routed = moe(x)
+    loads = torch.zeros(2, spec.experts, dtype=torch.float64)
+    for row in range(2):
+        for place in range(x.shape[1]):
+            y, chosen = naive(moe, spec, x[row, place])
+            assert torch.allclose(routed.x[row, place], y, rtol=1e-10, atol=1e-12)
+            loads[row, chosen] += 1
+    assert torch.equal(routed.load.double(), loads.sum(0))
+    means = torch.softmax(moe.router(x), -1).mean(1)
+    balance = sum(spec.experts * (loads[row] / loads[row].sum()) @ means[row] for row in range(2))
+    assert torch.allclose(routed.balance, balance, rtol=1e-12)
+
+
+def test_balance_is_one_when_even_and_the_number_of_experts_when_one_has_all() -> None:
+    moe, x = mixture_of("shared expert"), some_input(batch=3)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        assert moe(x).balance == pytest.approx(3 * 1.0)  # whoever is chosen, the probabilities are even
+        moe.router.weight[2] = 100 * x.mean((0, 1))
+        x = x.abs() * x.mean((0, 1)).sign()  # every token points to expert 2
+        crowded = moe(x)
+    assert crowded.balance == pytest.approx(3 * SHARED.experts, rel=1e-3)
+    assert crowded.load.tolist() == [0, 0, 36, 0]
+    assert not crowded.x.isnan().any()
+
+
+def test_experts_without_tokens_have_zero_gradients() -> None:
+    moe, x = mixture_of("mixtral"), some_input(batch=1, seq=1)
+    routed = moe(x)
+    routed.x.sum().backward()
+    idle = routed.load == 0
+    assert idle.sum() == MIXTRAL.experts - MIXTRAL.experts_per_token
+    for weight in moe.experts.parameters():
+        assert not weight.grad[idle].any()
+        assert all(gradient.any() for gradient in weight.grad[~idle])
+
+
+def test_the_balance_loss_reaches_the_router() -> None:
+    """Its gradient moves the router towards experts that are chosen less."""
+    moe, x = mixture_of("mixtral"), some_input(batch=8)
+    before = moe(x).balance
+    (slope,) = torch.autograd.grad(before, moe.router.weight)
+    with torch.no_grad():
+        moe.router.weight -= 0.01 * slope / slope.norm()
+    assert moe(x).balance < before
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+@pytest.mark.parametrize("kind", ["mixtral", "shared expert"])
+def test_a_block_compiles_whole(kind: str) -> None:
+    model, tokens = built(MIXTURES[kind]), some_tokens(MIXTURES[kind])
+    results = []
+    for wrap in (False, True):
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager") if wrap else block.forward
+        loss, balance = model.losses(tokens, tokens)
+        results.append([loss, balance, *torch.autograd.grad(loss + balance, tuple(model.parameters()))])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_is_read_by_the_host_on_the_way_to_the_experts() -> None:
+    """On the meta device nothing can be: the whole block runs but for the plain twin, which has a form for it."""
+    with torch.device("meta"):
+        moe = MixtureOfExperts(MIXTRAL, plain=False)
+        routed = moe(torch.empty(2, 12, MIXTRAL.hidden))
+    assert isinstance(routed, Routed)
+    assert routed.x.shape == (2, 12, MIXTRAL.hidden) and routed.load.shape == (MIXTRAL.experts,)
+
+
+def their_model(kind: str, layers: int, weight: float) -> Any:
+    import transformers as t
+
+    small = {
+        "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4, "initializer_range": 0.2,
+        "intermediate_size": 40, "num_key_value_heads": 2, "num_experts_per_tok": 2, "router_aux_loss_coef": weight,
+        "output_router_logits": bool(weight),
+    }  # fmt: skip
+    config = {
+        "mixtral": lambda: t.MixtralConfig(num_local_experts=5, **small),
+        "qwen3 moe": lambda: t.Qwen3MoeConfig(num_experts=6, moe_intermediate_size=24, norm_topk_prob=True, **small),
+    }[kind]()
+    torch.manual_seed(0)
+    return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
+def as_ours(name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Their weight or gradient for our parameter; in memory they stack experts too."""
+    if not name.startswith("layers."):
+        return theirs[
+            {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}.get(
+                name, "lm_head.weight"
+            )
+        ]
+    _, layer, part = name.split(".", 2)
+    at = f"model.layers.{layer}."
+    if part == "attention.qkv.weight":
+        return torch.cat([theirs[f"{at}self_attn.{x}_proj.weight"] for x in "qkv"])
+    names = {
+        "attention_norm.weight": "input_layernorm.weight", "attention.out.weight": "self_attn.o_proj.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight", "moe.router.weight": "mlp.gate.weight",
+        "moe.experts.gate_up": "mlp.experts.gate_up_proj", "moe.experts.down": "mlp.experts.down_proj",
+        "attention.q_norm.weight": "self_attn.q_norm.weight", "attention.k_norm.weight": "self_attn.k_norm.weight",
+    }  # fmt: skip
+    return theirs[at + names[part]]
+
+
+@pytest.mark.parametrize(("layers", "weight"), [(1, 0.5), (2, 0.0)])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3 moe"])
+def test_loss_and_every_gradient_equal_transformers(
+    kind: str, layers: int, weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their balance loss takes batch and layers together and counts every copy: for one sequence and layer, per_token times ours."""
+    theirs = their_model(kind, layers, weight)
+    theirs.save_pretrained(tmp_path)
+    spec, reader = import_hf(tmp_path)
+    ours = built(spec)
+    with torch.no_grad():
+        for row in parameters(spec):
+            ours.get_parameter(row.name).copy_(reader.read(row))
+    tokens = some_tokens(spec, batch=1, seq=60)
+    theirs = theirs.double()
+    theirs.model.rotary_emb = Rotary(spec)
+    with monkeypatch.context() as patched:  # they fix fp32 for norms, softmax and the loss, whatever the model's format
+        patched.setattr(torch, "float32", torch.float64)
+        patched.setattr(torch, "float", torch.float64)
+        patched.setattr(torch.Tensor, "float", torch.Tensor.double)
+        answer = theirs(tokens, labels=tokens)
+        answer.loss.backward()
+    loss, balance = ours.losses(tokens, tokens.roll(-1, 1).index_fill(1, torch.tensor([59]), -1))
+    total = loss / 59 + weight * spec.experts_per_token * balance
+    total.backward()
+    assert torch.allclose(total, answer.loss, rtol=1e-10)
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        exact = as_ours(name, gradients)
+        assert (parameter.grad - exact).norm() <= 1e-9 * exact.norm(), name
