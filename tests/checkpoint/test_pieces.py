@@ -48,35 +48,47 @@ def test_every_element_is_written_once_or_the_tensors_are_refused(
 ):
     pieces, good = held
     try:
-        writers = share_out(pieces)
+        chosen = share_out(pieces)
     except BadInput:
         assert not good
         return
     assert good
     written: Counter[tuple[str, int]] = Counter()
-    for piece in pieces:
-        if (piece.rank, piece.name) in writers:
-            written.update((piece.name, row) for row in range(piece.offsets[0], piece.offsets[0] + piece.sizes[0]))
+    for piece in chosen:
+        written.update((piece.name, row) for row in range(piece.offsets[0], piece.offsets[0] + piece.sizes[0]))
     expected = {(piece.name, row) for piece in pieces for row in range(piece.shape[0])}
     assert written == dict.fromkeys(expected, 1)
     shuffled = list(pieces)
     chance.shuffle(shuffled)
-    assert share_out(shuffled) == writers
+    assert share_out(shuffled) == chosen
+
+
+def writers(held: list[Piece]) -> set[tuple[int, str]]:
+    return {(piece.rank, piece.name) for piece in share_out(held)}
+
+
+def test_a_rank_writes_some_of_its_pieces_of_a_tensor_and_leaves_others():
+    """Key/value heads that two tensor ranks hold alike, beside the queries that each has for itself."""
+    queries, keys = (
+        [rows(rank, "qkv", 3 * rank, 3 * rank + 3) for rank in (0, 1)],
+        [rows(rank, "qkv", 6, 10) for rank in (0, 1)],
+    )
+    assert share_out([*queries, *keys]) == {*queries, keys[0]}
 
 
 def test_copies_go_to_the_lowest_rank_with_least_to_write():
     tied = [rows(rank, "embed", 0, 10) for rank in (0, 3)]
-    assert share_out(tied) == {(0, "embed")}
-    assert share_out([*tied, rows(0, "layer", 0, 10)]) == {(3, "embed"), (0, "layer")}
+    assert writers(tied) == {(0, "embed")}
+    assert writers([*tied, rows(0, "layer", 0, 10)]) == {(3, "embed"), (0, "layer")}
     replicas = [rows(rank, name, 0, 10) for name in "abcd" for rank in (0, 1)]
-    assert Counter(rank for rank, _ in share_out(replicas)) == {0: 2, 1: 2}
+    assert Counter(rank for rank, _ in writers(replicas)) == {0: 2, 1: 2}
 
 
 def test_empty_shards_write_nothing_and_tensors_without_elements_stay():
-    assert share_out([rows(0, "x", 0, 10), rows(1, "x", 10, 10)]) == {(0, "x")}
-    assert share_out([rows(rank, "none", 0, 0, of=0) for rank in (0, 1)]) == {(0, "none")}
+    assert writers([rows(0, "x", 0, 10), rows(1, "x", 10, 10)]) == {(0, "x")}
+    assert writers([rows(rank, "none", 0, 0, of=0) for rank in (0, 1)]) == {(0, "none")}
     scalar = [Piece(rank, "step", (), "I64", (), ()) for rank in (1, 2)]
-    assert share_out(scalar) == {(1, "step")}
+    assert writers(scalar) == {(1, "step")}
     assert share_out([]) == set()
 
 

@@ -59,7 +59,8 @@ def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
     [
         ("[{axis: pipeline, size: 8}]", "", "is not for this model of 4 layers"),
         ("[{axis: shard, size: 1}]", "layers: [{range: 0-2}]", "no strategy covers layer 3"),
-        ("[{axis: tensor, size: 2}]", "", "tensor 2"),
+        ("[{axis: context_ring, size: 2}]", "", "context_ring 2"),
+        ("[{axis: tensor, size: 3}]", "", "a divisor of model.heads"),
     ],
 )
 def test_a_plan_for_something_else_is_refused(run: Path, tmp_path: Path, mesh: str, more: str, says: str) -> None:

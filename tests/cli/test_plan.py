@@ -11,6 +11,7 @@ import pytest
 from meshwright.cli.plan_words import machines_line
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.load import load_run
+from meshwright.spec.plan import RUNNABLE_AXES
 from tests.cli.command import meshwright
 
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
@@ -62,13 +63,13 @@ def test_bars_are_the_memory_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path) -> None:
-    pinned = meshwright("plan", *ONE, "plan.tensor=2", "--out", tmp_path / "tensor.yaml")
-    assert pinned.code == 0 and "planned only: this release cannot train tensor 2" in " ".join(pinned.out.split())
-    refused = meshwright("plan", *ONE, f"plan={tmp_path / 'tensor.yaml'}", "--for", "train")
-    assert refused.code == 2 and "cannot train tensor 2" in refused.err
+    pinned = meshwright("plan", *ONE, "plan.context_ring=2", "--out", tmp_path / "ring.yaml")
+    assert pinned.code == 0 and "planned only: this release cannot train context_ring 2" in " ".join(pinned.out.split())
+    refused = meshwright("plan", *ONE, f"plan={tmp_path / 'ring.yaml'}", "--for", "train")
+    assert refused.code == 2 and "cannot train context_ring 2" in refused.err
     answers = meshwright("plan", *TCP, "--for", "train", "--json").json
     assert all(other["trainable"] for other in answers["alternatives"])
-    assert not {axis["axis"] for axis in answers["plan"]["mesh"]} - {"pipeline", "replicate", "shard"}
+    assert not {axis["axis"] for axis in answers["plan"]["mesh"]} - {*RUNNABLE_AXES}
 
 
 def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from meshwright.schedules.registry import build
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout, stage_table
-from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.model import ModelSpec, parameter_count, parameters
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 
 SEQ = 16
@@ -98,6 +98,7 @@ def test_a_pipeline_sends_activations_down_and_gradients_up() -> None:
         "replicas": 0,
         "pipeline": 2 * 8 * 4 * message,
         "tied": 0,
+        "tensor": 0,
     }
     assert crossing(TIED, two_nodes)["tied"] == 2 * TIED.vocab_size * TIED.hidden * 4
     four_stages = plan(("pipeline", 4), ("shard", 2))
@@ -116,8 +117,23 @@ def test_a_shard_axis_outside_the_pipeline_crosses_nodes_in_every_stage() -> Non
 
 
 def test_other_axes_are_not_counted() -> None:
-    with pytest.raises(BadInput, match="the plan has tensor too"):
-        crossing(MODEL, plan(("shard", 4), ("tensor", 2)))
+    with pytest.raises(BadInput, match="the plan has context_ring too"):
+        crossing(MODEL, plan(("shard", 4), ("context_ring", 2)))
+
+
+def test_tensor_ranks_divide_weights_and_messages_and_send_tokens_inside_of_layers() -> None:
+    """Eight ranks, four to a node, tensor 2 innermost: shards of each tensor rank cross nodes by themselves."""
+    whole = ("attention_norm", "mlp_norm", "norm")
+    held = sum(row.count // (1 if row.name.split(".")[-2] in whole else 2) for row in parameters(MODEL))
+    inside = crossing(MODEL, plan(("shard", 4), ("tensor", 2), gradients="whole"))
+    assert inside["reduce"] == 2 * (2 * 3 / 4 * 4 * held)
+    assert inside["tensor"] == 0
+    staged = crossing(MODEL, plan(("pipeline", 2), ("shard", 2), ("tensor", 2)))
+    message = 2 * SEQ * MODEL.hidden * 2
+    assert staged["pipeline"] == 2 * 8 * 4 * message / 2
+    across = crossing(MODEL, plan(("tensor", 2), ("shard", 4), recompute="full"))
+    collectives = 8 * (4 + 6 + 4) + 2 + 2
+    assert across["tensor"] == 8 * 4 * 2 * (1 / 2 * message) * collectives
 
 
 def test_tied_ends_are_one_unit_on_one_rank_and_two_on_two() -> None:

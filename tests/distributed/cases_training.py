@@ -21,16 +21,21 @@ from meshwright.train.join import agreed_assignment
 from meshwright.train.loop import train
 from meshwright.train.reporting import Reporter
 from meshwright.train.session import Session, open_session
-from meshwright.train.state import load_initial, run_tensors
+from meshwright.train.state import load_initial
 from meshwright.train.stop import StopRequest
+from tests.distributed.test_equality import whole as assembled
 
 
 @dataclass
 class Seen:
-    """What one rank saw of a run. `tensors` are the whole weights and moments of its stages, on the first data rank only."""
+    """What one rank saw of a run.
+
+    `place` tells apart the ranks that read the same samples; `tensors` are the whole weights and moments of its stages, on the first
+    data rank only.
+    """
 
     began: int
-    pipeline_rank: int
+    place: int
     error: tuple[str, str] | None
     steps: list[dict[str, Any]]
     validations: list[tuple[int, Evaluation]]
@@ -98,7 +103,7 @@ def run(
             error = (type(raised).__name__, str(raised))
     tensors = _whole(session) if session.mesh.data_rank == 0 else _whole(session, keep=False)
     steps = assignment.plan.batch.accumulate * len(reporter.steps)
-    place = session.mesh.coordinate("pipeline")
+    place = session.mesh.coordinate("pipeline") * session.mesh.axis_size("tensor") + session.mesh.coordinate("tensor")
     return Seen(began, place, error, reporter.steps, reporter.validations, indices[:steps], tensors)
 
 
@@ -189,11 +194,11 @@ def _recorded(session: Session) -> list[list[int]]:
 
 
 def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Weights and moments of this rank's stages, gathered over its shards; collective, also where they are not kept."""
-    tensors = run_tensors(session.engine.model, session.optimizer)
+    """Weights and moments of this rank's stages, gathered over its shards and tensor ranks; collective, also where they are not kept."""
+    weights = {f"model.{name}": weight.detach() for name, weight in session.engine.model.named_parameters()}
+    moments = {f"optimizer.{moment}.{name}": part for (moment, name), part in session.optimizer.moments().items()}
     whole = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-        for name, tensor in tensors.items()
+        name: assembled(name, tensor, session.run.model, session.mesh) for name, tensor in (weights | moments).items()
     }
     return whole if keep else {}
 

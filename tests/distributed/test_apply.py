@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.apply import build_engine, local_rows
+from meshwright.parallel.apply import build_engine, holdings
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput
@@ -19,8 +19,10 @@ def rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
     """Name, first row, number of rows of each parameter here, and whether they are those of the whole one."""
     model = build_engine(LLAMA, chosen, build_mesh(chosen, world), loss_chunk=8, seed=1).model
     found = []
+    held = holdings(model)
     for name, parameter in model.named_parameters():
-        part, first = local_rows(parameter)
+        part, boxes = held[name].local, held[name].boxes
+        first = boxes[0].offsets[0] if boxes else len(parameter)
         assert isinstance(parameter, DTensor)
         whole = parameter.full_tensor()
         found.append((name, first, len(part), torch.equal(part, whole[first : first + len(part)])))

@@ -6,6 +6,7 @@ valid tokens of the global batch. Ranks hold different numbers of valid tokens o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -110,12 +111,40 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int 
         valid = count_valid(batches, 0, mesh)[0] * factor
         loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
         mine, copies = local_gradients(model, engine.copied)
-        norm = clip_gradients(mine, CLIP, mesh.group_over(("pipeline", "shard")), copies)
-        gradients = {name: weight.grad.full_tensor().clone() for name, weight in model.named_parameters()}
+        norm = clip_gradients(mine, CLIP, mesh.one_copy, copies)
+        gradients = {name: whole(name, weight.grad, spec, mesh) for name, weight in model.named_parameters()}
         optimizer.step(RATE, norm)
-        weights = {name: weight.detach().full_tensor().clone() for name, weight in model.named_parameters()}
+        weights = {name: whole(name, weight.detach(), spec, mesh) for name, weight in model.named_parameters()}
         seen.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
     return seen
+
+
+def whole(name: str, mine: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
+    """The parameter that all shards and tensor ranks hold together; what several hold must be the same, bit for bit."""
+    group, part = mesh.group("tensor"), mine.full_tensor().clone()
+    if group is None:
+        return part
+    parts: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(parts, part, group=group)
+    module, kind = name.split(".")[-2:]
+    if module == "qkv":
+        kv = max(1, spec.kv_heads // len(parts)) * spec.head_dim
+        q, k, v = zip(*(one.split((len(one) - 2 * kv, kv, kv)) for one in parts), strict=True)
+        return torch.cat([*q, *distinct(k, spec.kv_heads), *distinct(v, spec.kv_heads)])
+    if module == "gate_up":
+        return torch.cat([half for halves in zip(*(one.chunk(2) for one in parts), strict=True) for half in halves])
+    if module in ("up", "embed", "head"):
+        return torch.cat(parts)
+    if module in ("out", "down") and kind == "weight":
+        return torch.cat(parts, dim=1)
+    return distinct(parts, 1)[0]
+
+
+def distinct(parts: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
+    """`number` parts, each of which neighbours hold alike where there are more."""
+    share = max(1, len(parts) // number)
+    assert all(torch.equal(one, parts[index - index % share]) for index, one in enumerate(parts))
+    return parts[::share]
 
 
 def plan(

@@ -29,6 +29,8 @@ CASES = [
     Case("breadth_first", pipeline=4),
     Case("1f1b", pipeline=2, stages=(("0-4",), ("5-7",))),
 ]
+TENSOR = [Case("1f1b", tensor=2), Case("zbv", pipeline=2, tensor=2, reshard=False)]
+"""Texts are filled up to a multiple of the tensor ranks; positions are, so the first text moves on where one device's does."""
 
 
 def alone(spec: ModelSpec, how: Sampling, dtype: torch.dtype = torch.float64) -> list[list[int]]:
@@ -55,7 +57,7 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT], ids=["llama", "gpt2-tied"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *TENSOR], ids=str)
 def test_tokens_are_those_of_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     for how in (GREEDY, DRAWN):
         truth = alone(spec, how)

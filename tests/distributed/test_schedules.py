@@ -33,12 +33,13 @@ class Case:
     recompute: str = "none"
     stages: tuple[tuple[str, ...], ...] = ()
     compile: bool = False
-    order: tuple[str, ...] = ("pipeline", "replicate", "shard")
+    tensor: int = 1
+    order: tuple[str, ...] = ("pipeline", "replicate", "shard", "tensor")
     """Axes, outermost first."""
 
     @property
     def plan(self) -> Plan:
-        sizes = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
+        sizes = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
         data = self.replicate * self.shard
         axes = [MeshAxis(axis=name, size=sizes[name]) for name in self.order]  # type: ignore[arg-type]
         return Plan(

@@ -127,8 +127,7 @@ def compare(parts: list[list[Seen]], truth: Seen) -> None:
 def samples_by_step(ranks_seen: list[Seen]) -> list[list[int]]:
     """The global indices all data ranks together read in each step, sorted. Every pipeline rank reads the same."""
     first, *others = [
-        [seen for seen in ranks_seen if seen.pipeline_rank == rank]
-        for rank in sorted({seen.pipeline_rank for seen in ranks_seen})
+        [seen for seen in ranks_seen if seen.place == rank] for rank in sorted({seen.place for seen in ranks_seen})
     ]
     for stage in others:
         assert [seen.indices for seen in stage] == [seen.indices for seen in first]

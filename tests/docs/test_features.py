@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, get_args
 
 import pytest
-from tests.distributed import test_equality, test_pairs, test_schedules
+from tests.distributed import test_equality, test_pairs, test_schedules, test_tensor
 from tests.docs.pages import codes, table
 
 from meshwright.launch.prepare import training_plan
@@ -30,6 +30,7 @@ def uneven(plan: Plan) -> bool:
 COLUMNS: dict[str, Callable[[Plan, bool], bool]] = {
     "shards": lambda plan, tied: plan.axis_size("shard") > 1,
     "replicas": lambda plan, tied: plan.axis_size("replicate") > 1,
+    "tensor": lambda plan, tied: plan.axis_size("tensor") > 1,
     "weights kept": lambda plan, tied: any(not layer.reshard for layer in plan.layers),
     "gradients whole": lambda plan, tied: any(layer.gradients == "whole" for layer in plan.layers),
     "recompute": lambda plan, tied: any(layer.recompute != "none" for layer in plan.layers),
@@ -53,7 +54,11 @@ def parametrized(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
     """The arguments a test function is run with."""
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
     for values in product(*(mark.args[1] for mark in marks)):
-        yield {mark.args[0]: value for mark, value in zip(marks, values, strict=True)}
+        given: dict[str, Any] = {}
+        for mark, value in zip(marks, values, strict=True):
+            names = mark.args[0]
+            given |= {names: value} if isinstance(names, str) else dict(zip(names, value, strict=True))
+        yield given
 
 
 def compared() -> list[Tested]:
@@ -71,8 +76,13 @@ def compared() -> list[Tested]:
         (test_schedules.test_compiled, False),
         (test_pairs.test_crowded, True),
         (test_pairs.test_compiled, True),
+        (test_tensor.test_up_to_four_ranks, None),
+        (test_tensor.test_eight_ranks, None),
+        (test_tensor.test_compiled, None),
     ):
-        found += [(given["case"].plan, given.get("tied", tied)) for given in parametrized(test)]
+        for given in parametrized(test):
+            ends = given["spec"].tied if "spec" in given else given.get("tied", tied)
+            found.append((given["case"].plan, ends))
     return found
 
 

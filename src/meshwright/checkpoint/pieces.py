@@ -23,7 +23,7 @@ _TOLD = 4
 class Piece:
     """What `rank` holds of the tensor `name`: the box at `offsets` of `sizes`, in elements per dimension.
 
-    `shape` is the whole tensor's, `dtype` safetensors' name. A rank holds at most one piece of a tensor.
+    `shape` is the whole tensor's, `dtype` safetensors' name.
     """
 
     rank: int
@@ -41,25 +41,25 @@ class Piece:
         return f"rank {self.rank} holds {self.sizes} at {self.offsets}"
 
 
-def share_out(held: Iterable[Piece]) -> set[tuple[int, str]]:
-    """The (rank, name) pairs that write, so that every element of every tensor is written exactly once.
+def share_out(held: Iterable[Piece]) -> set[Piece]:
+    """The pieces that are written, so that every element of every tensor is written exactly once.
 
     A piece that several ranks hold goes to the one with the fewest bytes to write so far, the lowest of them on a tie.
     The answer follows from `held` alone, in whatever order. Raises BadInput naming the first tensor on whose shape or
     dtype ranks disagree, of which a part is held by no rank, or whose pieces overlap without being the same.
     """
     tensors: dict[str, list[Piece]] = defaultdict(list)
-    for piece in sorted(held, key=lambda piece: (piece.name, piece.rank)):
+    for piece in sorted(held, key=lambda piece: (piece.name, piece.rank, piece.offsets)):
         tensors[piece.name].append(piece)
     copies = [same for pieces in tensors.values() for same in _copies(pieces)]
     load: Counter[int] = Counter()
-    writers: set[tuple[int, str]] = set()
+    written: set[Piece] = set()
     # What only one rank holds is settled first; the rest, largest first, evens out what remains.
     for same in sorted(copies, key=lambda same: (len(same) > 1, -same[0].bytes)):
         writer = min(same, key=lambda piece: (load[piece.rank], piece.rank))
         load[writer.rank] += writer.bytes
-        writers.add((writer.rank, writer.name))
-    return writers
+        written.add(writer)
+    return written
 
 
 def _copies(pieces: Sequence[Piece]) -> list[list[Piece]]:

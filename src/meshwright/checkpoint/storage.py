@@ -22,10 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -41,6 +46,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord, room_for
 from meshwright.checkpoint.header import Row
@@ -68,14 +74,36 @@ class PiecePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Leave each piece to one rank; raises BadInput when the pieces of all ranks do not make whole tensors."""
-        writers = share_out(_piece(rank, item) for rank, plan in enumerate(all_plans) for item in plan.items)
-        _check_held({name for _, name in writers}, all_plans)
+        written = share_out(_piece(rank, item) for rank, plan in enumerate(all_plans) for item in plan.items)
+        _check_held({piece.name for piece in written}, all_plans)
         plans = [
-            SavePlan([item for item in plan.items if (rank, item.index.fqn) in writers])
+            SavePlan([item for item in plan.items if _piece(rank, item) in written])
             for rank, plan in enumerate(all_plans)
         ]
         self.global_plan, self.metadata = create_default_global_save_plan(plans)
         return self.global_plan, self.metadata
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = _box_of(self.state_dict, index)
+        return super().lookup_object(index) if found is None else found
+
+
+class BoxPlanner(DefaultLoadPlanner):
+    """Plans a load into tensors that ranks hold in whatever way."""
+
+    def __init__(self) -> None:
+        super().__init__(**FLAT)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Without torch's search for tensors that have no memory yet, which knows its own kinds only."""
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = _box_of(self.state_dict, index)
+        return super().lookup_tensor(index) if found is None else found
 
 
 class ShardWriter(StorageWriter):
@@ -205,6 +233,11 @@ class BoxReader(StorageReader):
 
     def _open(self, name: str) -> ShardFile:
         return ShardFile(self._vouched.path / name, partial(self._vouched.need, name))
+
+
+def _box_of(tensors: dict[str, Any], index: MetadataIndex) -> torch.Tensor | None:
+    tensor = tensors[index.fqn]
+    return tensor.box(index.offset or ()) if isinstance(tensor, Boxed) else None
 
 
 def _data(item: WriteItem) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from meshwright.checkpoint.attempt import Attempt, candidates, delete_beyond, new_attempt, recover, remove_stale
+from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Contents, read_contents
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.fit import check_complete, check_fit, check_storable
@@ -36,13 +36,15 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import decode_state, encode_plain
-from meshwright.checkpoint.storage import FLAT, BoxReader, PiecePlanner, ShardWriter
+from meshwright.checkpoint.storage import BoxPlanner, BoxReader, PiecePlanner, ShardWriter
 from meshwright.checkpoint.verify import Vouched, blocks_to_check, check_blocks, check_sizes, verify
 from meshwright.events.span import NullRecorder, Recorder
 from meshwright.spec.errors import BadInput
 
 log = logging.getLogger(__name__)
 _STATE_LIMIT = 256 << 20
+Held = Tensor | Boxed
+"""How a rank gives its part of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class CheckpointStore:
     group. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time.
 
     Tensors alone may differ: each rank passes those it holds a part of, which may be none, under names that mean the
-    same tensor everywhere. They are DTensors, each on a mesh of any of the ranks, or plain tensors. What several ranks
+    same tensor everywhere. They are DTensors, each on a mesh of any of the ranks, plain tensors, or Boxed ones. What several ranks
     hold, such as replicas or an embedding tied across two pipeline stages, is equal on all of them, in the same pieces.
     """
 
@@ -86,7 +88,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        tensors: dict[str, Tensor],
+        tensors: Mapping[str, Held],
         state: dict[str, Any],
         texts: dict[str, str],
         *,
@@ -149,7 +151,7 @@ class CheckpointStore:
         return None
 
     def load(
-        self, path: Path, tensors: dict[str, Tensor], *, prefix: str = "", convert: bool = False
+        self, path: Path, tensors: Mapping[str, Held], *, prefix: str = "", convert: bool = False
     ) -> dict[str, Any]:
         """Fill `tensors` in place from the checkpoint at `path`, written in whatever layout, and return its state.
 
@@ -172,9 +174,7 @@ class CheckpointStore:
         with self._recorder.span("read", lane="checkpoint"):
             self._plan_and(
                 doing,
-                lambda options: dcp.load(
-                    _detached(tensors), storage_reader=reader, planner=DefaultLoadPlanner(**FLAT), **options
-                ),
+                lambda options: dcp.load(_detached(tensors), storage_reader=reader, planner=BoxPlanner(), **options),
             )
             self._ranks.together(doing, lambda: _reraise(reader.failure))
         return here.state
@@ -201,7 +201,7 @@ class CheckpointStore:
         return attempt
 
     def _write(
-        self, doing: str, attempt: Attempt, tensors: dict[str, Tensor]
+        self, doing: str, attempt: Attempt, tensors: Mapping[str, Held]
     ) -> tuple[dict[str, FileRecord], Contents]:
         """Make every rank's tensors durable: the files of all ranks, and (on the first rank) what they hold."""
         writer = ShardWriter(
@@ -284,12 +284,12 @@ class _Opened:
         return cls(vouched, read_contents(vouched), decode_state(vouched.small(STATE, _STATE_LIMIT), path / STATE))
 
 
-def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _detached(tensors: Mapping[str, Held]) -> dict[str, Any]:
     """The same memory without gradients, so that filling it in place is no operation of autograd's."""
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _device(tensors: dict[str, Tensor]) -> torch.device:
+def _device(tensors: Mapping[str, Held]) -> torch.device:
     """Where most of the bytes are: this rank's GPU if any tensor is on it."""
     devices = (tensor.device for tensor in tensors.values())
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))

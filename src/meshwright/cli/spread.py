@@ -49,7 +49,7 @@ def ask_ranks(
 
     model, weights = _model_in(folder)
     plan = load_plan(plan_file)
-    _check_fit(plan, model, plan_file)
+    _check_fit(plan, model, plan_file, measurement.seq_len if measurement else None)
     cluster = _cluster(plan, plan_file, launched=started_by_launcher())
     job = SpreadJob(
         model=model, weights=weights, plan=plan, cluster=cluster, continuation=continuation, measurement=measurement
@@ -79,13 +79,15 @@ def _model_in(folder: Path) -> tuple[ModelSpec, str]:
     return from_plain(ModelSpec, {key: section[key] for key in names}), f"checkpoint:{checkpoint}"
 
 
-def _check_fit(plan: Plan, model: ModelSpec, file: Path) -> None:
+def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) -> None:
     from meshwright.planner.candidate import untrainable
-    from meshwright.spec.layout import stage_table
+    from meshwright.spec.layout import check_tensor, stage_table
     from meshwright.spec.plan import layer_range
 
     if refused := untrainable(plan):
         raise BadInput(f"{file}: {refused}")
+    if expected := check_tensor(model, plan.axis_size("tensor"), seq_len):
+        raise BadInput(f"{file} is not for this model: expected {expected}, got {plan.axis_size('tensor')}")
     try:
         stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
         covered = {layer for strategy in plan.layers for layer in layer_range(strategy.range, model.layers)}

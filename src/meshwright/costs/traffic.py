@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 from meshwright.costs.memory import bytes_of
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Layout, shard_rows, stage_table
+from meshwright.spec.layout import Layout, Part, held_shape, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import RUNNABLE_AXES, Plan
 
@@ -36,10 +37,12 @@ class CrossNodeBytes:
     """Activations and their gradients between stages."""
     tied: float
     """The gradient of a weight that the first and the last pipeline rank share."""
+    tensor: float
+    """Tokens gathered and sums scattered inside of layers."""
 
     @property
     def total(self) -> float:
-        return self.gather + self.reduce + self.replicas + self.pipeline + self.tied
+        return self.gather + self.reduce + self.replicas + self.pipeline + self.tied + self.tensor
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,12 @@ def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int,
             replicas += 2 * rings["replicate"][rank] * along_replicas * sums
     pipeline = _pipeline(model, plan, layout, seq_len)
     return CrossNodeBytes(
-        gather=gather, reduce=reduce, replicas=replicas, pipeline=pipeline, tied=_tied(model, plan, layout)
+        gather=gather,
+        reduce=reduce,
+        replicas=replicas,
+        pipeline=pipeline,
+        tied=_tied(model, plan, layout),
+        tensor=_tensor(model, plan, layout, seq_len),
     )
 
 
@@ -99,7 +107,7 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     order = sorted(stage.start for row in table for stage in row)
-    elements = _unit_elements(model, plan.axis_size("shard"))
+    elements = _unit_elements(model, plan.axis_size("shard"), plan.axis_size("tensor"))
     starts = any(stage.start == 0 for stage in table[rank])
     embed, head = elements["embed"] + elements["positions"], elements["head"]
     if model.tied:
@@ -115,19 +123,21 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
             yield _Unit(size, gathers, reductions)
 
 
-def _unit_elements(model: ModelSpec, shard: int) -> dict[str, int]:
-    """Elements of embed, positions, every layer by its number, and head, with each weight's rows filled up to a multiple of the shards."""
+def _unit_elements(model: ModelSpec, shard: int, tensor: int) -> dict[str, int]:
+    """Elements of embed, positions, every layer by its number, and head on one tensor rank, with each weight's rows filled up to a multiple
+    of the shards."""
     found: dict[str, int] = defaultdict(int)
     for row in parameters(model):
         part, _, rest = row.name.partition(".")
         unit = rest.partition(".")[0] if part == "layers" else part if part in ("embed", "positions") else "head"
-        found[unit] += len(shard_rows(row.shape[0], shard, 0)) * shard * (row.count // row.shape[0])
+        rows, *others = held_shape(model, row, Part(0, tensor))
+        found[unit] += len(shard_rows(rows, shard, 0)) * shard * prod(others)
     return found
 
 
 def _pipeline(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
     """Every micro-batch's activations once down the stages and its gradients once up, where neighbours live on different nodes."""
-    message = plan.batch.micro_batch * seq_len * model.hidden * bytes_of(plan.precision.compute)
+    message = _stream(model, plan, seq_len) / layout.size("tensor")
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     holders = [rank for _, rank in sorted((stage.start, rank) for rank, row in enumerate(table) for stage in row)]
     crossings = sum(_crossing(layout, a, b) for a, b in pairwise(holders))
@@ -149,4 +159,24 @@ def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
     if not model.tied or first == last:
         return 0.0
     stored = bytes_of(plan.precision.stored)
-    return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / layout.size("shard") * stored
+    holders = layout.size("shard") * layout.size("tensor")
+    return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / holders * stored
+
+
+def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
+    """Collectives over all tokens of a micro-batch: four of a block's forward, six of its backward, which gathers anew what it did not
+    keep, two of the embedding and two of the head."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    borders = _ring_borders(layout, "tensor")
+    collectives = 0
+    for rank, stages in enumerate(table):
+        for layer in (layer for stage in stages for layer in stage):
+            again = 4 if plan.strategy(layer, model.layers).recompute == "full" else 0
+            ends = 2 * (layer == 0) + 2 * (layer == model.layers - 1)
+            collectives += borders[rank] * (10 + again + ends)
+    return plan.batch.accumulate * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len) * collectives
+
+
+def _stream(model: ModelSpec, plan: Plan, seq_len: int) -> int:
+    """Bytes of all tokens of a micro-batch between two blocks."""
+    return plan.batch.micro_batch * seq_len * model.hidden * bytes_of(plan.precision.compute)

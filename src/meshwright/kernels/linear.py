@@ -23,6 +23,8 @@ class Linear(nn.Linear):
 
     taps: tuple[Tensor, Tensor] | None = None
     """Two tensors of the input's and the output's shape that are never read; their gradients are X and dY."""
+    spread: int = 1
+    """How many times as many tokens it sees as the block around it is given (parallel.products)."""
 
     # pyrefly: ignore [bad-override-param-name]  # every block here calls its input x
     def forward(self, x: Tensor) -> Tensor:
@@ -38,9 +40,9 @@ class Linear(nn.Linear):
 def split_backward(block: nn.Module) -> None:
     """Let the weight gradients of every Linear in the block be deferred, by wrapping its `forward` as it is now: last, after compilation.
 
-    `forward` takes x `(…, features)` first, every Linear inside sees the same leading dimensions, and runs once. Whether a backward
-    defers is decided when it runs: see `deferring`. Gradients of the weights then no longer pass through autograd's accumulation, so
-    hooks on a weight's gradient do not fire.
+    `forward` takes x `(…, features)` first, every Linear inside sees the same leading dimensions, the last of them `spread` times, and runs
+    once. Whether a backward defers is decided when it runs: see `deferring`. Gradients of the weights then no longer pass through
+    autograd's accumulation, so hooks on a weight's gradient do not fire.
     """
     forward = block.forward
     linears = [module for module in block.modules() if isinstance(module, Linear)]
@@ -49,7 +51,8 @@ def split_backward(block: nn.Module) -> None:
         if torch.is_grad_enabled():
             # Left in place afterwards: eager recompute runs the block once more during backward, with any taps of that shape.
             for linear in linears:
-                linear.taps = _new_taps(linear.weight, x.shape[:-1])
+                *batch, tokens = x.shape[:-1]
+                linear.taps = _new_taps(linear.weight, torch.Size((*batch, tokens * linear.spread)))
         return forward(x, *inputs, **options)
 
     block.forward = tapped

@@ -46,7 +46,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
         wide = accumulate_dtype(hidden.dtype)
-        slope = _compiled(_slope_fused) if hidden.is_cuda else _slope_eager
+        slope = compiled(_slope_fused) if hidden.is_cuda else _slope_eager
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
         vocab, weight = weight.shape[0], aligned(weight)
@@ -56,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += part
             torch.mm(logits_grad, weight, out=h_grad)
             if weight_grad is not None:
-                _add_product(weight_grad, logits_grad.t(), h)
+                add_product(weight_grad, logits_grad.t(), h)
             del logits_grad  # else two chunks' logits would be alive when the next product is made
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:vocab])
         return loss
@@ -67,11 +67,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         by, dtype = grad_outputs[0], hidden_grad.dtype
-        return _scaled(hidden_grad, by, dtype), _scaled(weight_grad, by, dtype), None, None
+        return scaled(hidden_grad, by, dtype), scaled(weight_grad, by, dtype), None, None
 
 
 def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    measure = _compiled(_loss_of_logits) if hidden.is_cuda else _loss_of_logits
+    measure = compiled(_loss_of_logits) if hidden.is_cuda else _loss_of_logits
     loss = torch.zeros((), dtype=accumulate_dtype(hidden.dtype), device=hidden.device)
     vocab, weight = weight.shape[0], aligned(weight)
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
@@ -93,7 +93,7 @@ def _logits(hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
     return logits
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, with `total` kept in its wider dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -103,7 +103,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _scaled(gradient: Tensor | None, by: Tensor, dtype: torch.dtype) -> Tensor | None:
+def scaled(gradient: Tensor | None, by: Tensor, dtype: torch.dtype) -> Tensor | None:
     """gradient · by, multiplied in by's wider dtype (a bare scalar would be rounded to the gradient's first)."""
     if gradient is None:
         return None
@@ -111,7 +111,8 @@ def _scaled(gradient: Tensor | None, by: Tensor, dtype: torch.dtype) -> Tensor |
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` compiled for its shapes, once."""
     return torch.compile(function, dynamic=False)
 
 

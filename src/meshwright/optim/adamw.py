@@ -58,10 +58,10 @@ class AdamW:
             parameter.grad = None
             self._parts[name].grad = None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The moments by checkpoint name, laid out like their parameters and sharing the optimizer's memory."""
+    def moments(self) -> dict[tuple[str, str], torch.Tensor]:
+        """The moments by their own name and their parameter's, laid out like it and sharing the optimizer's memory."""
         return {
-            f"{moment}.{name}": like(self._inner.state[part][moment], self._parameters[name])
+            (moment, name): like(self._inner.state[part][moment], self._parameters[name])
             for moment in MOMENTS
             for name, part in self._parts.items()
         }

@@ -6,7 +6,8 @@ nothing for dispatch; a tensor that leaves (for a checkpoint) is wrapped back wi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -27,11 +28,19 @@ def like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     )
 
 
-def local_gradients(model: nn.Module, copied: Collection[str] = ()) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's part of every gradient that is there; those of the parameters called `copied` apart, in the second list."""
+def local_gradients(
+    model: nn.Module, copied: Mapping[str, Sequence[range]] = MappingProxyType({})
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """This rank's part of every gradient that is there; apart, in the second list, the rows of it that `copied` lists by parameter."""
     counted: list[torch.Tensor] = []
     copies: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            (copies if name in copied else counted).append(local(parameter.grad))
+        if parameter.grad is None:
+            continue
+        part, start = local(parameter.grad), 0
+        for rows in copied.get(name, ()):
+            counted.append(part[start : rows.start])
+            copies.append(part[rows.start : rows.stop])
+            start = rows.stop
+        counted.append(part[start:])
     return counted, copies

@@ -1,11 +1,12 @@
-"""The order in which a Plan is applied to a model: cut, recompute, compile, split the backward, shard, materialise, initialise.
+"""The order in which a Plan is applied to a model: cut, divide over tensor ranks, recompute, compile, split the backward, shard,
+materialise, initialise.
 
 This is the one place that fixes it. The model never learns of any of it: a block's `forward` is wrapped, its name and parameters stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,11 +26,12 @@ from meshwright.parallel.recompute import recomputing
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
 from meshwright.parallel.stages import keep_only, make_units
+from meshwright.parallel.tensor import CopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.of_plan import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.layout import held_parameters, shard_rows, stage_table
+from meshwright.spec.layout import WHOLE, Box, Part, held_boxes, held_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 
@@ -38,24 +40,22 @@ from meshwright.spec.plan import Plan, Recompute
 class Engine:
     """A model under a plan on one rank: the part of it the rank holds, and what runs it.
 
-    `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches.
+    `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches. `tensor` is the rank's place
+    among its tensor ranks. `copied` lists by parameter the rows of this rank's tensor whose gradients another rank counts in the norm: the
+    second end's copy of a tied weight, and what tensor ranks hold alike on all of them but the first.
     """
 
     model: Decoder
     executor: Executor
     training: Schedule
     evaluating: Callable[[int], Schedule]
-    tied: TiedSum | None = None
+    tensor: Part
+    copied: Mapping[str, Sequence[range]]
 
     @property
     def holds_loss(self) -> bool:
         """Whether this rank runs the last stage."""
         return self.training.stages - 1 in self.executor.stages
-
-    @property
-    def copied(self) -> frozenset[str]:
-        """Parameters whose gradients another rank counts in the norm: the second end's copy of a tied weight."""
-        return frozenset() if self.tied is None or self.tied.counts else frozenset({"embed.weight"})
 
 
 def _unheard(phase: str) -> None:
@@ -89,6 +89,7 @@ def build_engine(
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
     keep_only(model, held_parameters(spec, table, pipeline_rank))
+    divide_over_tensor_ranks(model, mesh)
     wrap_blocks(model, plan)
     if entry_of(plan.schedule.name).splits_backward:
         for block in model.layers.values():
@@ -96,9 +97,12 @@ def build_engine(
     units = make_units(model, table[pipeline_rank], plan, mesh.shards)
     model.to_empty(device=mesh.device)
     passed("model")
-    initialise_shards(model, spec, seed)
+    tensor = mesh.part("tensor")
+    initialise_shards(model, seed, tensor)
     passed("weights")
     tied = _tied_sum(model, table, mesh)
+    held = {name: holding.boxes for name, holding in holdings(model, tensor).items()}
+    copies = CopySums(model, held, mesh) if tensor.of > 1 else None
     executor = Executor(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
@@ -110,8 +114,21 @@ def build_engine(
         replicas=_replica_sums(plan, mesh),
         tied=tied,
         routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
+        copies=copies,
+        tensor=tensor.of,
     )
-    return Engine(model, executor, training, partial(evaluation_schedule, plan, spec.layers), tied)
+    return Engine(
+        model, executor, training, partial(evaluation_schedule, plan, spec.layers), tensor, _copied(held, tied)
+    )
+
+
+def _copied(held: Mapping[str, Sequence[Box]], tied: TiedSum | None) -> dict[str, tuple[range, ...]]:
+    second_end = "embed.weight" if tied is not None and not tied.counts else None
+    found = {
+        name: tuple(rows_of(box) for box in boxes if not box.counts or name == second_end)
+        for name, boxes in held.items()
+    }
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
@@ -152,26 +169,45 @@ def _call(forward: Callable[..., Any], mode: Recompute, block: nn.Module, *input
     return recomputing(partial(forward, block), mode)(*inputs)
 
 
-@torch.no_grad()
-def initialise_shards(model: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
-    rows = {row.name: row for row in parameters(spec)}
-    for name, parameter in model.named_parameters():
-        local, start = local_rows(parameter)
-        _fill(local, rows[name], seed, start)
+@dataclass(frozen=True)
+class Holding:
+    """What a rank holds of one parameter: its own tensor, and where in the whole that lies."""
+
+    row: ParameterSpec
+    local: torch.Tensor
+    boxes: tuple[Box, ...]
 
 
-def local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's rows of a parameter as a plain tensor, and the number of the first one."""
+def holdings(model: Decoder, tensor: Part = WHOLE) -> dict[str, Holding]:
+    """By name, what this rank holds of each parameter of a model that was divided over tensor ranks and sharded, or was not."""
+    rows = {row.name: row for row in parameters(model.spec)}
+    return {name: holding(model.spec, rows[name], weight, tensor) for name, weight in model.named_parameters()}
+
+
+def holding(spec: ModelSpec, row: ParameterSpec, weight: torch.Tensor, tensor: Part) -> Holding:
+    """The same of one parameter, or of a tensor laid out like it."""
+    local, shard = local_part(weight)
+    return Holding(row, local, held_boxes(spec, row, tensor, shard))
+
+
+def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
+    """This rank's rows of a parameter as a plain tensor, and which of how many shards they are."""
     if not isinstance(parameter, DTensor):
-        return parameter, 0
+        return parameter, WHOLE
     mesh = parameter.device_mesh
     axis = mesh.ndim - 1
-    first = shard_rows(parameter.shape[0], mesh.size(axis), mesh.get_local_rank(axis)).start
-    return parameter.to_local(), first
+    return parameter.to_local(), Part(mesh.get_local_rank(axis), mesh.size(axis))
 
 
-def _fill(local: torch.Tensor, row: ParameterSpec, seed: int, first_row: int) -> None:
+@torch.no_grad()
+def initialise_shards(model: Decoder, seed: int, tensor: Part = WHOLE) -> None:
+    """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
+    for held in holdings(model, tensor).values():
+        for box in held.boxes:
+            _fill(held.local.detach()[box.first_row :][: box.sizes[0]], held.row, seed, box)
+
+
+def _fill(local: torch.Tensor, row: ParameterSpec, seed: int, box: Box) -> None:
     if row.fill != "normal":
         local.fill_(1.0 if row.fill == "ones" else 0.0)
         return
@@ -179,5 +215,7 @@ def _fill(local: torch.Tensor, row: ParameterSpec, seed: int, first_row: int) ->
     step = max(1, (1 << 26) // width)
     for start in range(0, local.shape[0], step):
         part = local[start : start + step]
-        values = initial_values(seed, row, (first_row + start) * width, part.numel(), local.device)
-        part.copy_(values.view_as(part))
+        # Whole rows, of which a part of the columns may be kept: only runs of elements can be drawn.
+        values = initial_values(seed, row, (box.offsets[0] + start) * width, part.shape[0] * width, local.device)
+        values = values.view(part.shape[0], *row.shape[1:])
+        part.copy_(values if values.shape == part.shape else values.narrow(1, box.offsets[1], box.sizes[1]))

@@ -23,6 +23,7 @@ from meshwright.parallel.fsdp import Streams
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
 from meshwright.parallel.stages import Unit
+from meshwright.parallel.tensor import CopySums
 from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.action import COMPUTE, Action, Kind
 from meshwright.schedules.schedule import Schedule
@@ -34,7 +35,10 @@ Closing = Mapping[Kind, Callable[[], None]]
 
 
 class Executor:
-    """Runs steps of one rank. `stages` maps the virtual stages of this pipeline rank to their units."""
+    """Runs steps of one rank. `stages` maps the virtual stages of this pipeline rank to their units.
+
+    Between units a rank has one of `tensor` parts of every sequence.
+    """
 
     def __init__(
         self,
@@ -49,10 +53,13 @@ class Executor:
         replicas: ReplicaSums | None = None,
         tied: TiedSum | None = None,
         routing: Routing | None = None,
+        copies: CopySums | None = None,
+        tensor: int = 1,
     ) -> None:
         self.model, self.stages, self.rank = model, stages, rank
-        self.dtype, self.device, self.routing = dtype, device, routing
+        self.dtype, self.device, self.routing, self.tensor = dtype, device, routing, tensor
         self._streams, self._channels, self._replicas, self._tied = streams, channels, replicas, tied
+        self._copies = copies
 
     def play(
         self,
@@ -285,7 +292,8 @@ class _Play:
 
     def receive(self, action: Action) -> None:
         assert self.on._channels is not None and action.payload is not None
-        shape = (*self.batches[action.micro_batch].tokens.shape, self.on.model.spec.hidden)
+        batch, seq = self.batches[action.micro_batch].tokens.shape
+        shape = (batch, seq // self.on.tensor, self.on.model.spec.hidden)
         transfer = self.on._channels.recv(self.rank_of[action.peer], shape, self.on.dtype)
         self.arriving[action.payload, action.stage, action.micro_batch] = transfer
         self.posted(action, transfer)
@@ -311,6 +319,8 @@ class _Play:
                 self.on._replicas.finish()
             if self.on._tied is not None:
                 self.on._tied.sum()
+            if self.on._copies is not None:
+                self.on._copies.sum()
             self.closing.get("norm_barrier", _nothing)()
 
     def optim(self, action: Action) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import Layout, Part
 from meshwright.spec.plan import Plan
 
 Parts = tuple[tuple[int, ...], ...]
@@ -65,6 +65,10 @@ class Mesh:
         """This rank's place along `axis`; 0 when the mesh lacks it."""
         return self.coordinates.get(axis, 0)
 
+    def part(self, axis: str) -> Part:
+        """Which part of what `axis` divides is this rank's."""
+        return Part(self.coordinate(axis), self.axis_size(axis))
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one only along `axis`, in axis order; None when that is this rank alone."""
         return self.group_over((axis,))
@@ -73,6 +77,19 @@ class Mesh:
         """The ranks that differ from this one along `axes` only, in rank order; None when that is this rank alone."""
         long = tuple(axis for axis in axes if self.layout.size(axis) > 1)
         return self.split(parts_over(self.layout, long), " × ".join(long)) if long else None
+
+    @property
+    def one_copy(self) -> dist.ProcessGroup | None:
+        """The ranks that hold one copy of the model together: those that differ along any axis but `replicate`."""
+        return self.group_over([axis for axis, _ in self.layout.axes if axis != "replicate"])
+
+    def neighbours(self, axis: str, count: int) -> dist.ProcessGroup:
+        """This rank's block of `count` consecutive ranks along `axis`; collective over all ranks. `count` divides the axis."""
+        blocks: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in range(self.layout.ranks):
+            place = self.layout.coordinates(rank)
+            blocks.setdefault(tuple({**place, axis: place[axis] // count}.items()), []).append(rank)
+        return self.split(tuple(map(tuple, blocks.values())), f"{count} along {axis}")
 
     def pair(self, pipeline_a: int, pipeline_b: int) -> dist.ProcessGroup | None:
         """This rank and the one at the same place of the other pipeline rank, for what two stages share (tied weights).

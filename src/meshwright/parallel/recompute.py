@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.kernels.grouped import GROUPED_OPERATOR
+from meshwright.parallel import products  # noqa: F401  # makes the operators of tensor parallelism
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
@@ -49,4 +50,6 @@ _KEPT = {
     # A router's choice is made once: made again from other roundings, it could send a token elsewhere.
     _aten.topk.default,
     _aten.sort.stable,
+    torch.ops.meshwright.gathered_product.default,
+    torch.ops.meshwright.scattered_product.default,
 }

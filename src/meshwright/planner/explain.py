@@ -27,7 +27,7 @@ MOVES = {
     "context_ring": "keys and values round the ring",
     "context_ulysses": "heads exchanged for tokens",
     "context": "a sequence's keys and values",
-    "tensor": "all-reduces inside each layer",
+    "tensor": "tokens gathered and sums scattered in each layer",
     "expert": "tokens to their experts and back",
     "offload": "copies to and from host memory",
 }

@@ -19,7 +19,7 @@ from meshwright.costs.of_plan import as_nodes
 from meshwright.planner.candidate import pins_of
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
-from meshwright.spec.layout import STAGES_PER_RANK, Layout, stage_table
+from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, stage_table
 from meshwright.spec.plan import DATA_AXES, RUNNABLE_AXES, AxisName, Offload, ScheduleName, SchedulePlan
 from meshwright.spec.run import RunSpec
 
@@ -160,11 +160,11 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
 def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring): the axes that split one sequence's work."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
-    alone = {axis: [1] for axis in AXES if trainable and axis not in RUNNABLE_AXES}
+    refused = ("tensor",) if model.experts else ()  # tensor ranks cannot divide experts yet
+    alone = {axis: [1] for axis in AXES if trainable and (axis not in RUNNABLE_AXES or axis in refused)}
     widths = [d for d in divisors(run.cluster.ranks) if _splits_heads(run, d)]
     for tensor in _wanted(pins.tensor, alone.get("tensor", [d for d in widths if d <= domain])):
-        fits = model.hidden % tensor == model.ffn_hidden % tensor == run.cluster.ranks % tensor == 0
-        if not (fits and _splits_heads(run, tensor)):
+        if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):
             continue
         heads = [d for d in divisors(run.cluster.ranks // tensor) if d == 1 or tensor * d <= domain]
         for ulysses in _wanted(pins.context_ulysses, alone.get("context_ulysses", heads)):

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
-from meshwright.spec.layout import stage_table
+from meshwright.spec.layout import stage_table, tensor_misfit
 from meshwright.spec.plan import DATA_AXES, SchedulePlan, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
@@ -31,6 +31,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _experts,
         _expert_pin,
         _sequence,
+        _tensor,
         _warmup,
         _data,
         _chip,
@@ -70,6 +71,10 @@ def plan_file_checks(
         if not experts or experts % size:
             expected = f"a divisor of model.experts = {experts}" if experts else "no `experts`, as the model is dense"
             mistakes.append(_at(plan, ("experts", "expert"), expected, str(size)))
+    if sound:
+        for index, axis in enumerate(plan.get(("mesh",))):
+            if axis["axis"] == "tensor" and (expected := _tensor_misfit(asked, axis["size"])):
+                mistakes.append(_at(plan, ("mesh", index, "size"), expected, str(axis["size"])))
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
@@ -211,6 +216,21 @@ def _sequence(run: _Run) -> Iterator[Mistake]:
         learned = run("model.positions") == "learned"
         remedy = "the length of its learned positions" if learned else "which can be raised"
         yield run.broken("train.seq_len", f"at most model.max_seq_len = {longest}, {remedy}", str(longest))
+
+
+def _tensor(run: _Run) -> Iterator[Mistake]:
+    """Tensor ranks divide heads, feed-forward width and sequence evenly."""
+    ranks = run("plan.tensor")
+    if ranks and (expected := _tensor_misfit(run, ranks)):
+        nearest_below = next(size for size in range(ranks - 1, 0, -1) if not _tensor_misfit(run, size))
+        yield run.broken("plan.tensor", expected, str(nearest_below))
+
+
+def _tensor_misfit(run: _Run, ranks: int) -> str | None:
+    heads, kv_heads, width = run("model.heads"), run("model.kv_heads"), run("model.ffn_hidden")
+    if not (heads and kv_heads and width):
+        return None
+    return tensor_misfit(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
 
 
 def _warmup(run: _Run) -> Iterator[Mistake]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Literal
 
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import DATA_AXES, Plan, SchedulePlan, layer_range
 
 
@@ -187,6 +188,121 @@ def held_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipel
             held = last
         names += [row.name] * held
     return tuple(names)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `of` parts, by number: a rank's place along an axis that splits parameters."""
+
+    index: int = 0
+    of: int = 1
+
+
+WHOLE = Part()
+
+Cut = Literal["rows", "columns", "whole"]
+TENSOR_CUTS: dict[str, Cut] = {
+    "embed": "rows",
+    "attention.qkv": "rows",
+    "attention.out": "columns",
+    "mlp.gate_up": "rows",
+    "mlp.up": "rows",
+    "mlp.down": "columns",
+    "head": "rows",
+}
+"""How tensor ranks divide the weights of a module (Shoeybi et al. 2019): output features or the vocabulary by rows, each fused weight's
+blocks for themselves, and input features by columns. What is not listed every rank holds whole: norms, learned positions, and the biases
+behind a product whose sum is taken over ranks."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a parameter: where it begins in the whole and how large it is, in elements by dimension.
+
+    A rank's boxes of one parameter lie one after another in the rows of its own tensor, from `first_row` on. `holders` neighbours along
+    the tensor axis hold the same box; `counts` says that the rank is the first of them, whose copy stands for all in sums over elements.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first_row: int = 0
+    holders: int = 1
+    counts: bool = True
+
+
+def held_boxes(spec: ModelSpec, row: ParameterSpec, tensor: Part = WHOLE, shard: Part = WHOLE) -> tuple[Box, ...]:
+    """What a rank holds of one parameter: its tensor rank's part, the rows of which its shard group divides further.
+
+    Boxes without elements are left out. `check_tensor` says which models `tensor.of` ranks can divide.
+    """
+    boxes = _tensor_boxes(spec, row, tensor)
+    mine = shard_rows(sum(box.sizes[0] for box in boxes), shard.of, shard.index)
+    return tuple(_rows_of(box, mine) for box in boxes if box.first_row < mine.stop and _stop(box) > mine.start)
+
+
+def held_shape(spec: ModelSpec, row: ParameterSpec, tensor: Part) -> tuple[int, ...]:
+    """The shape of a tensor rank's part of a parameter."""
+    boxes = _tensor_boxes(spec, row, tensor)
+    return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
+
+
+def _tensor_boxes(spec: ModelSpec, row: ParameterSpec, tensor: Part) -> list[Box]:
+    module, _, kind = row.name.removeprefix("layers.").lstrip("0123456789.").rpartition(".")
+    cut = TENSOR_CUTS.get(module, "whole")
+    if tensor.of == 1 or cut == "whole" or (cut == "columns" and kind == "bias"):
+        return [Box((0,) * len(row.shape), row.shape, 0, tensor.of, tensor.index == 0)]
+    if cut == "columns":
+        mine = even_rows(row.shape[1], tensor.of, tensor.index)
+        return [Box((0, mine.start), (row.shape[0], len(mine)))]
+    boxes: list[Box] = []
+    start = 0
+    for name, size in row.blocks or (("all", row.shape[0]),):
+        # Fewer key/value heads than ranks: neighbours hold the same one.
+        parts = min(tensor.of, spec.kv_heads) if name in ("k", "v") else tensor.of
+        holders = tensor.of // parts
+        mine = even_rows(size, parts, tensor.index // holders)
+        offsets, sizes = (start + mine.start, *(0 for _ in row.shape[1:])), (len(mine), *row.shape[1:])
+        boxes.append(Box(offsets, sizes, _stop(boxes[-1]) if boxes else 0, holders, tensor.index % holders == 0))
+        start += size
+    return boxes
+
+
+def _stop(box: Box) -> int:
+    return box.first_row + box.sizes[0]
+
+
+def _rows_of(box: Box, rows: range) -> Box:
+    """The part of a box in `rows` of the tensor it lies in, which become a tensor of their own."""
+    first, stop = max(box.first_row, rows.start), min(_stop(box), rows.stop)
+    at = (box.offsets[0] + first - box.first_row, *box.offsets[1:])
+    return replace(box, offsets=at, sizes=(stop - first, *box.sizes[1:]), first_row=first - rows.start)
+
+
+def even_rows(rows: int, parts: int, index: int) -> range:
+    """The rows that part `index` of `parts` holds when none may hold two more than another."""
+    return range(rows * index // parts, rows * (index + 1) // parts)
+
+
+def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str | None:
+    """What tensor ranks the model, and sequences of `seq_len` tokens, can be divided over, when it is not `ranks`; None when it is."""
+    return tensor_misfit(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, seq_len)
+
+
+def tensor_misfit(
+    ranks: int, heads: int, kv_heads: int, ffn_hidden: int, vocab_size: int, seq_len: int | None
+) -> str | None:
+    """`check_tensor` of a model of which no more is known; a vocabulary of 0 is not known either."""
+    if heads % ranks:
+        return f"a divisor of model.heads = {heads}, as every rank has whole heads"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"a divisor or a multiple of model.kv_heads = {kv_heads}"
+    if ffn_hidden % ranks:
+        return f"a divisor of model.ffn_hidden = {ffn_hidden}"
+    if 0 < vocab_size < ranks:
+        return f"at most model.vocab_size = {vocab_size}"
+    if seq_len is not None and seq_len % ranks:
+        return f"a divisor of train.seq_len = {seq_len}, as between products each rank has a part of the sequence"
+    return None
 
 
 def shard_rows(rows: int, parts: int, index: int) -> range:

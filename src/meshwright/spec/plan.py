@@ -21,7 +21,7 @@ Positive = Annotated[int, Bound(at_least=1)]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
-RUNNABLE_AXES = ("pipeline", "replicate", "shard")
+RUNNABLE_AXES = ("pipeline", "replicate", "shard", "tensor")
 """Axes that training obeys; the others can be planned and simulated."""
 
 

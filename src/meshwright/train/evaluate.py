@@ -53,6 +53,8 @@ def evaluate(engine: Engine, held_out: HeldOut, *, mesh: Mesh, micro_batch: int,
     sums = _sums(held_out, measure, mesh.data_rank, mesh.data_ranks, micro_batch, at_once, device)
     if not engine.holds_loss:
         sums.zero_()
+    if mesh.coordinate("tensor"):
+        sums[1] = 0  # tensor ranks divide a sequence's loss, and each counted all its tokens
     return _evaluation(held_out, mesh.sum_over_all(sums))
 
 

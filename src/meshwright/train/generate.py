@@ -50,19 +50,22 @@ def generate_under_plan(engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[i
     memory, not the work.
     """
     schedule_for = cache(engine.evaluating)
+    parts = mesh.axis_size("tensor")
     source = mesh.layout.rank({"pipeline": engine.training.rank_of[-1]})
 
     def next_tokens(texts: Sequence[_Text]) -> list[int]:
-        batches = [_without_targets(text.window, mesh.device) for text in texts]
+        windows = [text.window for text in texts]
+        batches = [_without_targets(_filled(window, parts), mesh.device) for window in windows]
         logits = engine.executor.logits(schedule_for(len(texts)), batches, NullRecorder())
         chosen = torch.zeros(len(texts), dtype=torch.int64)
         for number, text in enumerate(texts):
             if number in logits:
-                chosen[number] = text.draw(logits[number][0, -1])
+                chosen[number] = text.draw(logits[number][0, len(windows[number]) - 1])
         dist.broadcast(chosen, source, group=mesh.world.control)
         return chosen.tolist()
 
-    return _continued(prompts, how, engine.model.spec.max_seq_len, next_tokens)
+    longest = engine.model.spec.max_seq_len
+    return _continued(prompts, how, longest - longest % parts, next_tokens)
 
 
 class _Text:
@@ -108,6 +111,11 @@ def _continued(
         for text, token in zip(going_on, next_tokens(going_on), strict=True):
             text.add(token)
     return [text.new for text in texts]
+
+
+def _filled(tokens: Sequence[int], multiple: int) -> list[int]:
+    """`tokens` and, behind them, as many more as make a multiple: causal attention does not look at them."""
+    return [*tokens, *[0] * (-len(tokens) % multiple)]
 
 
 def _without_targets(tokens: Sequence[int], device: torch.device) -> MicroBatch:

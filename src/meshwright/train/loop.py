@@ -165,7 +165,7 @@ def _save(session: Session, reporter: Reporter) -> None:
     texts = {name: (session.folder / name).read_text(encoding="utf-8") for name in ("config.yaml", "plan.yaml")}
     state = run_state(session.step, session.run.train.global_batch, session.tokens)
     with session.recorder.span("checkpoint"):
-        saved = session.store.save(session.step, run_tensors(session.engine.model, session.optimizer), state, texts)
+        saved = session.store.save(session.step, run_tensors(session.engine, session.optimizer), state, texts)
         session.store.retain(session.run.checkpoint.keep)
     if saved.written:
         seconds = time.perf_counter() - started

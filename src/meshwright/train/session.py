@@ -87,7 +87,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         timeline=assignment.timeline,
     )
     if not _resume(session):
-        load_initial(engine.model, run.model, run.model.init)
+        load_initial(engine.model, run.model, run.model.init, engine.tensor)
     clock.end("load")
     if world.leads:
         _write_environment(folder)
@@ -107,7 +107,7 @@ def _resume(session: Session) -> bool:
     if newest is None:
         _refuse_if_all_damaged(session.folder)
         return False
-    state = session.store.load(newest, run_tensors(session.engine.model, session.optimizer))
+    state = session.store.load(newest, run_tensors(session.engine, session.optimizer))
     session.step, session.tokens = state["step"], state["tokens"]
     session.optimizer.set_steps(session.step)
     log.info("resumed from %s", newest)

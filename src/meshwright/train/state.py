@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.verify import newest_checkpoint
+from meshwright.models.decoder import Decoder
 from meshwright.optim.adamw import AdamW
-from meshwright.parallel.apply import local_rows
+from meshwright.parallel.apply import Engine, holding, holdings
 from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import WHOLE, Part
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 log = logging.getLogger("meshwright")
@@ -27,14 +29,22 @@ ReadRows = Callable[[ParameterSpec, int, int], torch.Tensor]
 """Rows [first, last) of dimension 0 of a parameter."""
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights by checkpoint name."""
-    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def run_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
+def run_tensors(engine: Engine, optimizer: AdamW) -> dict[str, torch.Tensor | Boxed]:
     """Weights and moments by checkpoint name."""
-    return model_tensors(model) | {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
+    spec, tensor = engine.model.spec, engine.tensor
+    rows = {row.name: row for row in parameters(spec)}
+
+    def given(name: str, mine: torch.Tensor) -> torch.Tensor | Boxed:
+        if tensor.of == 1:
+            return mine
+        held = holding(spec, rows[name], mine, tensor)
+        return Boxed(held.local, held.boxes, torch.Size(held.row.shape))
+
+    weights = {f"model.{name}": given(name, parameter.detach()) for name, parameter in engine.model.named_parameters()}
+    moments = {
+        f"optimizer.{moment}.{name}": given(name, state) for (moment, name), state in optimizer.moments().items()
+    }
+    return weights | moments
 
 
 def run_state(step: int, global_batch: int, tokens: int) -> dict[str, Any]:
@@ -42,28 +52,29 @@ def run_state(step: int, global_batch: int, tokens: int) -> dict[str, Any]:
     return {"step": step, "samples": step * global_batch, "tokens": tokens}
 
 
-def load_initial(model: nn.Module, spec: ModelSpec, init: str) -> None:
+def load_initial(model: Decoder, spec: ModelSpec, init: str, tensor: Part = WHOLE) -> None:
     """Start from `hf:DIR` or `checkpoint:DIR`; each rank reads only the rows it holds.
 
     Raises BadInput when the folder's weights are not this model's.
     """
     kind, _, folder = init.partition(":")
     if kind == "hf":
-        _fill(model, spec, _hf_rows(Path(folder), spec))
+        _fill(model, tensor, _hf_rows(Path(folder), spec))
     elif kind == "checkpoint":
         with CheckpointReader(newest_checkpoint(Path(folder), contents=False)) as reader:
             names = reader.names("model.")
             _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
-            _fill(model, spec, lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
+            _fill(model, tensor, lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, spec: ModelSpec, read_rows: ReadRows) -> None:
-    rows = {row.name: row for row in parameters(spec)}
-    for name, parameter in model.named_parameters():
-        part, first = local_rows(parameter)
-        if part.numel():
-            part.copy_(read_rows(rows[name], first, first + part.shape[0]))
+def _fill(model: Decoder, tensor: Part, read_rows: ReadRows) -> None:
+    for held in holdings(model, tensor).values():
+        for box in held.boxes:
+            values = read_rows(held.row, box.offsets[0], box.offsets[0] + box.sizes[0])
+            for dim in range(1, values.dim()):
+                values = values.narrow(dim, box.offsets[dim], box.sizes[dim])
+            held.local.detach()[box.first_row :][: box.sizes[0]].copy_(values)
 
 
 def _hf_rows(folder: Path, spec: ModelSpec) -> ReadRows:

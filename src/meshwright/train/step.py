@@ -52,7 +52,7 @@ def train_step(
 
     def clip() -> None:
         gradients, copies = local_gradients(engine.model, engine.copied)
-        norm.copy_(clip_gradients(gradients, clip_norm, mesh.group_over(("pipeline", "shard")), copies))
+        norm.copy_(clip_gradients(gradients, clip_norm, mesh.one_copy, copies))
 
     def update() -> None:
         optimizer.step(learning_rate, norm)

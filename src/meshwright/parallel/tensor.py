@@ -1,0 +1,124 @@
+"""Tensor and sequence parallelism, put into a decoder from outside: modules are replaced, names stay.
+
+Which weight is cut how is data (`spec.layout.TENSOR_CUTS`); this file reads it. A module whose weight is cut by rows gathers its tokens
+before the product, one cut by columns sums its ranks' products and scatters the tokens behind it, so that from the embedding on each rank
+has its part of every sequence, and all of it inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022).
+What several ranks hold, each has seen with its own tokens or heads: norms, biases behind a sum, learned positions, and key/value heads
+where there are fewer than ranks. Their gradients are added up once a step (`CopySums`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.kernels.linear import Linear
+from meshwright.models.decoder import Attention, Block, Decoder
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.products import GatheredLinear, ScatteredLinear
+from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
+from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import TENSOR_CUTS, Box, Part, check_tensor, even_rows, held_shape
+from meshwright.spec.model import parameters
+
+PRODUCTS = {"rows": GatheredLinear, "columns": ScatteredLinear}
+
+
+def divide_over_tensor_ranks(model: Decoder, mesh: Mesh) -> None:
+    """Leave this tensor rank its part of a model that is still without memory; nothing to do on one tensor rank.
+
+    Raises BadInput when that many ranks cannot divide it.
+    """
+    group, part = mesh.group("tensor"), mesh.part("tensor")
+    if group is None:
+        return
+    if model.spec.experts:
+        raise BadInput(
+            f"plan.tensor: expected 1 for a mixture of experts, which this release trains undivided, got {part.of}"
+        )
+    if expected := check_tensor(model.spec, part.of):
+        raise BadInput(f"plan.tensor: expected {expected}, got {part.of}")
+    spec, name = model.spec, group.group_name
+    _leave_parts(model, part)
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        _divide_block(block, name, part.of)
+    vocabulary = [even_rows(spec.vocab_size, part.of, index) for index in range(part.of)]
+    if model.embed is not None:
+        model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.of)  # type: ignore[assignment]
+    if model.positions is not None:
+        model.positions = PositionEmbedding(model.positions.weight, part.index, part.of)  # type: ignore[assignment]
+    if model.head is not None:
+        sizes = tuple(map(len, vocabulary))
+        model.head = VocabularyHead(model.head.weight, sizes, model.head.loss_chunk, part.index, name)  # type: ignore[assignment]
+
+
+def _leave_parts(model: Decoder, part: Part) -> None:
+    """Give every parameter the shape of the rank's part."""
+    rows = {row.name: row for row in parameters(model.spec)}
+    for name, whole in list(model.named_parameters()):
+        owner, _, kind = name.rpartition(".")
+        mine = whole.new_empty(held_shape(model.spec, rows[name], part))
+        setattr(model.get_submodule(owner), kind, nn.Parameter(mine))
+
+
+def _divide_block(block: Block, group: str, ranks: int) -> None:
+    for name, linear in list(block.named_modules()):
+        if isinstance(linear, Linear):
+            owner, _, last = name.rpartition(".")
+            product = PRODUCTS[TENSOR_CUTS[name]](linear, group, ranks)
+            setattr(block.get_submodule(owner), last, product)
+    _divide_heads(block.attention, ranks)
+
+
+def _divide_heads(attention: Attention, ranks: int) -> None:
+    attention.heads //= ranks
+    attention.kv_heads = max(1, attention.kv_heads // ranks)
+
+
+class CopySums:
+    """Adds up the gradients of what neighbours along the tensor axis hold alike, once a step, in one message for each number of holders.
+
+    They are summed as they are stored, after their reduction over shards, and every holder gets the same bits. `boxes` says by name what
+    of each parameter the rank holds.
+    """
+
+    def __init__(self, model: Decoder, boxes: Mapping[str, Sequence[Box]], mesh: Mesh) -> None:
+        ranks, kv_heads = mesh.axis_size("tensor"), model.spec.kv_heads
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._held: dict[int, list[tuple[nn.Parameter, range]]] = {}
+        # Every rank of the job takes part in making a group, whatever it holds.
+        for holders in sorted({ranks, max(1, ranks // kv_heads)} - {1}):
+            self._groups[holders] = mesh.neighbours("tensor", holders)
+            self._held[holders] = [
+                (parameter, rows_of(box))
+                for name, parameter in model.named_parameters()
+                for box in boxes[name]
+                if box.holders == holders
+            ]
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Collective over tensor ranks, when every gradient is complete."""
+        for holders, group in self._groups.items():
+            parts = [_local(parameter.grad)[rows.start : rows.stop] for parameter, rows in self._held[holders]]
+            if not parts:
+                continue
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=group)
+            sums = flat.split([part.numel() for part in parts])
+            torch._foreach_copy_(parts, [total.view_as(part) for total, part in zip(sums, parts, strict=True)])
+
+
+def rows_of(box: Box) -> range:
+    """A box's rows in the rank's own tensor."""
+    return range(box.first_row, box.first_row + box.sizes[0])
+
+
+def _local(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(gradient, DTensor), "a unit's gradients are shards"
+    return gradient.to_local()

@@ -1,0 +1,199 @@
+"""Tensor and sequence parallelism equal one device, alone and with everything else: loss, gradient norm, every gradient and weight.
+
+The oracle is that of test_equality. Heads, documents and the vocabulary divide unevenly where they may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.parallel.world import World
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan, Precision
+from tests.distributed import cases_training as cases
+from tests.distributed.cases_training import Seen
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import BF16_BOUND, GPT, LLAMA, compare, one_device, sharded
+from tests.distributed.test_schedules import DEEP_TIED, STEPS, UNEVEN_V, Case
+from tests.distributed.test_training import STEPS as STEPS_OF_A_RUN
+from tests.distributed.test_training import compare as same_run
+from tests.distributed.test_training import held, same_bits, tiny, trained
+from tests.train.tiny import prepared, ranks, staged
+
+__all__ = ["tiny"]
+
+QWEN = replace(LLAMA, family="qwen3", qk_norm=True, tied=True, layers=4)
+GPT4 = replace(GPT, heads=4, kv_heads=4, layers=4)
+PARALLEL = replace(GPT, heads=4, kv_heads=1, parallel_block=True, tied=False, positions="rope")
+"""One key/value head for all ranks, biases, attention and feed-forward network beside one norm."""
+OUTSIDE = ("tensor", "pipeline", "replicate", "shard")
+CASES = [
+    (LLAMA, Case("1f1b", tensor=2, micro=4)),
+    (LLAMA, Case("1f1b", tensor=4)),
+    (QWEN, Case("1f1b", tensor=4, micro=2, recompute="selective")),
+    (PARALLEL, Case("1f1b", tensor=4, micro=2)),
+    (GPT4, Case("1f1b", tensor=2, shard=2, micro=2)),
+    (LLAMA, Case("1f1b", tensor=2, shard=2, reshard=False, gradients="whole")),
+    (LLAMA, Case("breadth_first", tensor=2, shard=2, recompute="selective")),
+    (GPT4, Case("1f1b", tensor=2, replicate=2, recompute="full", order=OUTSIDE)),
+    (QWEN, Case("1f1b", tensor=2, pipeline=2)),
+    (QWEN, Case("zbv", tensor=2, pipeline=2, recompute="full")),
+    (GPT4, Case("dualpipe_v", tensor=2, pipeline=2, micro=2)),
+    (GPT4, Case("gpipe", tensor=2, pipeline=2, micro=4)),
+    (QWEN, Case("interleaved", tensor=2, pipeline=2, micro=4)),
+    (QWEN, Case("breadth_first", tensor=2, pipeline=2, micro=4)),
+    (GPT4, Case("zb_h1", tensor=2, pipeline=2, recompute="selective", order=OUTSIDE)),
+]
+LARGE = [
+    (QWEN, Case("1f1b", tensor=2, shard=2, replicate=2, micro=2)),
+    (DEEP_TIED, Case("zbv", tensor=2, pipeline=2, shard=2, gradients="whole", stages=UNEVEN_V)),
+]
+COMPILED = [(QWEN, Case("zb_h1", tensor=2, micro=4, recompute="selective", compile=True))]
+
+
+def named(value: ModelSpec | Case) -> str:
+    return str(value) if isinstance(value, Case) else value.family
+
+
+@pytest.mark.parametrize(("spec", "case"), CASES, ids=named)
+def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    check(pool, spec, case)
+
+
+@pytest.mark.parametrize(("spec", "case"), LARGE, ids=named)
+def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    check(pool, spec, case)
+
+
+@pytest.mark.parametrize(("spec", "case"), COMPILED, ids=named)
+def test_compiled(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    check(pool, spec, case)
+
+
+def check(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
+    compare(results, one_device(spec)[:STEPS], 1e-9)
+
+
+def test_bf16_stays_within_its_bound(pool: Pool) -> None:
+    """That of test_equality: partial sums that travel in bf16 are no worse than bf16 products."""
+    results = pool.run(sharded, 4, LLAMA, bf16(Case("1f1b", tensor=2, shard=2, micro=2).plan), 1.0, 1)
+    compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp64", "bf16"])
+def test_a_wrong_factor_is_noticed(pool: Pool, narrow: bool) -> None:
+    plan = Case("1f1b", tensor=2, micro=4).plan
+    results = pool.run(sharded, 2, LLAMA, bf16(plan) if narrow else plan, 2.0, 1)
+    with pytest.raises(AssertionError):
+        compare(results, one_device(LLAMA)[:1], BF16_BOUND if narrow else 1e-9, weights=False)
+
+
+def bf16(plan: Plan) -> Plan:
+    return replace(plan, precision=Precision(compute="bf16", reduce="fp32"))
+
+
+def test_copies_must_be_summed(pool: Pool) -> None:
+    """Without the sum over what tensor ranks hold alike the comparison fails: on norms, and on key/value heads."""
+    for tensor, name in ((2, "norm"), (4, "qkv")):
+        plan = Case("1f1b", tensor=tensor, micro=4).plan
+        assert pool.run(copies_differ, tensor, LLAMA, plan, name) == [True] * tensor
+
+
+def copies_differ(world: World, spec: ModelSpec, plan: Plan, unsummed: str) -> bool:
+    """Whether gradients that tensor ranks hold alike differ when those whose name has `unsummed` in it are left out of the sum."""
+    from meshwright.parallel import apply
+
+    class Leaving(apply.CopySums):
+        def __init__(self, model: Any, boxes: Any, mesh: Any) -> None:
+            without = {name: () if unsummed in name else held for name, held in boxes.items()}
+            super().__init__(model, without, mesh)
+
+    kept, apply.CopySums = apply.CopySums, Leaving  # type: ignore[misc]
+    try:
+        sharded(world, spec, plan, 1.0, 1)
+    except AssertionError:
+        return True
+    finally:
+        apply.CopySums = kept  # type: ignore[misc]
+    return False
+
+
+CHAIN = [
+    [*ranks(4), "plan.tensor=2", "plan.shard=2"],
+    ranks(4),
+    [*staged(4, "1f1b"), "plan.tensor=2", "plan.shard=1"],
+    [*ranks(4), "plan.tensor=4", "plan.shard=1"],
+]
+"""A run under three plans, opened under a fourth, in which two ranks each hold a key/value head."""
+
+
+def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    deep = ("model.layers=4", "plan.compute=fp64")
+    alone = trained(pool, tiny, tmp_path / "one", *ranks(1), *deep)
+    parts: list[list[Seen]] = []
+    for number, plan in enumerate(CHAIN):
+        if parts:
+            assignment = prepared(tiny, tmp_path, *plan, *deep).assignment
+            found: dict[str, torch.Tensor] = {}
+            for _, tensors in pool.run(cases.opened, 4, assignment):
+                found |= tensors
+            assert same_bits(found, held(parts[-1]))
+        if len(parts) < 3:
+            parts.append(trained(pool, tiny, tmp_path, *plan, *deep, stop_at=(2, 4, 0)[number]))
+    assert [seen[0].began for seen in parts] == [0, 2, 4]
+    same_run(parts, alone[0])
+    with CheckpointReader(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS_OF_A_RUN:08d}") as reader:
+        saved = {name: reader.read(name) for name in reader.tensors}
+    assert same_bits(saved, held(parts[-1]))
+
+
+def test_validation_and_initial_weights_are_those_of_one_rank(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    """Learned positions, biases and tied ends too, from a checkpoint's rows."""
+    model = "model={family: gpt2, layers: 4, hidden: 16, heads: 4, kv_heads: 4, ffn_hidden: 32, max_seq_len: 16, init_std: 0.1}"
+    precise = [model, "plan.compute=fp64", "train.steps=2", "train.warmup_steps=0", "train.validate_every=1"]
+    first = trained(pool, tiny, tmp_path / "first", *ranks(1), *precise)
+    precise.append(f"model.init=checkpoint:{tmp_path / 'first' / 'tiny'}")
+    alone = trained(pool, tiny, tmp_path / "one", *ranks(1), *precise)[0].validations
+    seen = trained(pool, tiny, tmp_path / "tensor", *ranks(4), "plan.tensor=2", "plan.shard=2", *precise)
+    assert alone != first[0].validations
+    assert all(each.validations == seen[0].validations for each in seen)
+    for (_, got), (_, truth) in zip(seen[0].validations, alone, strict=True):
+        assert got.loss == pytest.approx(truth.loss, rel=1e-9) and got.tokens == truth.tokens
+
+
+def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
+    """Shapes of what a block's forward leaves for its backward."""
+    from meshwright.data.loader import MicroBatch
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    engine = build_engine(LLAMA, plan, build_mesh(plan, world), loss_chunk=5, seed=0)
+    block, tokens = engine.executor.stages[0][1], torch.zeros(2, 12, dtype=torch.int64)
+    block.sharded.unshard()
+    block.sharded.wait()
+    shared = engine.model.shared(tokens, None, None, torch.float64)
+    x = torch.randn(2, 12 // plan.axis_size("tensor"), 16, dtype=torch.float64, requires_grad=True)
+    shapes = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.add(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = block.run(x, MicroBatch(tokens, None, None, None, 0), shared)
+    assert y.shape == x.shape
+    return shapes
+
+
+def test_a_block_keeps_its_own_part_of_the_sequence(pool: Pool) -> None:
+    """The stream is kept as this rank's tokens; all tokens only as this rank's features (its queries are 8 wide, its gates 12)."""
+    for shapes in pool.run(kept_by_a_block, 2, Case("1f1b", tensor=2).plan):
+        assert (2, 6, 16) in shapes
+        assert not {shape for shape in shapes if shape[:2] == (2, 12) and shape[2:] == (16,)}

@@ -1,0 +1,102 @@
+"""What tensor ranks and their shards hold of a model: together every element, and which copy counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.spec.errors import BadConfig
+from meshwright.spec.layout import Part, check_tensor, held_boxes, held_shape, tensor_misfit
+from meshwright.spec.load import load_run
+from meshwright.spec.model import ModelSpec, parameters
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelSpec, int]:
+    """A model of one layer and a number of tensor ranks that can divide it."""
+    ranks = draw(st.integers(1, 6))
+    kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if ranks % n == 0 or n % ranks == 0]))
+    heads = max(ranks, kv_heads) * draw(st.integers(1, 2))
+    mlp = draw(st.sampled_from(["swiglu", "gelu"]))
+    spec = ModelSpec(
+        family="llama", layers=1, hidden=draw(st.integers(1, 9)), heads=heads, kv_heads=kv_heads, head_dim=2, bias=draw(st.booleans()),
+        ffn_hidden=ranks * draw(st.integers(1, 3)), vocab_size=draw(st.integers(ranks, 17)), max_seq_len=4, mlp=mlp,
+        qk_norm=draw(st.booleans()), positions=draw(st.sampled_from(["rope", "learned"])),
+        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
+    )  # fmt: skip
+    return spec, ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), st.integers(1, 5))
+def test_ranks_hold_every_element_and_count_it_once(model: tuple[ModelSpec, int], shards: int) -> None:
+    spec, ranks = model
+    assert check_tensor(spec, ranks) is None
+    for row in parameters(spec):
+        held, counted = np.zeros(row.shape, int), np.zeros(row.shape, int)
+        holders = np.zeros(row.shape, int)
+        for tensor in range(ranks):
+            own = 0
+            for shard in range(shards):
+                next_row = 0
+                for box in held_boxes(spec, row, Part(tensor, ranks), Part(shard, shards)):
+                    where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+                    assert box.first_row == next_row and held[where].size == np.prod(box.sizes) > 0
+                    next_row += box.sizes[0]
+                    held[where] += 1
+                    counted[where] += box.counts
+                    holders[where] = box.holders
+                own += next_row
+            assert own == held_shape(spec, row, Part(tensor, ranks))[0]
+        assert (counted == 1).all() and (held == holders).all()
+
+
+def test_fused_weights_are_cut_block_by_block() -> None:
+    """By hand: two ranks, four heads and two key/value heads of two, a feed-forward width of six."""
+    spec = ModelSpec(
+        family="llama", layers=1, hidden=4, heads=4, kv_heads=2, head_dim=2, ffn_hidden=6, vocab_size=9, max_seq_len=4
+    )
+    rows = {row.name.rsplit(".", 2)[-2]: row for row in parameters(spec)}
+
+    def parts(name: str, dim: int) -> list[list[int]]:
+        boxes = [held_boxes(spec, rows[name], Part(rank, 2)) for rank in range(2)]
+        return [[at for b in held for at in range(b.offsets[dim], b.offsets[dim] + b.sizes[dim])] for held in boxes]
+
+    assert parts("qkv", 0) == [[0, 1, 2, 3, 8, 9, 12, 13], [4, 5, 6, 7, 10, 11, 14, 15]]
+    assert parts("gate_up", 0) == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+    assert parts("out", 1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert parts("down", 1) == [[0, 1, 2], [3, 4, 5]]
+    assert parts("embed", 0) == parts("head", 0) == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
+    assert parts("norm", 0) == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ((8, 12, 4, 16, 99, 64), "a divisor of model.heads = 12"),
+        ((4, 12, 6, 16, 99, 64), "a divisor or a multiple of model.kv_heads = 6"),
+        ((4, 12, 4, 18, 99, 64), "a divisor of model.ffn_hidden = 18"),
+        ((4, 12, 4, 16, 3, 64), "at most model.vocab_size = 3"),
+        ((4, 12, 4, 16, 99, 66), "a divisor of train.seq_len = 66"),
+        ((4, 12, 2, 16, 99, 64), None),
+        ((4, 12, 2, 16, 0, None), None),
+    ],
+)
+def test_what_cannot_be_divided_is_told(numbers: tuple[int, int, int, int, int, int | None], says: str | None) -> None:
+    found = tensor_misfit(*numbers)
+    assert found == says if says is None else found is not None and found.startswith(says)
+
+
+def test_a_pin_that_does_not_divide_the_model_is_refused_where_it_stands() -> None:
+    base = [
+        "model=llama3-8b",
+        "train.seq_len=8192",
+        "train.global_batch=16",
+        "cluster.gpu=H100",
+        "cluster.gpus_per_node=6",
+    ]
+    with pytest.raises(BadConfig, match=r"plan.tensor: expected a divisor of model.heads = 32.*got 3.*nearest: 2"):
+        load_run(None, [*base, "plan.tensor=3"])
+    load_run(None, [*base, "plan.tensor=2"])
