@@ -10,7 +10,7 @@ from meshwright.costs.account import Formats
 from meshwright.costs.memory import FRAMEWORK_BYTES, activation_bytes, allocated, memory_by_kind, memory_by_rank
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameter_count
-from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, SchedulePlan
+from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 
 HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
 MODEL = ModelSpec(
@@ -232,3 +232,16 @@ def test_experts_are_spread_and_sharded_by_their_own_fold() -> None:
 def test_what_an_allocator_sees_leaves_the_framework_out() -> None:
     found = kinds(plan({"shard": 4}))
     assert allocated(found) == sum(found.values()) - FRAMEWORK_BYTES["cuda"]
+
+
+def test_fp8_keeps_products_inputs_and_gathers_blocks_in_one_byte() -> None:
+    """Norms' outputs, the activation and a copy of attention's result in one byte; residuals and what attention reads in two."""
+    wide = plan({"shard": 4}, reshard=False)
+    low = replace(wide, precision=Precision(linear="fp8_tensorwise", gather="fp8"))
+    kept = 2 * (2 * HIDDEN + QKV + 1024 + 512 + 1024 + 2 * FFN) + 2 * HIDDEN + 1024 + FFN
+    assert activation_bytes(MODEL, TRAIN, wide) == (LAYERS * TOKENS * KEPT,)
+    assert activation_bytes(MODEL, TRAIN, low) == (LAYERS * TOKENS * kept,)
+    gathered = [kinds(given)["gathered"] for given in (wide, low)]
+    assert gathered[0] - gathered[1] == LAYERS * BLOCK
+    sparing = replace(low, layers=(LayerStrategy(range="0", linear="compute"), LayerStrategy(range="1-7")))
+    assert activation_bytes(MODEL, TRAIN, sparing) == (TOKENS * (KEPT + (LAYERS - 1) * kept),)

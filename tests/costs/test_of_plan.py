@@ -146,3 +146,17 @@ def test_what_the_band_rests_on_is_said() -> None:
     }  # fmt: skip
     for text, (cluster, mesh) in said.items():
         assert text in sources(cluster, "bf16", plan_of(mesh))["80% band"]
+    low = replace(plan_of({"shard": 8}), precision=Precision(linear="fp8_rowwise"))
+    assert "fp8 products" in sources(NODE, "fp8", low)["80% band"]
+
+
+def test_fp8_is_priced_by_its_rate_its_rounding_and_its_gathers() -> None:
+    wide = plan_of({"shard": 8}, micro=4)
+    low = replace(wide, precision=Precision(linear="fp8_tensorwise"))
+    gathered = replace(wide, precision=Precision(linear="fp8_tensorwise", gather="fp8"))
+    assert 0.5 * seconds(wide) < seconds(gathered) <= seconds(low) < 0.85 * seconds(wide)
+    slow = replace(NODE, emulate_nodes=2)
+    assert seconds(gathered, slow) < 0.95 * seconds(low, slow)
+    assert seconds(replace(wide, precision=Precision(linear="fp8_rowwise")), replace(NODE, gpu="cpu")) == pytest.approx(
+        seconds(wide, replace(NODE, gpu="cpu"))
+    )

@@ -154,3 +154,14 @@ def test_replicas_are_sent_what_is_stored_unless_the_plan_narrows_it() -> None:
     narrow = plan(("replicate", 2), ("shard", 4))
     wide = replace(narrow, precision=Precision(reduce="bf16"))
     assert crossing(MODEL, wide)["replicas"] == 2 * crossing(MODEL, narrow)["replicas"] > 0
+
+
+def test_blocks_gathered_in_fp8_send_half() -> None:
+    """A byte less for each element of the eight blocks, each time one is gathered; two of eight neighbours face another node."""
+    wide = plan(("shard", 8))
+    low = replace(wide, precision=replace(wide.precision, linear="fp8_tensorwise", gather="fp8"))
+    counts, block = collectives_of(played(wide)), (COUNT - 2 * 64 * 32 - 32) / 8
+    gathers = sum(counts[0, unit][0] for unit in range(1, 9))
+    both, ours = crossing(MODEL, wide), crossing(MODEL, low)
+    assert both["gather"] - ours["gather"] == 2 * 7 / 8 * gathers * block
+    assert {**ours, "gather": 0} == {**both, "gather": 0}

@@ -81,6 +81,8 @@ PLANS = {
     "replicas": ranks(2, replicate=2),
     "pipeline": staged(2, "zbv"),
     "layered": [*ranks(2), "plan.schedule=breadth_first", "plan.micro_batch=1"],
+    "fp8": [*ranks(2), "plan.compute=bf16", "plan.linear=fp8_tensorwise", "plan.micro_batch=1"],
+    "fp8 by row, pipeline": [*staged(2, "zbv"), "plan.linear=fp8_rowwise"],
 }
 
 
@@ -99,6 +101,17 @@ def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Pa
     assert not same_bits(held(first), held(whole))
     lines = [line for line in read_metrics(tmp_path / "parts" / "tiny" / "metrics.jsonl") if line["kind"] == "step"]
     assert [(line["step"], line["loss"]) for line in lines] == list(enumerate(whole[0].losses, start=1))
+
+
+@pytest.mark.parametrize("linear", ["fp8_tensorwise", "fp8_rowwise"])
+def test_products_in_fp8_train_as_well(pool: Pool, tiny: Path, tmp_path: Path, linear: str) -> None:
+    longer = [*ranks(2), "train.steps=40"]
+    wide = trained(pool, tiny, tmp_path / "wide", *longer)[0]
+    low = trained(pool, tiny, tmp_path / "low", *longer, "plan.compute=bf16", f"plan.linear={linear}")[0]
+    found, wanted = low.validations[-1][1].loss, wide.validations[-1][1].loss
+    assert wanted < 0.5 * wide.losses[0]
+    assert found == pytest.approx(wanted, rel=0.01)
+    assert low.losses != wide.losses
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,8 @@ def test_changes_are_the_plan_priced_on_what_they_name() -> None:
     batch = changes["twice the batch"]
     assert batch.tokens_per_second == pytest.approx(32 * 4096 / batch.seconds) and batch.gain > 0
     assert changes["plan.reduce_replicas=bf16"].gain > 0
+    low = changes["plan.linear=fp8_tensorwise"]
+    assert low.gain > 0 and "bf16" in low.note
 
 
 def test_only_what_the_cluster_has_is_doubled() -> None:
@@ -75,3 +77,24 @@ def test_nothing_is_said_of_devices_without_figures() -> None:
     plan = search(run).best.plan
     assert plan.predicted is not None
     assert what_if(run, replace(plan, predicted=replace(plan.predicted, step_seconds=None))) == ()
+
+
+@pytest.mark.parametrize(
+    "words", [("cluster.gpu=A100",), ("plan.compute=fp32",), ("train.seq_len=4088",), ("plan.linear=fp8_rowwise",)]
+)
+def test_fp8_is_offered_where_it_can_be_had(words: tuple[str, ...]) -> None:
+    run = ask(*PINS, *words)
+    assert not [change.name for change in what_if(run, search(run).best.plan) if "fp8" in change.name]
+
+
+def test_the_planner_takes_fp8_only_when_asked() -> None:
+    chosen = search(ask(*PINS)).best.plan.precision
+    assert (chosen.linear, chosen.gather) == ("compute", "compute")
+    asked = {
+        ("plan.linear=fp8_tensorwise",): ("fp8_tensorwise", "fp8"),
+        ("plan.linear=fp8_tensorwise", "plan.gather=compute"): ("fp8_tensorwise", "compute"),
+        ("plan.linear=fp8_rowwise",): ("fp8_rowwise", "compute"),
+    }
+    for words, wanted in asked.items():
+        found = search(ask(*PINS, *words)).best.plan.precision
+        assert (found.linear, found.gather) == wanted

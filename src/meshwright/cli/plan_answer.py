@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.costs.of_plan import products
 from meshwright.costs.sources import sources
 from meshwright.launch.prepare import Note, device_memory, resolve_data
 from meshwright.launch.probe import Probe, check_here, probed
@@ -175,7 +176,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
 
 def sources_of(answer: Answer) -> dict[str, str]:
     """Where the numbers come from: which are measured, which are fitted, which are guesses."""
-    return sources(answer.run.cluster, answer.plan.precision.compute, answer.plan)
+    kind = products(answer.plan.precision, answer.run.cluster)
+    return sources(answer.run.cluster, kind, answer.plan)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:

@@ -86,7 +86,9 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
         rows.append(("schedule", plan.schedule.name))
     rows.append(("layers", layers_line(plan)))
     replicas = f", over replicas in {precision.reduce_replicas}" if precision.reduce_replicas else ""
-    rows.append(("precision", f"compute {precision.compute}, sum gradients in {precision.reduce}{replicas}"))
+    low = "" if precision.linear == "compute" else f", linear layers in {precision.linear}"
+    low += "" if precision.gather == "compute" else f", gathered in {precision.gather}"
+    rows.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
     rows.append(("compile", "each block" if plan.compile else "no"))
     return rows
 

@@ -13,6 +13,7 @@ from meshwright.cli.options import Runs, Words, load
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
+    from meshwright.spec.plan import Plan
     from meshwright.spec.run import Assignment, RunSpec
 
 ProfileSteps = Annotated[
@@ -144,9 +145,17 @@ def announce(assignment: Assignment, resumes: bool) -> None:
     )
     batch = plan.batch
     say(
-        f"  plan: {mesh}; micro-batch {batch.micro_batch} × {batch.accumulate}; {plan.precision.compute}; "
+        f"  plan: {mesh}; micro-batch {batch.micro_batch} × {batch.accumulate}; {_formats(run, plan)}; "
         + "; ".join(plan.why[:1])
     )
+
+
+def _formats(run: RunSpec, plan: Plan) -> str:
+    precision = plan.precision
+    if precision.linear == "compute":
+        return precision.compute
+    played = " (a processor plays it, slowly)" if run.cluster.is_cpu else ""
+    return f"{precision.compute}, linear layers {precision.linear}{played}"
 
 
 def parse_steps(option: str, text: str | None) -> tuple[int, int] | None:

@@ -31,6 +31,10 @@ class Formats:
     compute: Array = 2
     reduce: Array = 4
     stored: Array = 4
+    gathered: Array = 1.0
+    """Of a block's gathered weight, over `compute`."""
+    low: Array = 1.0
+    """Of a product's input that is kept for backward, over `compute`."""
     travelling: Array = 0
     """Of the copies in which gradients travel between replicas; 0 when they travel as they are."""
     logit: Array = 2
@@ -116,6 +120,7 @@ def account(held: Held, f: Formats) -> dict[str, Array]:
 def _weights_there(held: Held, f: Formats) -> Array:
     """Gathered weights, and the buffer of the last gather."""
     blocks = np.maximum(held.kept, np.minimum(UNITS_IN_FLIGHT, held.layers)) * held.block
+    blocks = blocks * f.gathered
     ends = np.where(held.ends_kept > 0, held.ends, held.head)
     return held.gathers * (blocks + ends + np.where(held.shards > 1, held.last, 0.0)) * f.compute
 

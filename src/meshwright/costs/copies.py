@@ -11,10 +11,11 @@ import numpy as np
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 
-OUT, IN, ADD = 4.0, 6.0, 10.0
-"""Bytes per parameter: a bf16 weight out of the gathered buffer; a bf16 gradient into the fp32 one; one added to an fp32 sum."""
-CAST, LONE, SHARD = 6.0, 16.0, 12.0
-"""The same on another stream: a shard cast and put in; a lone rank's two further copies; a reduced shard added to its sum."""
+WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
+"""Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
+sum."""
+LONE, SHARD = 16.0, 12.0
+"""The same on another stream: a lone rank's two further copies; a reduced shard added to its sum."""
 
 
 def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
@@ -22,13 +23,16 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     several = layout.micro_batches > 1
     once = (layout.layered > 0) | (layout.reduce_once > 0) | ~several
     lone = np.where(layout.shards > 1, 0.0, LONE)
-    out = OUT + k.side_copies * CAST / layout.shards
+    routed = shape.expert_params / np.maximum(layout.expert, 1.0)
+    ends = (2 - shape.tied) * shape.table_params
+    weights = shape.dense_params + routed + ends
+    gathered = (shape.dense_params * layout.gathered_bytes + (routed + ends) * WEIGHT) / weights
+    # Out of the gathered buffer: read and written. On another stream the shard cast and put in.
+    out = 2 * gathered + k.side_copies * (MASTER + gathered) / layout.shards
     into = IN + k.side_copies * (lone + np.where(once, 0.0, SHARD / layout.shards))
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
     each = (1 - kept) * gathers * out + np.where(once, np.where(several, ADD, 0.0), into)
     rest = kept * np.where(layout.layered > 0, gathers, 1.0) * out + np.where(once, into, 0.0)
-    ends = (2 - shape.tied) * shape.table_params
-    weights = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0) + ends) / layout.tensor
-    seconds = k.copies * weights / (machine.hbm * k.hbm)
+    seconds = k.copies * weights / layout.tensor / (machine.hbm * k.hbm)
     return each * seconds, rest * seconds

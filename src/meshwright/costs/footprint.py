@@ -42,7 +42,7 @@ def planned(model: ModelSpec, layout: Layouts, f: Formats, *, head: float = 0.5)
 
 
 def _held(model: ModelSpec, layout: Layouts, f: Formats, head: float, *, last: bool) -> Held:
-    sizes, width, m = _sizes(model), np.asarray(layout.tensor), layout.micro_batches
+    sizes, width, m = _sizes(model, float(f.low)), np.asarray(layout.tensor), layout.micro_batches
     lone, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
     ends, loss, shared = _ends(sizes, layout, model.tied, last)
     block = (sizes.block - sizes.experts * (1 - 1 / np.maximum(1.0, layout.expert / width))) / width
@@ -112,7 +112,7 @@ class _Sizes:
 
 
 @lru_cache(maxsize=8)  # a sweep asks about one model thousands of times
-def _sizes(model: ModelSpec) -> _Sizes:
+def _sizes(model: ModelSpec, low: float) -> _Sizes:
     rows, layers = parameters(model), range(model.layers)
     outside = [row for row in rows if not row.name.startswith("layers.")]
     embed = sum(row.count for row in outside if row.name.partition(".")[0] in ("embed", "positions"))
@@ -123,7 +123,7 @@ def _sizes(model: ModelSpec) -> _Sizes:
         table=outside[0].count,
         final=ends - embed,
         embed=embed,
-        kept=tuple(sum(kept_per_token(model, layer, mode) for layer in layers) / model.layers for mode in MODES),
+        kept=tuple(sum(kept_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in MODES),
         made=sum(made_per_token(model, layer) for layer in layers) / model.layers,
     )
 

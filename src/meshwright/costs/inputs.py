@@ -126,6 +126,8 @@ class Layouts:
     """0 none, 1 selective (attention), 2 full."""
     keep_gathered: Array = 0.0
     """1 when gathered weights stay after forward."""
+    gathered_bytes: Array = 2.0
+    """Of a block's weight while it is gathered."""
     gather_once: Array = 0.0
     """1 when they stay for the whole step, all its micro-batches."""
     reduce_once: Array = 0.0

@@ -21,7 +21,7 @@ from meshwright.costs.of_plan import context_size, experts_over, shard_size
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
-from meshwright.spec.plan import LayerStrategy, Plan, Precision, Recompute
+from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision, Recompute
 
 StageTable = tuple[tuple[range, ...], ...]
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
@@ -39,7 +39,8 @@ def formats(train: TrainSpec, precision: Precision, *, cpu: bool, replicas: int 
         compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored),
         travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
         logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
-        framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"],
+        framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
+        low=low_share(precision, precision.linear),
     )  # fmt: skip
 
 
@@ -101,8 +102,13 @@ def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan) -> tuple[fl
     return tuple(_left_by(model, train, plan, stage) for stage in stages)
 
 
-def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute) -> float:
-    """Elements that autograd keeps of block `layer` for one token."""
+def low_share(precision: Precision, linear: Linear) -> float:
+    """Bytes of a linear layer's input as it is kept for backward, over those in the compute format."""
+    return 1.0 if linear == "compute" else 1 / bytes_of(precision.compute)
+
+
+def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
+    """Elements that autograd keeps of block `layer` for one token; inputs of products count `low`."""
     query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = query + 2 * kv
     if recompute == "full":
@@ -113,7 +119,9 @@ def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute) -> float:
     norms = 1 if model.parallel_block else 2
     # Values are a view into the joined projection, which therefore stays whole beside the turned queries and keys.
     turned = query + kv if model.positions == "rope" else 0
-    return (2 + norms) * model.hidden + query + joined + turned + wide + inner + routed
+    # Attention keeps its own result as it is: in fp8 the product behind it has a copy.
+    again = low * query if low < 1 else 0
+    return (2 + low * norms) * model.hidden + query + again + joined + turned + wide + low * inner + routed
 
 
 def made_per_token(model: ModelSpec, layer: int) -> float:
@@ -142,8 +150,12 @@ def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[in
     kept = 0.0
     for layer in layers:
         strategy = plan.strategy(layer, model.layers)
-        kept += 0.0 if _waits(strategy) else kept_per_token(model, layer, strategy.recompute)
+        kept += 0.0 if _waits(strategy) else _kept(model, plan, layer, strategy.recompute)
     return _tokens(train, plan) * kept * bytes_of(plan.precision.compute)
+
+
+def _kept(model: ModelSpec, plan: Plan, layer: int, recompute: Recompute) -> float:
+    return kept_per_token(model, layer, recompute, low_share(plan.precision, plan.linear(layer, model.layers)))
 
 
 def _waits(strategy: LayerStrategy) -> bool:
@@ -228,12 +240,12 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
     tokens, compute, accumulate = _tokens(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
     size = tokens * compute
     waiting = [
-        size * kept_per_token(model, layer, strategy.recompute)
+        size * _kept(model, plan, layer, strategy.recompute)
         for layer, strategy in zip(part.layers, strategies, strict=True)
         if _waits(strategy)
     ]
     working = max(
-        made_per_token(model, layer) + (strategy.recompute != "none" and kept_per_token(model, layer, "none"))
+        made_per_token(model, layer) + (strategy.recompute != "none" and _kept(model, plan, layer, "none"))
         for layer, strategy in zip(part.layers, strategies, strict=True)
     )
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))

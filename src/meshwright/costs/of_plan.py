@@ -26,7 +26,7 @@ from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import slowest_rank
-from meshwright.spec.plan import LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import LayerStrategy, Plan, Precision, Recompute
 
 STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 """Whose constants price a plan: this program's own once constants.yaml has enough of its runs."""
@@ -88,16 +88,22 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     """
     compute, cluster = plan.precision.compute, as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
-        machine_of(cluster, compute)  # says what is wrong with the groups
+        machine_of(cluster, products(plan.precision, cluster))  # says what is wrong with the groups
         cluster = slowest_rank(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
+    kind = products(plan.precision, cluster)
     constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
     if cluster.network is None or cluster.network.fabric != "tcp":
         constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_yield=0.0)
-    constants, machine = as_measured(constants, machine_of(cluster, compute), cluster, compute)
+    constants, machine = as_measured(constants, machine_of(cluster, kind), cluster, kind)
     return Pricing(_shape(model), machine, _layout(model, train, plan), constants)
+
+
+def products(precision: Precision, cluster: ClusterSpec) -> str:
+    """Format in which the blocks' matrix products take their time: a processor plays fp8 in the format that it computes in."""
+    return precision.compute if cluster.is_cpu else precision.products
 
 
 def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
@@ -152,12 +158,18 @@ def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     found += ["expert ranks"] if experts_over(plan) > 1 else []
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
+    found += ["fp8 products"] if plan.precision.products == "fp8" else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])
 
 
 def number(value: object) -> float:
     """The one number in a cost that may be an array of one."""
     return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
+
+
+def gathered_bytes(precision: Precision) -> float:
+    """Bytes of a block's weight while it is gathered, for the closed form, which knows no wider format than bf16."""
+    return 1.0 if precision.gather == "fp8" else 2.0
 
 
 def context_size(plan: Plan) -> int:
@@ -230,7 +242,7 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
         replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
         fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
-        **_strides(plan), **_strategy(plan.layers[0]),
+        gathered_bytes=gathered_bytes(plan.precision), **_strides(plan), **_strategy(plan.layers[0]),
     )  # fmt: skip
 
 

@@ -170,11 +170,14 @@ def _weights_traffic(
     width = layout.tensor
     where = group(machine, k, layout.shards, layout.shard_step)
     ends = k.copies * (2 - shape.tied) * shape.table_params  # other stacks' fit has them in `passes`
-    one = gather(where, k, (shape.dense_params + ends) / width * WEIGHT_BYTES, shape.layers)
+    blocks = shape.dense_params / width
+    one = gather(where, k, blocks * layout.gathered_bytes + ends / width * WEIGHT_BYTES, shape.layers)
+    whole = gather(where, k, blocks * WEIGHT_BYTES + ends / width * WEIGHT_BYTES, shape.layers)
     ranks = np.maximum(layout.expert, 1.0)
     experts = group(machine, k, layout.expert_shard, ranks)
-    one = one + gather(experts, k, shape.expert_params / ranks * WEIGHT_BYTES, shape.moe_layers)
-    scatter = one * (k.scatter_bytes / WEIGHT_BYTES)
+    routed = gather(experts, k, shape.expert_params / ranks * WEIGHT_BYTES, shape.moe_layers)
+    one, whole = one + routed, whole + routed
+    scatter = whole * (k.scatter_bytes / WEIGHT_BYTES)
     scatter = scatter + _yielded(where, layout, k, scatter, backward)
     gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
     reductions = np.where(layout.reduce_once > 0, 0.0, 1.0)

@@ -52,6 +52,8 @@ class _Unit:
     elements: int
     gathers: int
     reductions: int
+    low: int = 0
+    """Bytes of its gathered elements, where they are not in the compute format."""
 
 
 def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: Counts) -> CrossNodeBytes:
@@ -69,7 +71,7 @@ def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int,
     for rank in range(layout.size("pipeline")):
         for unit in _units(model, plan, counts, rank):
             sharded = rings["shard"][rank] * along_shard * unit.elements
-            gather += sharded * unit.gathers * bytes_of(precision.compute)
+            gather += sharded * unit.gathers * (unit.low or bytes_of(precision.compute))
             reduce += sharded * unit.reductions * bytes_of(precision.reduce)
             sums = (
                 bool(unit.reductions) * unit.elements / shard * bytes_of(precision.reduce_replicas or precision.stored)
@@ -120,7 +122,8 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
             gathers, reductions = counts[order.index(stage.start), unit]
             if model.tied and starts and stage.stop == model.layers and unit == len(sizes) - 1:
                 gathers, reductions = gathers * plan.strategy(0, model.layers).reshard, 0
-            yield _Unit(size, gathers, reductions)
+            block = 0 <= unit - (stage.start == 0) < len(stage)
+            yield _Unit(size, gathers, reductions, int(block and plan.precision.gather == "fp8"))
 
 
 def _unit_elements(model: ModelSpec, shard: int, tensor: int) -> dict[str, int]:

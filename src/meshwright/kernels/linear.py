@@ -4,6 +4,7 @@ Zero-bubble pipelines (Qi et al. 2024) fill waiting time with weight gradients. 
 gradient dY, leaves the layer as the gradients of two extra inputs, the taps, and is parked in a WeightQueue outside of it. A compiled
 backward therefore has no side effect: X and dY are among its outputs, which the compiler may neither overwrite nor reuse. (An operator
 that parked them from inside the graph would hand out memory that Inductor holds for dead and writes the next result to.)
+With products in fp8 what leaves are dYᵀ and Xᵀ as they are multiplied, rounded, with their scales: half the bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels import fp8
+
 
 class Linear(nn.Linear):
     """x · weightᵀ + bias: nn.Linear, which is also its plain twin, until `split_backward` of the block around it."""
 
-    taps: tuple[Tensor, Tensor] | None = None
-    """Two tensors of the input's and the output's shape that are never read; their gradients are X and dY."""
+    scaling: fp8.Scaling | None = None
+    """Multiplies in fp8 with scales of this kind; None in the weight's own format."""
+    low_weight: fp8.Low | None = None
+    """The weight in fp8, where it is gathered so (`parallel.fp8`): `weight` then only takes the gradient."""
+    taps: tuple[Tensor, ...] | None = None
+    """Tensors that are never read, of the shape of what the weight's gradient is made of, which is their gradients: dY and X."""
     spread: int = 1
     """How many times as many tokens it sees as the block around it is given (parallel.products)."""
 
@@ -30,11 +37,15 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """`(…, out_features)` of x `(…, in_features)`."""
         # The choice is made while tracing, so that a block that is not split compiles to what nn.Linear gives.
-        if self.taps is None or not torch.is_grad_enabled():
+        taps = self.taps if torch.is_grad_enabled() else None
+        if self.scaling is not None:
+            out = fp8.linear(x, self.weight, self.low_weight, self.scaling, taps)
+            return out if self.bias is None else out + self.bias
+        if taps is None:
             return F.linear(x, self.weight, self.bias)
-        input_tap, output_tap = self.taps
+        output_tap, input_tap = taps
         assert x.shape == input_tap.shape, "every Linear of a split block takes the block's own rows"
-        return _Product.apply(x, self.weight, self.bias, input_tap, output_tap)
+        return _Product.apply(x, self.weight, self.bias, output_tap, input_tap)
 
 
 def split_backward(block: nn.Module) -> None:
@@ -52,7 +63,7 @@ def split_backward(block: nn.Module) -> None:
             # Left in place afterwards: eager recompute runs the block once more during backward, with any taps of that shape.
             for linear in linears:
                 *batch, tokens = x.shape[:-1]
-                linear.taps = _new_taps(linear.weight, torch.Size((*batch, tokens * linear.spread)))
+                linear.taps = _new_taps(linear, torch.Size((*batch, tokens * linear.spread)))
         return forward(x, *inputs, **options)
 
     block.forward = tapped
@@ -69,10 +80,12 @@ class WeightQueue:
         """How many gradients wait. (Not `__len__`, which would make an empty queue look like none.)"""
         return len(self._parked)
 
-    def park(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
-        """Keep x `(…, in)` and the output's gradient `(…, out)` of one product with weight `(out, in)`."""
+    def park(self, weight: Tensor, *parts: Tensor) -> None:
+        """Keep the output's gradient `(…, out)` and x `(…, in)` of one product with weight `(out, in)`; in fp8 both are turned,
+        each with its scale."""
         # Detached, as an eager x would keep its whole graph.
-        self._parked.append(_Parked(weight, x.detach(), grad.detach(), (x._version, grad._version)))
+        kept = tuple(part.detach() for part in parts)
+        self._parked.append(_Parked(weight, kept, tuple(part._version for part in parts)))
 
     def drain(self, parameters: Iterable[Tensor] | None = None, *, partial: bool = False) -> None:
         """Add what is parked, dYᵀ · X, to the `.grad` of its weights, oldest first, and let go of it.
@@ -125,21 +138,25 @@ _active: WeightQueue | None = None
 class _Parked(NamedTuple):
     # Under FSDP2 the weight is the unsharded parameter: one object, however often its storage is freed and filled again.
     weight: Tensor
-    x: Tensor
-    grad: Tensor
-    versions: tuple[int, int]
+    parts: tuple[Tensor, ...]
+    versions: tuple[int, ...]
 
     @torch.no_grad()
     def add(self) -> None:
-        if (self.x._version, self.grad._version) != self.versions:
+        if tuple(part._version for part in self.parts) != self.versions:
             raise RuntimeError(
                 f"what was parked for a weight of shape {tuple(self.weight.shape)} was overwritten before it was used"
             )
-        grad, x = self.grad.flatten(0, -2).t(), self.x.flatten(0, -2)
+        if len(self.parts) > 2:
+            grad, grad_scale, x, x_scale = self.parts
+            made = fp8.weight_gradient(fp8.Low(grad, grad_scale), fp8.Low(x, x_scale), self.weight.dtype)
+            self.weight.grad = made if self.weight.grad is None else self.weight.grad.add_(made)
+            return
+        grad, x = (part.flatten(0, -2) for part in self.parts)
         if self.weight.grad is None:
-            self.weight.grad = grad @ x
+            self.weight.grad = grad.t() @ x
         else:
-            self.weight.grad.addmm_(grad, x)
+            self.weight.grad.addmm_(grad.t(), x)
 
 
 class _Product(torch.autograd.Function):
@@ -147,9 +164,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_tap: Tensor, output_tap: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_tap: Tensor, input_tap: Tensor
     ) -> Tensor:
-        del input_tap, output_tap
+        del output_tap, input_tap
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -159,33 +176,44 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         input_grad = grad @ weight if ctx.needs_input_grad[0] else None
         bias_grad = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return input_grad, None, bias_grad, x, grad
+        return input_grad, None, bias_grad, grad, x
 
 
 class _Taps(torch.autograd.Function):
-    """Makes the two taps of a weight; their gradients go to the active queue, or straight into the weight's."""
+    """Makes the taps of a weight; their gradients go to the active queue, or straight into the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, element: Tensor, rows: torch.Size) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, weight: Tensor, shapes: _Shapes) -> tuple[Tensor, ...]:
         ctx.weight = weight
-        width, columns = weight.shape
-        return element.expand(*rows, columns), element.expand(*rows, width)
+        return tuple(weight.new_empty((), dtype=dtype).expand(shape) for shape, dtype in shapes)
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
-    def backward(ctx: Any, x: Tensor, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *parts: Tensor) -> tuple[None, None]:
         if _active is None:
             at_once = WeightQueue()
-            at_once.park(ctx.weight, x, grad)
+            at_once.park(ctx.weight, *parts)
             at_once.drain()
         else:
-            _active.park(ctx.weight, x, grad)
-        return None, None, None
+            _active.park(ctx.weight, *parts)
+        return None, None
 
 
-def _new_taps(weight: Tensor, rows: torch.Size) -> tuple[Tensor, Tensor] | None:
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def _new_taps(linear: Linear, rows: torch.Size) -> tuple[Tensor, ...] | None:
+    weight = linear.weight
     if not weight.requires_grad:
         return None
     # Made anew in every forward: autograd runs the latest nodes first, so that without a queue the gradient is there before an older
     # node at the block's input (such as FSDP2's hook) collects it.
-    return _Taps.apply(weight, weight.new_empty(()), rows)
+    return _Taps.apply(weight, _tap_shapes(linear, rows))
+
+
+def _tap_shapes(linear: Linear, rows: torch.Size) -> _Shapes:
+    weight = linear.weight
+    if linear.scaling is not None:
+        return fp8.tap_shapes(weight, rows.numel(), linear.scaling)
+    width, columns = weight.shape
+    return ((*rows, width), weight.dtype), ((*rows, columns), weight.dtype)

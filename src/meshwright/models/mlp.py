@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
-from meshwright.kernels.swiglu import swiglu
 from meshwright.spec.model import ModelSpec
 
 
@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x), plain=self.plain))
+        return gated_mlp(x, self.gate_up, self.down, plain=self.plain)
 
 
 class MLP(nn.Module):

@@ -247,7 +247,8 @@ def _batch_text(plan: Plan) -> str:
 
 def _precision_text(plan: Plan) -> str:
     precision = plan.precision
-    return f"computes in {precision.compute}, sums gradients in {precision.reduce}"
+    low = "" if precision.linear == "compute" else f", its linear layers in {precision.linear}"
+    return f"computes in {precision.compute}{low}, sums gradients in {precision.reduce}"
 
 
 def _layers_text(strategy: LayerStrategy) -> str:

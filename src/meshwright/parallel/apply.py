@@ -1,4 +1,4 @@
-"""The order in which a Plan is applied to a model: cut, divide over tensor ranks, recompute, compile, split the backward, shard,
+"""The order in which a Plan is applied to a model: cut, divide over tensor ranks, formats, recompute, compile, split the backward, shard,
 materialise, initialise.
 
 This is the one place that fixes it. The model never learns of any of it: a block's `forward` is wrapped, its name and parameters stay.
@@ -20,6 +20,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initial import initial_values
 from meshwright.parallel.channels import open_channels
 from meshwright.parallel.executor import Executor
+from meshwright.parallel.fp8 import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, Streams
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import recomputing
@@ -90,6 +91,7 @@ def build_engine(
         model.to(torch.float64)
     keep_only(model, held_parameters(spec, table, pipeline_rank))
     divide_over_tensor_ranks(model, mesh)
+    multiply_low(model, plan, mesh.device)
     wrap_blocks(model, plan)
     if entry_of(plan.schedule.name).splits_backward:
         for block in model.layers.values():
@@ -103,19 +105,22 @@ def build_engine(
     tied = _tied_sum(model, table, mesh)
     held = {name: holding.boxes for name, holding in holdings(model, tensor).items()}
     copies = CopySums(model, held, mesh) if tensor.of > 1 else None
+    sharded = list(dict.fromkeys(unit.sharded for row in units for unit in row))
+    streams = Streams(sharded, mesh.device)
     executor = Executor(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
         pipeline_rank,
         dtype=DTYPES[plan.precision.compute],
         device=mesh.device,
-        streams=Streams((unit.sharded for row in units for unit in row), mesh.device),
+        streams=streams,
         channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
         replicas=_replica_sums(plan, mesh),
         tied=tied,
         routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
         copies=copies,
         tensor=tensor.of,
+        scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
     )
     return Engine(
         model, executor, training, partial(evaluation_schedule, plan, spec.layers), tensor, _copied(held, tied)

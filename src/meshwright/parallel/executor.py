@@ -19,6 +19,7 @@ from meshwright.kernels.linear import WeightQueue, deferring
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
 from meshwright.parallel.channels import Channels, Transfer
+from meshwright.parallel.fp8 import WeightScales
 from meshwright.parallel.fsdp import Streams
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
@@ -55,11 +56,13 @@ class Executor:
         routing: Routing | None = None,
         copies: CopySums | None = None,
         tensor: int = 1,
+        scales: WeightScales | None = None,
     ) -> None:
         self.model, self.stages, self.rank = model, stages, rank
         self.dtype, self.device, self.routing, self.tensor = dtype, device, routing, tensor
         self._streams, self._channels, self._replicas, self._tied = streams, channels, replicas, tied
         self._copies = copies
+        self._scales = scales
 
     def play(
         self,
@@ -131,6 +134,8 @@ class _Play:
         }
 
     def run(self) -> Tensor:
+        if self.on._scales is not None:
+            self.on._scales.refresh()
         self.on._streams.follow_compute()
         if self.on.routing is not None:
             self.on.routing.begin_step()

@@ -21,6 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
+from meshwright.kernels.fp8 import E4M3, Low, rounded_now
+from meshwright.kernels.linear import Linear
 from meshwright.spec.plan import Precision
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -110,11 +112,59 @@ class ShardedUnit:
         """The gathered weights, to add gradients to. They exist from the first gather on, also while their memory is freed."""
         return [parameter._unsharded_param for parameter in self._group.fsdp_params]
 
+    def linears(self) -> list[LinearShard]:
+        """The weights of its linear layers, each by itself."""
+        return [
+            LinearShard(parameter)
+            for parameter in self._group.fsdp_params
+            if isinstance(parameter._module_info.module, Linear) and parameter._module_info.param_name == "weight"
+        ]
+
     @property
     def gradient_shards(self) -> list[torch.Tensor]:
         """The rank's part of every gradient, as plain tensors."""
         shards = (parameter.sharded_param.grad for parameter in self._group.fsdp_params)
         return [shard.to_local() for shard in shards if shard is not None]
+
+
+class LinearShard:
+    """A linear layer's weight in a unit, which can be told to travel in fp8."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+        self.linear: Linear = parameter._module_info.module
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's rows, padded to those of other ranks, as one row of numbers. To be asked once there are `Streams`."""
+        return self._parameter._sharded_param_data
+
+    def gather_low(self, scale: torch.Tensor, factor: torch.Tensor) -> None:
+        """From now on round the shard to fp8 with `scale` `()` and its inverse `factor` whenever the unit is gathered.
+
+        What computes finds the gathered weight in the layer's `low_weight`. `weight` is of its shape and takes the gradient, but has no
+        memory. Both objects stay the same over all gathers. FSDP2 asks the shard's own tensor for these two functions.
+        """
+        self._scale, self._factor = scale, factor
+        local = self._parameter._sharded_local_tensor
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._round, self._take
+        self._parameter._init_extensions()
+        kind = self._parameter.param_dtype or self._parameter.orig_dtype
+        shape_only = torch.empty((), dtype=kind, device=local.device).expand(self._parameter._orig_size)
+        self._parameter._unsharded_param = nn.Parameter(shape_only)
+
+    def _round(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[torch.Tensor], None]:
+        del mesh, size, stride, module, policy
+        rows = self.shard.view(self._parameter.padded_sharded_param_size)
+        return (
+            rounded_now(rows, self._factor, E4M3).view(torch.uint8),
+        ), None  # bytes: all that collectives need to know
+
+    def _take(self, outputs: tuple[torch.Tensor], metadata: None, dtype: torch.dtype, *, out: torch.Tensor) -> None:
+        del metadata, dtype, out
+        if self.linear.low_weight is None:
+            values = outputs[0].view(E4M3)[: self.linear.out_features]
+            self.linear.low_weight = Low(values, self._scale)
 
 
 class Streams:

@@ -44,7 +44,8 @@ class GatheredLinear(GroupedLinear):
         """`(batch, seq, out)` of x `(batch, seq / ranks, in)`."""
         if not torch.is_grad_enabled():
             return gathered_product(x, self.weight, self.bias, self.group, self.spread)
-        return _Gathered.apply(x, self.weight, self.bias, *(self.taps or (None, None)), self.group, self.spread)
+        output_tap, input_tap = self.taps or (None, None)
+        return _Gathered.apply(x, self.weight, self.bias, input_tap, output_tap, self.group, self.spread)
 
 
 class ScatteredLinear(GroupedLinear):
@@ -55,7 +56,8 @@ class ScatteredLinear(GroupedLinear):
         if not torch.is_grad_enabled():
             y = scattered_product(x, self.weight, self.group, self.spread)
         else:
-            y = _Scattered.apply(x, self.weight, *(self.taps or (None, None)), self.group, self.spread)
+            output_tap, input_tap = self.taps or (None, None)
+            y = _Scattered.apply(x, self.weight, input_tap, output_tap, self.group, self.spread)
         return y if self.bias is None else y + self.bias
 
 

@@ -41,6 +41,7 @@ _aten = torch.ops.aten
 _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
+    _aten._scaled_mm.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

@@ -62,6 +62,8 @@ def untrainable(plan: Plan) -> str | None:
         if plan.experts and plan.axis_size("tensor") > 1
         else []
     )
+    low = plan.precision.linear != "compute" or any(layer.linear not in (None, "compute") for layer in plan.layers)
+    parts += ["fp8 with tensor ranks or experts"] if low and (plan.axis_size("tensor") > 1 or plan.experts) else []
     parts += [f"offload {kind}" for kind in dict.fromkeys(layer.offload for layer in plan.layers) if kind != "none"]
     if not parts:
         return None
@@ -102,11 +104,16 @@ def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
 
 
 def precision_of(run: RunSpec) -> Precision:
-    """Number formats: those pinned, bf16 on GPUs and fp32 on CPUs else."""
+    """Number formats: those pinned, bf16 on GPUs and fp32 on CPUs else. Products in fp8 are a person's choice, never a planner's."""
     pins = pins_of(run)
     compute = pins.compute or ("fp32" if run.cluster.is_cpu else "bf16")
     wide = "fp64" if compute == "fp64" else "fp32"
-    return Precision(compute=compute, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas)
+    linear = pins.linear or "compute"
+    # Weights that are rounded to fp8 before they are multiplied lose nothing by being rounded before they travel.
+    gather = pins.gather or ("fp8" if linear == "fp8_tensorwise" else "compute")
+    return Precision(
+        compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas
+    )
 
 
 def pins_of(run: RunSpec) -> PlanPins:

@@ -160,7 +160,8 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
 def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring): the axes that split one sequence's work."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
-    refused = ("tensor",) if model.experts else ()  # tensor ranks cannot divide experts yet
+    low = (pins.linear or "compute") != "compute"
+    refused = ("tensor",) if model.experts or low else ()  # tensor ranks do not go with experts or fp8 yet
     alone = {axis: [1] for axis in AXES if trainable and (axis not in RUNNABLE_AXES or axis in refused)}
     widths = [d for d in divisors(run.cluster.ranks) if _splits_heads(run, d)]
     for tensor in _wanted(pins.tensor, alone.get("tensor", [d for d in widths if d <= domain])):

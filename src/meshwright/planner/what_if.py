@@ -17,7 +17,7 @@ from meshwright.costs.of_plan import as_nodes, number, plan_time
 from meshwright.planner.candidate import budget_of, fits, pins_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
-from meshwright.spec.chips import GiB
+from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, LayerStrategy, Plan, Recompute
@@ -106,8 +106,25 @@ def _narrow_sums(run: RunSpec, plan: Plan) -> Change | None:
     return _changed("plan.reduce_replicas=bf16", run, run, plan, narrow, note="sums over replicas lose precision")
 
 
+def _low_products(run: RunSpec, plan: Plan) -> Change | None:
+    model, precision = run.model, plan.precision
+    sides = (
+        run.train.seq_len,
+        model.hidden,
+        model.ffn_hidden,
+        model.heads * model.head_dim,
+        2 * model.kv_heads * model.head_dim,
+    )
+    known = "fp8" in CHIPS[run.cluster.gpu].peak_flops if run.cluster.gpu in CHIPS and not run.cluster.groups else False
+    if not known or precision.compute != "bf16" or precision.linear != "compute" or any(side % 16 for side in sides):
+        return None
+    low = replace(plan, precision=replace(precision, linear="fp8_tensorwise", gather="fp8"))
+    note = "linear layers round to fp8: hold the loss against a bf16 run"
+    return _changed("plan.linear=fp8_tensorwise", run, run, plan, low, note=note)
+
+
 CHANGES: tuple[Callable[[RunSpec, Plan], Change | None], ...] = (
-    _twice_the_network, _twice_the_links, _twice_the_batch, _twice_the_memory, _narrow_sums,
+    _twice_the_network, _twice_the_links, _twice_the_batch, _twice_the_memory, _narrow_sums, _low_products,
 )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def priced_or_refused(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: C
     """The cost model's inputs. Raises BadInput where it says nothing."""
     priced = pricing(model, train, plan, cluster)
     if priced is None:
-        asked = f"{cluster.gpu} in {plan.precision.compute}"
+        asked = f"{cluster.gpu} in {plan.precision.products}"
         known = ", ".join(name for name, chip in CHIPS.items() if "bf16" in chip.peak_flops)
         raise BadInput(
             f"the cost model has no figures for {asked}; it knows bf16 on {known}. "

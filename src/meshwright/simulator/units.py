@@ -79,7 +79,7 @@ class UnitCosts:
 
     def gather(self, unit: Unit) -> float:
         """Seconds to gather the unit's weights over the shard axis."""
-        return self._over_shards(unit, bytes_of(self.plan.precision.compute))
+        return self._over_shards(unit, self._gathered(unit))
 
     def reduce(self, unit: Unit) -> float:
         """Seconds to reduce-scatter its gradients over the shard axis."""
@@ -107,9 +107,13 @@ class UnitCosts:
 
     def copy_out(self, unit: Unit) -> float:
         """Seconds by which a gather's copies hold compute up: shards cast on another stream, whole weights copied to their places."""
-        precision, shards = self.plan.precision, shard_size(self.plan)
-        cast = (bytes_of(precision.stored) + bytes_of(precision.compute)) / shards
-        return self._moved(self.count(unit) * 2 * bytes_of(precision.compute), self.count(unit) * cast)
+        cast = (bytes_of(self.plan.precision.stored) + self._gathered(unit)) / shard_size(self.plan)
+        return self._moved(self.count(unit) * 2 * self._gathered(unit), self.count(unit) * cast)
+
+    def _gathered(self, unit: Unit) -> int:
+        """Bytes of one of its weights while it is gathered."""
+        precision = self.plan.precision
+        return 1 if precision.gather == "fp8" and not isinstance(unit, str) else bytes_of(precision.compute)
 
     def copy_in(self, unit: Unit) -> float:
         """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""

@@ -42,6 +42,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _layers,
         _stages,
         _fp64,
+        _fp8,
     )
     return [mistake for rule in rules for mistake in rule(run)]
 
@@ -75,6 +76,12 @@ def plan_file_checks(
         for index, axis in enumerate(plan.get(("mesh",))):
             if axis["axis"] == "tensor" and (expected := _tensor_misfit(asked, axis["size"])):
                 mistakes.append(_at(plan, ("mesh", index, "size"), expected, str(axis["size"])))
+        precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
+        formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
+        wrong = _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"))
+        mistakes += [
+            _at(plan, ("precision", key), expected, say(precision.get(key, "compute"))) for key, expected in wrong
+        ]
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
@@ -385,3 +392,48 @@ def _fp64(run: _Run) -> Iterator[Mistake]:
     for key in ("plan.compute", "plan.reduce", "plan.reduce_replicas"):
         if run(key) == "fp64" and gpu not in (None, "cpu"):
             yield run.broken(key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only", "fp32")
+
+
+FP8_MULTIPLE = 16
+"""What every side of a product in fp8 must be a multiple of."""
+
+
+def _fp8(run: _Run) -> Iterator[Mistake]:
+    formats = [run("plan.linear"), *(row.get("linear") for row in _rows(run.document, ("plan", "layers")))]
+    for key, expected in _fp8_rules(run, formats, run("plan.gather"), run("plan.compute")):
+        yield run.broken(f"plan.{key}", expected, "compute")
+
+
+def _rows(document: Document, path: KeyPath) -> list[dict[str, Any]]:
+    rows = document.get(path) if document.has(path) else None
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _fp8_rules(
+    run: _Run, formats: list[str | None], gather: str | None, compute: str | None
+) -> Iterator[tuple[str, str]]:
+    """(key of the precision, what is expected) for everything that stands against fp8."""
+    if gather == "fp8" and "fp8_tensorwise" not in formats:
+        yield "gather", "compute, as no layer's `linear` is fp8_tensorwise: other products need the weight as it is"
+    if not any(kind and kind.startswith("fp8") for kind in formats):
+        return
+    chip = CHIPS.get(run("cluster.gpu") or "")
+    if chip is not None and "fp8" not in chip.peak_flops:
+        yield "linear", f"compute, as {run('cluster.gpu')} has no fp8 products"
+    if compute == "fp64":
+        yield "linear", "compute, as plan.compute is fp64: fp8 goes with bf16 or fp32"
+    for name, size in _sides(run).items():
+        if size % FP8_MULTIPLE:
+            yield "linear", f"compute, as {name} = {size} is no multiple of {FP8_MULTIPLE}, which fp8 products need"
+
+
+def _sides(run: _Run) -> dict[str, int]:
+    """Sides of the linear layers' products, as far as they are known."""
+    heads, kv_heads, head_dim = (run(f"model.{key}") for key in ("heads", "kv_heads", "head_dim"))
+    found = {key: run(key) for key in ("train.seq_len", "model.hidden", "model.ffn_hidden")}
+    if heads and kv_heads and head_dim:
+        found |= {
+            "heads × head_dim": heads * head_dim,
+            "(heads + 2 × kv_heads) × head_dim": (heads + 2 * kv_heads) * head_dim,
+        }
+    return {name: size for name, size in found.items() if size}

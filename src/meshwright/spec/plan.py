@@ -17,6 +17,7 @@ Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
+Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Positive = Annotated[int, Bound(at_least=1)]
 
 DATA_AXES = ("replicate", "shard")
@@ -76,6 +77,8 @@ class LayerStrategy:
     """Activations computed again in backward. selective: all but matrix products and attention. full: the whole block."""
     offload: Offload = "none"
     """What waits in host memory: activations between a block's forward and its backward, the optimizer with its state, or both."""
+    linear: Linear | None = None
+    """Number format of these layers' matrix products, where it is not `precision.linear`: `compute` keeps sensitive ones out of fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +87,20 @@ class Precision:
 
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Weights and activations of forward and backward."""
+    linear: Linear = "compute"
+    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale a tensor or one a row (docs/fp8.md).
+    Embedding, norms, attention and head are never in fp8."""
+    gather: Literal["compute", "fp8"] = "compute"
+    """Weights on their way to the ranks that compute: the format of `compute`, or fp8 for those that are multiplied in fp8, tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
     """Gradients while they are summed over ranks."""
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Gradients while they are summed over replicas, the sum that crosses nodes; none leaves them as they are stored, like the weights."""
+
+    @property
+    def products(self) -> Literal["bf16", "fp32", "fp64", "fp8"]:
+        """Format of the blocks' matrix products."""
+        return self.compute if self.linear == "compute" else "fp8"
 
     @property
     def stored(self) -> Literal["fp32", "fp64"]:
@@ -191,6 +204,10 @@ class Plan:
         """The strategy of block `layer` in a model of `layers` blocks."""
         return next(s for s in self.layers if layer in layer_range(s.range, layers))
 
+    def linear(self, layer: int, layers: int) -> Linear:
+        """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
+        return self.strategy(layer, layers).linear or self.precision.linear
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPins:
@@ -228,6 +245,10 @@ class PlanPins:
     """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
     compute: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of forward and backward."""
+    linear: Linear | None = None
+    """Number format of the linear layers' matrix products."""
+    gather: Literal["compute", "fp8"] | None = None
+    """Number format of weights while they are gathered; left out, fp8 where the products are fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum."""
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None

@@ -1,0 +1,182 @@
+"""Linear layers in bf16 and in fp8 on one GPU: TFLOP/s of forward and backward together, compiled, at the shapes of an 8B model; and the
+bandwidth of the kernels that round. `python benchmarks/fp8_linear.py [--tokens 16384] [--out FILE]` takes about a minute and writes one
+JSON line a figure, with the relative error of the layer's output against fp32 beside its speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels.fp8 import E4M3, E5M2, inverse, low, low_both, product, scale_of
+from meshwright.kernels.gated import gated_mlp
+from meshwright.kernels.linear import Linear
+from meshwright.observe.environment import environment
+
+SHAPES = {"qkv": (4096, 6144), "out": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
+FORMATS = {"bf16": None, "fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"}
+WARM_UP, RUNS = 5, 20
+
+
+class Normed(nn.Module):
+    """A norm and a linear layer: what makes the input is there for the compiler to join the measuring to."""
+
+    def __init__(self, wide: int, out: int, scaling: Any, came_low: bool) -> None:
+        super().__init__()
+        self.linear = Linear(wide, out, bias=False)
+        _set(self.linear, scaling, came_low)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(nn.functional.rms_norm(x, (x.shape[-1],)))
+
+
+class Network(nn.Module):
+    """The feed-forward network of one block."""
+
+    def __init__(self, scaling: Any, came_low: bool, together: bool) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.together = (
+            Linear(*SHAPES["gate_up"], bias=False),
+            Linear(*SHAPES["down"], bias=False),
+            together,
+        )
+        for layer in (self.gate_up, self.down):
+            _set(layer, scaling, came_low)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.rms_norm(x, (x.shape[-1],))
+        if self.together:
+            return gated_mlp(x, self.gate_up, self.down)
+        from meshwright.kernels.swiglu import swiglu
+
+        return self.down(swiglu(self.gate_up(x)))
+
+
+def _set(layer: Linear, scaling: Any, came_low: bool) -> None:
+    layer.scaling = scaling
+    layer.to(device="cuda", dtype=torch.bfloat16)
+    if came_low:
+        layer.low_weight = low(layer.weight.detach(), "tensorwise")
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Median device seconds of one call."""
+    for _ in range(WARM_UP):
+        run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS)]
+    for begin, end in events:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) for begin, end in events)[RUNS // 2] / 1e3
+
+
+def layers(tokens: int) -> Iterator[dict[str, Any]]:
+    for name, (wide, out) in SHAPES.items():
+        x = torch.randn(tokens, wide, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(tokens, out, device="cuda", dtype=torch.bfloat16)
+        for kind, scaling in FORMATS.items():
+            for came_low in (False, True) if scaling == "tensorwise" else (False,):
+                model = Normed(wide, out, scaling, came_low)
+                yield {
+                    "layer": name, "format": kind + (", weight came in fp8" if came_low else ""), "tokens": tokens,
+                    **timed(model, x, grad, 6.0 * tokens * wide * out),
+                }  # fmt: skip
+
+
+def networks(tokens: int) -> Iterator[dict[str, Any]]:
+    x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    flops = 6.0 * tokens * sum(wide * out for wide, out in (SHAPES["gate_up"], SHAPES["down"]))
+    for kind, scaling, together in (
+        ("bf16", None, False), ("fp8_rowwise", "rowwise", False),
+        ("fp8_tensorwise, layers apart", "tensorwise", False), ("fp8_tensorwise, in one piece", "tensorwise", True),
+    ):  # fmt: skip
+        model = Network(scaling, scaling == "tensorwise", together)
+        yield {
+            "layer": "gated network",
+            "format": kind,
+            "tokens": tokens,
+            **timed(model, x, torch.randn_like(x), flops),
+        }
+
+
+def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, Any]:
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+
+    def step() -> None:
+        compiled(x).backward(grad)
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+
+    took = seconds(step)
+    with torch.no_grad():
+        some = x[:256].detach()
+        exact = nn.functional.rms_norm(some.float(), (some.shape[-1],))
+        for layer in model.children():
+            exact = exact @ layer.weight.float().t()
+            if exact.shape[-1] == SHAPES["gate_up"][1] and len(list(model.children())) > 1:
+                gate, up = exact.chunk(2, dim=-1)
+                exact = nn.functional.silu(gate) * up
+        error = float((model(some).float() - exact).norm() / exact.norm())
+    return {"ms": took * 1e3, "tflops": flops / took / 1e12, "output_error": error}
+
+
+def pieces(tokens: int) -> Iterator[dict[str, Any]]:
+    """The kernels one by one: GB/s of those that round, TFLOP/s of the bare products."""
+    from meshwright.kernels.fp8_triton import round_both, round_turned, turn
+    from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
+
+    one = torch.ones((), device="cuda")
+    x = torch.randn(tokens, 14336, device="cuda", dtype=torch.bfloat16)
+    wide = torch.randn(tokens, 28672, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(28672, 4096, device="cuda").to(E4M3)
+    largest = torch.compile(lambda x: inverse(scale_of(x.abs().amax(dim=1).amax(), E4M3)), fullgraph=True)
+    for name, run, size in (
+        ("largest magnitude", partial(largest, x), 2 * x.numel()),
+        ("round both ways", partial(round_both, x, one, E4M3), 4 * x.numel()),
+        ("round turned", partial(round_turned, x, one, E4M3), 3 * x.numel()),
+        ("turn a weight", partial(turn, weight), 2 * weight.numel()),
+        ("swiglu, rounded both ways", partial(round_swiglu, wide, one, E4M3), 6 * x.numel()),
+        ("its gradient, rounded both ways", partial(round_swiglu_gradient, wide, x, one, E5M2), 10 * x.numel()),
+    ):
+        took = seconds(run)
+        yield {"kernel": name, "ms": took * 1e3, "gb_per_s": size / took / 1e9}
+    for scaling in ("tensorwise", "rowwise"):
+        here, there = (
+            low_both(x, scaling)[0],
+            low(torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16), scaling),
+        )
+        for fast in (True, False):
+            took = seconds(partial(product, here, there, torch.bfloat16, fast=fast))
+            name = f"product {scaling}, {'fast' if fast else 'exact'} sums"
+            yield {"kernel": name, "ms": took * 1e3, "tflops": 2.0 * tokens * 14336 * 4096 / took / 1e12}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("--tokens", type=int, default=16384, help="rows of the layers' inputs (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="also write the lines to this file")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    lines = [{"environment": environment()}]
+    print(json.dumps(lines[0]))
+    for part in (pieces, layers, networks):
+        for row in part(options.tokens):
+            lines.append(row)
+            print(
+                json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+            )
+    if options.out:
+        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

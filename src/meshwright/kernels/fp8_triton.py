@@ -1,0 +1,126 @@
+"""The Triton kernels that round to fp8 and turn matrices, for `kernels.fp8`; imported only where there is a CUDA device.
+
+Each reads its input once. Bytes an element: bf16 to both ways round 2 + 1 + 1, to the turned one alone 2 + 1, an fp8 matrix turned 1 + 1,
+a master weight rounded as it lies 4 + 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+"""Elements one program rounds where nothing is turned."""
+ROWS, COLUMNS = 128, 64
+"""The tile of one program: turned, its rows are 128 bytes, a whole line of memory; as read they are 128 bytes of bf16."""
+
+
+@torch.library.custom_op("meshwright::fp8_round_both", mutates_args=())
+def round_both(x: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x `(rows, inner)` · factor `()` in fp8, and the same turned `(inner, rows)`."""
+    values, turned = torch.empty(x.shape, dtype=kind, device=x.device), _turned_like(x, kind)
+    _launch(x, factor, values, turned)
+    return values, turned
+
+
+@torch.library.custom_op("meshwright::fp8_round_turned", mutates_args=())
+def round_turned(x: Tensor, factor: Tensor, kind: torch.dtype) -> Tensor:
+    """(x `(rows, inner)`)ᵀ · factor `()` or `(inner, 1)` in fp8."""
+    turned = _turned_like(x, kind)
+    _launch(x, factor, None, turned)
+    return turned
+
+
+@torch.library.custom_op("meshwright::fp8_turn", mutates_args=())
+def turn(x: Tensor) -> Tensor:
+    """The transpose of an fp8 matrix, row-major."""
+    turned = _turned_like(x, x.dtype)
+    _launch(x.view(torch.uint8), None, None, turned.view(torch.uint8))
+    return turned
+
+
+def round_flat(x: Tensor, factor: Tensor, kind: torch.dtype) -> Tensor:
+    """x · factor `()` in fp8, for eager use: a compiler makes as good a kernel by itself."""
+    made = torch.empty(x.shape, dtype=kind, device=x.device)
+    _round_flat[(triton.cdiv(x.numel(), BLOCK),)](x.contiguous(), factor, made, x.numel(), BLOCK, num_warps=8)
+    return made
+
+
+@round_both.register_fake
+def _(x: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    del factor
+    return torch.empty(x.shape, dtype=kind, device=x.device), _turned_like(x, kind)
+
+
+@round_turned.register_fake
+def _(x: Tensor, factor: Tensor, kind: torch.dtype) -> Tensor:
+    del factor
+    return _turned_like(x, kind)
+
+
+@turn.register_fake
+def _(x: Tensor) -> Tensor:
+    return _turned_like(x, x.dtype)
+
+
+def _turned_like(x: Tensor, kind: torch.dtype) -> Tensor:
+    return torch.empty((x.shape[1], x.shape[0]), dtype=kind, device=x.device)
+
+
+def _launch(x: Tensor, factor: Tensor | None, values: Tensor | None, turned: Tensor) -> None:
+    rows, columns = x.shape
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    _round[grid](
+        x.contiguous(),
+        turned if factor is None else factor,
+        turned if values is None else values,
+        turned,
+        rows,
+        columns,
+        factor is not None,
+        factor is not None and factor.dim() > 0,
+        values is not None,
+        ROWS,
+        COLUMNS,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _round(
+    x,
+    factor,
+    values,
+    turned,
+    rows,
+    columns,
+    scaled: tl.constexpr,
+    by_column: tl.constexpr,
+    both: tl.constexpr,
+    tall: tl.constexpr,
+    wide: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)
+    column = tl.program_id(1).to(tl.int64) * wide + tl.arange(0, wide)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    place = row[:, None] * columns + column[None, :]
+    tile = tl.load(x + place, mask=inside, other=0)
+    if scaled:
+        if by_column:
+            times = tl.load(factor + column, mask=column < columns, other=0.0)[None, :]
+        else:
+            times = tl.load(factor)
+        tile = (tile.to(tl.float32) * times).to(turned.dtype.element_ty)
+    if both:
+        tl.store(values + place, tile, mask=inside)
+    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(tile), mask=tl.trans(inside))
+
+
+@triton.jit
+def _round_flat(x, factor, made, count, block: tl.constexpr) -> None:
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = index < count
+    value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
+    tl.store(made + index, value.to(made.dtype.element_ty), mask=inside)

@@ -1,0 +1,90 @@
+"""The Triton kernels of `kernels.gated`; imported only where there is a CUDA device.
+
+Each program makes a tile of the activation, or of both halves of its gradient, in fp32 and writes it in fp8 both ways round.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS = 128, 32
+"""The tile of one program: turned, its rows are 128 bytes, a whole line of memory; as read they are 64 bytes of bf16."""
+
+
+@torch.library.custom_op("meshwright::fp8_swiglu", mutates_args=())
+def round_swiglu(projected: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """silu(gate) · up · factor `()` in fp8 `(rows, width)`, and turned, of `projected` `(rows, 2 · width)`."""
+    rows, width = projected.shape[0], projected.shape[1] // 2
+    values, turned = _both_ways(projected, rows, width, kind)
+    _forward[_grid(rows, width)](
+        projected.contiguous(), factor, values, turned, rows, width, ROWS, COLUMNS, num_warps=8
+    )
+    return values, turned
+
+
+@torch.library.custom_op("meshwright::fp8_swiglu_gradient", mutates_args=())
+def round_swiglu_gradient(projected: Tensor, slope: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradient of `projected` · factor `()` in fp8 `(rows, 2 · width)`, and turned, from that of the activation."""
+    rows, width = slope.shape
+    values, turned = _both_ways(projected, rows, 2 * width, kind)
+    _backward[_grid(rows, width)](
+        projected.contiguous(), slope.contiguous(), factor, values, turned, rows, width, ROWS, COLUMNS, num_warps=8
+    )
+    return values, turned
+
+
+@round_swiglu.register_fake
+def _(projected: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    del factor
+    return _both_ways(projected, projected.shape[0], projected.shape[1] // 2, kind)
+
+
+@round_swiglu_gradient.register_fake
+def _(projected: Tensor, slope: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    del slope, factor
+    return _both_ways(projected, projected.shape[0], projected.shape[1], kind)
+
+
+def _both_ways(like: Tensor, rows: int, columns: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    shapes = (rows, columns), (columns, rows)
+    return tuple(torch.empty(shape, dtype=kind, device=like.device) for shape in shapes)  # type: ignore[return-value]
+
+
+def _grid(rows: int, width: int) -> tuple[int, int]:
+    return triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS)
+
+
+@triton.jit
+def _forward(projected, factor, values, turned, rows, width, tall: tl.constexpr, wide: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)
+    column = tl.program_id(1).to(tl.int64) * wide + tl.arange(0, wide)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    place = row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(projected + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(projected + place + width, mask=inside, other=0.0).to(tl.float32)
+    made = (gate * tl.sigmoid(gate) * up * tl.load(factor)).to(values.dtype.element_ty)
+    tl.store(values + row[:, None] * width + column[None, :], made, mask=inside)
+    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(made), mask=tl.trans(inside))
+
+
+@triton.jit
+def _backward(projected, slope, factor, values, turned, rows, width, tall: tl.constexpr, wide: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)
+    column = tl.program_id(1).to(tl.int64) * wide + tl.arange(0, wide)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    place = row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(projected + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(projected + place + width, mask=inside, other=0.0).to(tl.float32)
+    times = tl.load(factor)
+    grad = tl.load(slope + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32) * times
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    gate_grad = (grad * up * (sigmoid + silu * (1 - sigmoid))).to(values.dtype.element_ty)
+    up_grad = (grad * silu).to(values.dtype.element_ty)
+    tl.store(values + place, gate_grad, mask=inside)
+    tl.store(values + place + width, up_grad, mask=inside)
+    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(gate_grad), mask=tl.trans(inside))
+    tl.store(turned + (column[:, None] + width) * rows + row[None, :], tl.trans(up_grad), mask=tl.trans(inside))

@@ -1,0 +1,183 @@
+"""Products and gathers in fp8 give the same numbers in every layout, and those of an emulation written on its own.
+
+Scales of activations are a micro-batch's, so layouts are compared that cut the batch into the same micro-batches. Computing in fp32 makes
+the rounding to fp8 the only coarse one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels.fp8 import low as rounded_whole
+from meshwright.models.decoder import Decoder
+from meshwright.models.initial import initialise
+from meshwright.spec.plan import LayerStrategy, Plan, SchedulePlan
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import BATCH, GPT, LLAMA, batch, compare, plan, sharded
+from tests.distributed.test_schedules import DEEP, Case
+from tests.kernels.test_fp8 import Emulated
+
+MICRO = 2
+LAYOUT_BOUND = 1e-5
+"""Between layouts: the same fp8 numbers, gradients summed in fp32 in another order."""
+EMULATION_BOUND = 2e-2
+"""Against the emulation: another order inside a product now and then rounds an activation to the next fp8 number."""
+
+
+def low(chosen: Plan, linear: str = "fp8_tensorwise", gather: str = "fp8", compute: str = "fp32") -> Plan:
+    return replace(
+        chosen, precision=replace(chosen.precision, compute=compute, reduce="fp32", linear=linear, gather=gather)
+    )
+
+
+def first_step(pool: Pool, spec: Any, chosen: Plan) -> list[list[dict[str, Any]]]:
+    return pool.run(sharded, chosen.ranks, spec, chosen, 1.0, 1)
+
+
+@cache
+def emulated(spec: Any, scaling: str, micro: int) -> dict[str, Any]:
+    """Loss and gradients of the first step on one device, its linear layers replaced by the emulation."""
+    model = Decoder(spec, plain=True)
+    initialise(model, spec, seed=0)
+    for block in model.layers.values():
+        for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.up", "mlp.down"):
+            owner, _, leaf = name.partition(".")
+            if hasattr(getattr(block, owner), leaf):
+                linear = getattr(getattr(block, owner), leaf)
+                linear.forward = lambda x, linear=linear: Emulated.apply(x, linear.weight, linear.bias, scaling)
+    tokens, targets, positions, documents = batch(0, spec)
+    valid, total = (targets >= 0).sum(), 0.0
+    for rows in torch.arange(BATCH).split(micro):
+        parts = {"targets": targets[rows], "positions": positions[rows], "documents": documents[rows]}
+        loss = model(tokens[rows], **parts) / valid
+        loss.backward()
+        total += loss.item()
+    gradients = {name: weight.grad.double() for name, weight in model.named_parameters()}
+    return {
+        "loss": total,
+        "norm": torch.stack([g.norm() for g in gradients.values()]).norm().item(),
+        "gradients": gradients,
+    }
+
+
+def as_truth(steps: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One rank's gradients as what others are compared with."""
+    return [{**step, "gradients": {n: g.double() for n, g in step["gradients"].items()}} for step in steps[0]]
+
+
+def unclipped(step: dict[str, Any], clip: float = 0.5) -> dict[str, Any]:
+    """The emulation's gradients as the trainer leaves them: clipped."""
+    factor = min(1.0, clip / step["norm"])
+    return {**step, "gradients": {name: grad * factor for name, grad in step["gradients"].items()}}
+
+
+@pytest.mark.parametrize("linear", ["fp8_tensorwise", "fp8_rowwise"])
+@pytest.mark.parametrize("spec", [LLAMA, GPT], ids=["llama", "gpt2-tied"])
+def test_one_rank_equals_the_emulation(pool: Pool, spec: Any, linear: str) -> None:
+    chosen = low(plan(1, 1, MICRO), linear, "fp8" if linear == "fp8_tensorwise" else "compute")
+    truth = unclipped(emulated(spec, linear.removeprefix("fp8_"), MICRO))
+    compare(first_step(pool, spec, chosen), [truth], EMULATION_BOUND, weights=False)
+
+
+LAYOUTS = {
+    "fsdp 2": plan(1, 2, MICRO),
+    "fsdp 4, kept": plan(1, 4, MICRO, reshard=False),
+    "hsdp 2x2": plan(2, 2, MICRO),
+    "fsdp 2, recompute full": plan(1, 2, MICRO, recompute="full"),
+    "fsdp 2, recompute selective": plan(1, 2, MICRO, recompute="selective"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("linear", ["fp8_tensorwise", "fp8_rowwise"])
+def test_layouts_agree(pool: Pool, linear: str, name: str) -> None:
+    gather = "fp8" if linear == "fp8_tensorwise" else "compute"
+    one = first_step(pool, LLAMA, low(plan(1, 1, MICRO), linear, gather))
+    compare(first_step(pool, LLAMA, low(LAYOUTS[name], linear, gather)), as_truth(one), LAYOUT_BOUND, weights=False)
+
+
+def test_the_bounds_notice_products_that_are_not_in_fp8(pool: Pool) -> None:
+    plain = as_truth(first_step(pool, LLAMA, low(plan(1, 1, MICRO), "compute", "compute")))
+    for linear in ("fp8_tensorwise", "fp8_rowwise"):
+        with pytest.raises(AssertionError):
+            compare(
+                [plain],
+                [unclipped(emulated(LLAMA, linear.removeprefix("fp8_"), MICRO))],
+                EMULATION_BOUND,
+                weights=False,
+            )
+
+
+SCHEDULES = [
+    Case("zb_h1", pipeline=2, shard=2, micro=MICRO),
+    Case("zbv", pipeline=2, micro=MICRO),
+    Case("zbv", pipeline=2, shard=2, micro=MICRO, recompute="full"),
+    Case("dualpipe_v", pipeline=2, micro=MICRO, recompute="selective"),
+    Case("interleaved", pipeline=2, micro=MICRO, reshard=False, gradients="whole"),
+    Case("breadth_first", shard=2, micro=MICRO, reshard=False, gradients="whole"),
+]
+
+
+@pytest.mark.parametrize("case", SCHEDULES, ids=str)
+def test_schedules_agree_also_where_the_backward_is_split(pool: Pool, case: Case) -> None:
+    one = first_step(pool, DEEP, low(replace(plan(1, 1, MICRO), schedule=SchedulePlan())))
+    compare(first_step(pool, DEEP, low(case.plan)), as_truth(one), LAYOUT_BOUND, weights=False)
+
+
+def test_compiled_blocks_gather_and_split_too(pool: Pool) -> None:
+    """Inductor may round an activation to the next fp8 number, as it sums norms in another order."""
+    case = Case("zbv", pipeline=2, micro=MICRO, compile=True)
+    one = first_step(pool, DEEP, low(plan(1, 1, MICRO)))
+    compare(first_step(pool, DEEP, low(case.plan)), as_truth(one), EMULATION_BOUND, weights=False)
+
+
+def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor, int]]:
+    """Of every linear layer: the whole master weight, its fp8 copy as gathered, the scale, and the bytes of `weight`."""
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    mesh = build_mesh(chosen, world)
+    engine = build_engine(LLAMA, chosen, mesh, loss_chunk=5, seed=0)
+    masters = {name: weight.detach().full_tensor() for name, weight in engine.model.named_parameters()}
+    assert engine.executor._scales is not None
+    engine.executor._scales.refresh()
+    found = {}
+    for unit in engine.executor.stages[0]:
+        unit.sharded.unshard()
+        unit.sharded.wait()
+        for shard in unit.sharded.linears():
+            if shard.linear.low_weight is not None:
+                name = next(name for name, module in engine.model.named_modules() if module is shard.linear) + ".weight"
+                values, scale = (part.clone() for part in shard.linear.low_weight)
+                found[name] = masters[name], values, scale, shard.linear.weight.untyped_storage().nbytes()
+        unit.sharded.reshard()
+        freed = [
+            s.linear.low_weight.values.untyped_storage().nbytes() for s in unit.sharded.linears() if s.linear.low_weight
+        ]
+        assert not any(freed)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gathered_weights_are_the_whole_weight_rounded_with_one_scale(pool: Pool, ranks: int) -> None:
+    seen = pool.run(gathered, ranks, low(plan(1, ranks, MICRO)))
+    for found in seen:
+        assert len(found) == 4 * LLAMA.layers
+        for name, (master, values, scale, held) in found.items():
+            whole = rounded_whole(master, "tensorwise")
+            assert torch.equal(values.view(torch.uint8), whole.values.view(torch.uint8)), name
+            assert torch.equal(scale, whole.scale)
+            assert held == 4, "the weight beside its fp8 copy is a shape over one number"
+
+
+def test_layers_can_be_left_out(pool: Pool) -> None:
+    chosen = low(plan(1, 2, MICRO))
+    kept = LayerStrategy(range="0", linear="compute")
+    found = pool.run(gathered, 2, replace(chosen, layers=(kept, LayerStrategy(range="1"))))[0]
+    assert {name.split(".")[1] for name in found} == {"1"}

@@ -1,0 +1,192 @@
+"""On a GPU that multiplies fp8 numbers: the Triton kernels round to the bits of their plain twins, products and layers agree with them, and
+runs train alike. The twins run on the processor, from copies of the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product as pairs
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels import fp8, gated
+from meshwright.kernels.fp8 import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
+from meshwright.kernels.gated import gated_mlp
+from meshwright.kernels.linear import Linear
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, IN, OUT = 208, 336, 272
+"""No multiples of a tile, but of 16."""
+EXACT, FAST = 5e-3, 2e-2
+"""Relative error of a product against one summed in fp32: rounding the result to bf16, and sums kept narrower."""
+FLIPPED = 3e-2
+"""The same of results behind another product, whose last bit may decide how the next one is rounded."""
+
+
+@pytest.fixture(autouse=True)
+def multiplies_fp8() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs Hopper or later")
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    spread = torch.randn(shape[-2], 1, generator=draw) + torch.randn(1, shape[-1], generator=draw)
+    return (torch.randn(*shape, generator=draw) * torch.exp(spread)).to(dtype)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach().double().cpu(), theirs.detach().double().cpu()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def same(ours: Low, theirs: Low) -> bool:
+    values = torch.equal(ours.values.cpu().view(torch.uint8), theirs.values.cpu().view(torch.uint8))
+    return values and torch.equal(ours.scale.cpu(), theirs.scale.cpu())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), list(pairs((E4M3, E5M2), (torch.bfloat16, torch.float32))))
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_matrices_are_rounded_to_the_bits_of_the_twin(scaling: Any, kind: torch.dtype, dtype: torch.dtype) -> None:
+    x = numbers(0, TOKENS, IN, dtype=dtype)
+    for ours, theirs in zip(low_both(x.cuda(), scaling, kind), low_both(x, scaling, kind), strict=True):
+        assert same(ours, theirs)
+    assert same(low_turned(x.cuda(), scaling, kind), low_turned(x, scaling, kind))
+    compiled = torch.compile(low_both, fullgraph=True, dynamic=False)(x.cuda(), scaling, kind)
+    for ours, theirs in zip(compiled, low_both(x, scaling, kind), strict=True):
+        assert same(ours, theirs)
+
+
+def test_weights_are_rounded_and_turned_to_the_bits_of_the_twin() -> None:
+    from meshwright.kernels.fp8_triton import turn
+
+    master = numbers(1, OUT, IN, dtype=torch.float32)
+    scale = scale_of(master.abs().max(), E4M3)
+    ours, theirs = fp8.rounded_now(master.cuda(), inverse(scale).cuda(), E4M3), fp8.rounded(master, scale, E4M3)
+    assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(turn(ours).cpu().view(torch.uint8), theirs.t().contiguous().view(torch.uint8))
+
+
+def test_what_is_not_finite_shows() -> None:
+    for value in (torch.nan, torch.inf):
+        x = numbers(0, TOKENS, IN).cuda()
+        x[3, 5] = value
+        assert not product(low(x, "tensorwise"), low(x, "tensorwise"), torch.bfloat16)[3].isfinite().all()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_products(scaling: Any, fast: bool) -> None:
+    a, b = numbers(0, TOKENS, IN), numbers(1, OUT, IN)
+    theirs = product(low(a, scaling), low(b, scaling), torch.bfloat16)
+    ours = product(low(a.cuda(), scaling), low(b.cuda(), scaling), torch.bfloat16, fast=fast)
+    assert relative(ours, theirs) < (FAST if fast else EXACT)
+
+
+def test_the_activation_is_rounded_as_the_twin_rounds_it() -> None:
+    projected, slope = numbers(0, TOKENS, 2 * IN), numbers(1, TOKENS, IN)
+    for ours, theirs in (
+        (gated._activation(projected.cuda()), gated._activation(projected)),
+        (
+            gated._activation_gradient(projected.cuda(), slope.cuda(), E5M2),
+            gated._activation_gradient(projected, slope, E5M2),
+        ),
+    ):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine.scale.cpu(), other.scale)
+            # The exponential differs in its last bits, which may decide a rounding.
+            assert relative(mine.values.float(), other.values.float()) < 1e-3
+
+
+class Network(nn.Module):
+    def __init__(self, scaling: Any) -> None:
+        super().__init__()
+        self.into, self.gate_up, self.down = (
+            Linear(256, 128),
+            Linear(128, 512, bias=False),
+            Linear(256, 256, bias=False),
+        )
+        self.into.scaling = self.gate_up.scaling = self.down.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + gated_mlp(nn.functional.rms_norm(self.into(x), (128,)), self.gate_up, self.down)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_layers_and_their_gradients(scaling: Any, compiled: bool) -> None:
+    torch.manual_seed(0)
+    plain = Network(scaling).bfloat16()
+    fast = Network(scaling).bfloat16()
+    fast.load_state_dict(plain.state_dict())
+    fast.cuda()
+    x, grad = torch.randn(2, 96, 256).bfloat16(), torch.randn(2, 96, 256).bfloat16()
+    inputs = [x.clone().requires_grad_(), x.cuda().requires_grad_()]
+    outputs = [plain(inputs[0]), (torch.compile(fast, fullgraph=True, dynamic=False) if compiled else fast)(inputs[1])]
+    outputs[0].backward(grad)
+    outputs[1].backward(grad.cuda())
+    assert relative(outputs[1] - inputs[1], outputs[0] - inputs[0]) < FLIPPED
+    assert relative(inputs[1].grad, inputs[0].grad) < FLIPPED
+    for (name, ours), theirs in zip(fast.named_parameters(), plain.parameters(), strict=True):
+        assert relative(ours.grad, theirs.grad) < FLIPPED, name
+
+
+RUN = """
+model: {family: llama, layers: 3, hidden: 512, heads: 8, kv_heads: 4, head_dim: 64, ffn_hidden: 1024, max_seq_len: 512}
+data: {mix: stdlib}
+train: {steps: 8, global_batch: 8, seq_len: 512, learning_rate: 1e-3, warmup_steps: 1, validate_batches: 1}
+cluster: {gpu: H200, gpus_per_node: 1}
+plan: {micro_batch: 2}
+checkpoint: {at_end: false}
+"""
+CASES = {
+    "rowwise": (1, ["plan.linear=fp8_rowwise"]),
+    "tensorwise": (1, ["plan.linear=fp8_tensorwise"]),
+    "tensorwise, gathered as they are": (1, ["plan.linear=fp8_tensorwise", "plan.gather=compute"]),
+    "tensorwise, recompute selective": (1, ["plan.linear=fp8_tensorwise", "plan.recompute=selective"]),
+    "tensorwise, not compiled": (1, ["plan.linear=fp8_tensorwise", "plan.compile=false"]),
+    "tensorwise, shard 2": (2, ["plan.linear=fp8_tensorwise", "plan.shard=2"]),
+    "tensorwise, pipeline 2, zbv": (
+        2,
+        ["plan.linear=fp8_tensorwise", "plan.pipeline=2", "plan.schedule=zbv", "model.layers=4"],
+    ),
+}
+RUN_BOUND = 1e-2
+"""Relative difference of the losses of the first steps between fp8 and bf16, and between layouts in fp8."""
+
+
+def losses(folder: Path, gpus: int, overrides: list[str]) -> list[float]:
+    (folder / "run.yaml").write_text(RUN)
+    words = ["name=run", f"cluster.gpus_per_node={gpus}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        str(folder / "run.yaml"),
+        "--runs",
+        str(folder),
+        "--fresh",
+        *words,
+    ]
+    subprocess.run(command, check=True, timeout=300)
+    newest = max(folder.glob("run*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    lines = newest.read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if record["kind"] in ("step", "validation")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_train_like_bf16(name: str, tmp_path: Path) -> None:
+    gpus, overrides = CASES[name]
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    bf16 = [word for word in overrides if not word.startswith(("plan.linear", "plan.gather"))]
+    found = losses(tmp_path, gpus, overrides)
+    assert found == pytest.approx(losses(tmp_path, gpus, bf16), rel=RUN_BOUND)

@@ -1,0 +1,100 @@
+"""The gated network in one piece equals its layers apart, whatever compiles, recomputes or splits the block around it."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.kernels import gated
+from meshwright.kernels.fp8 import E4M3, Low, low
+from meshwright.kernels.gated import gated_mlp
+from meshwright.kernels.linear import Linear, WeightQueue, deferring
+from meshwright.kernels.swiglu import swiglu
+from meshwright.spec.plan import Recompute
+from tests.kernels.test_fp8 import numbers, relative
+from tests.kernels.test_linear import COMPILERS, gradients, wrap
+
+WIDTH, HIDDEN, TOKENS = 32, 48, 32
+ROUNDED = 1e-2
+"""Bound where a last bit may differ before a rounding to fp8: now and then it is the next fp8 number."""
+
+
+class Network(nn.Module):
+    def __init__(self, together: bool, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = Linear(WIDTH, 2 * HIDDEN, bias=bias)
+        self.down = Linear(HIDDEN, WIDTH, bias=bias)
+        self.gate_up.scaling = self.down.scaling = "tensorwise"
+        self.together = together
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + gated_mlp(x, self.gate_up, self.down, plain=not self.together)
+
+
+def step(together: bool, compiler: str | None, mode: Recompute, *, split: bool, deferred: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Network(together) for _ in range(2)))
+    wrap(model, compiler, mode, split=split)
+    inputs = [numbers(seed, 2, TOKENS // 2, WIDTH).requires_grad_() for seed in range(2)]
+    for x in inputs:
+        queue = WeightQueue()
+        if deferred:
+            with deferring(queue):
+                F.softplus(model(x)).sum().backward()
+            assert queue.pending == 4
+            queue.drain(list(model.parameters()))
+        else:
+            F.softplus(model(x)).sum().backward()
+    return gradients(model, inputs)
+
+
+@pytest.mark.parametrize("mode", get_args(Recompute))
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_together_equals_apart(compiler: str | None, mode: Recompute) -> None:
+    apart = step(False, None, "none", split=False, deferred=False)
+    for split, deferred in ((False, False), (True, False), (True, True)):
+        found = step(True, compiler, mode, split=split, deferred=deferred)
+        assert max(relative(found[name], grad) for name, grad in apart.items()) < ROUNDED
+
+
+def test_what_is_rounded_is_the_activation_and_its_gradient() -> None:
+    projected, slope = numbers(0, TOKENS, 2 * HIDDEN).requires_grad_(), numbers(1, TOKENS, HIDDEN)
+    made = swiglu(projected, plain=True)
+    made.backward(slope)
+    here, turned = gated._activation(projected.detach())
+    there, there_turned = gated._activation_gradient(projected.detach(), slope, E4M3)
+    wanted, wanted_grad = low(made.detach(), "tensorwise"), low(projected.grad, "tensorwise")
+    for ours, ours_turned, theirs in ((here, turned, wanted), (there, there_turned, wanted_grad)):
+        assert torch.equal(ours.scale, theirs.scale) and torch.equal(ours_turned.scale, theirs.scale)
+        assert torch.equal(ours.values.t().float(), ours_turned.values.float()) and ours_turned.values.is_contiguous()
+        assert relative(ours.values.float(), theirs.values.float()) < 1e-3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_taken_apart_where_it_must_be(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr(gated._Gated, "apply", lambda *inputs: used.append(inputs) or inputs[0])
+    network = Network(together=True, bias=bias)
+    network(torch.ones(TOKENS, WIDTH))
+    assert bool(used) == (not bias)
+    network.down.scaling, used[:] = "rowwise", []
+    network(torch.ones(TOKENS, WIDTH))
+    assert not used
+
+
+def test_weights_that_came_in_fp8_are_used_as_they_came() -> None:
+    network, x = Network(together=True), numbers(2, TOKENS, WIDTH).requires_grad_()
+    network(x).sum().backward()
+    wanted = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}
+    x.grad = None
+    for layer in (network.gate_up, network.down):
+        came = low(layer.weight.detach(), "tensorwise")
+        layer.low_weight = Low(came.values, came.scale)
+        layer.weight = nn.Parameter(torch.full((), torch.nan).expand(layer.weight.shape))
+    network(x).sum().backward()
+    found = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}
+    assert all(torch.equal(found[name], grad) for name, grad in wanted.items())
