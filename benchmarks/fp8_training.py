@@ -1,0 +1,204 @@
+"""Whether fp8 trains as bf16 does: the held-out loss of the same model on the same text in both, for several seeds.
+
+    python benchmarks/fp8_training.py --out fp8-training.json          # Llama-1B on one GPU a run, as many at once as there are GPUs
+    python benchmarks/fp8_training.py --set model=llama3-1b model.layers=2 model.hidden=64 … --text folder --steps 4 --cpu
+
+Prepares the text (this Python's own packages unless --text names others; at least --least-mb of it), trains a tokenizer of 32,768 on it
+and keeps 3% of the documents out. Each run takes one GPU; the order of the text is the seed's. Prints a line a run, then for each way of
+multiplying the mean held-out loss over bf16's, and writes everything as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from layouts import figures, run_logged, step_records
+
+KINDS = {
+    "bf16": [],
+    "fp8 tensorwise": ["plan.linear=fp8_tensorwise"],
+    "fp8 rowwise": ["plan.linear=fp8_rowwise"],
+}
+WORDS = [
+    "model=llama3-1b", "train.seq_len=2048", "train.warmup_steps=30", "train.schedule=cosine", "train.validate_batches=32",
+    "data.document_mask=false", "checkpoint.at_end=false",
+]  # fmt: skip
+HELD_OUT = 0.03
+
+
+def main() -> None:
+    options = arguments()
+    corpus = prepared(options)
+    devices: Queue[str] = Queue()
+    for device in options.devices:
+        devices.put(device)
+
+    def one(kind: str, seed: int) -> dict[str, Any]:
+        device = devices.get()
+        try:
+            return trained(kind, seed, device, corpus, options)
+        finally:
+            devices.put(device)
+
+    with ThreadPoolExecutor(len(options.devices)) as pool:
+        asked = [(kind, seed) for seed in options.seeds for kind in options.kinds]
+        rows = list(pool.map(one, *zip(*asked, strict=True)))
+    report(rows, corpus, options)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, nargs="+", help="files and folders to train on")
+    parser.add_argument("--least-mb", type=float, default=25.0, help="refuse to judge by less text than this")
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sequences", type=int, default=16, help="sequences a step")
+    parser.add_argument("--learning-rate", default="4e-4")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=["bf16", "fp8 tensorwise"])
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further words of all runs")
+    parser.add_argument(
+        "--cpu", action="store_true", help="one run at a time on the processor, in fp32 and emulated fp8"
+    )
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for one run")
+    parser.add_argument("--runs", type=Path, default=Path("/dev/shm/meshwright-runs"))
+    parser.add_argument("--logs", type=Path, default=Path("benchmark-logs"))
+    parser.add_argument("--out", type=Path, default=Path("fp8-training.json"))
+    options = parser.parse_args()
+    options.devices = [""] if options.cpu else visible_gpus()
+    options.text = options.text or [Path(sysconfig.get_paths()[key]) for key in ("stdlib", "purelib")]
+    options.logs.mkdir(parents=True, exist_ok=True)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], text=True, capture_output=True, check=True).stdout
+    return [str(number) for number in range(len(listed.splitlines()))]
+
+
+def prepared(options: argparse.Namespace) -> Path:
+    """The token shards of the text: a folder with `train` and `held_out`."""
+    corpus, began = options.runs / "corpus", time.perf_counter()
+    files = sources(options.text)
+    size = sum(file.stat().st_size for file in files)
+    if size < options.least_mb * 1e6:
+        sys.exit(
+            f"{size / 1e6:.1f} MB of Python text under {', '.join(map(str, options.text))}; --least-mb asks for {options.least_mb:g}"
+        )
+    names = options.runs / "text"
+    names.mkdir(exist_ok=True)
+    for number, file in enumerate(files):
+        link = names / f"{number:06d}-{file.name}"
+        if not link.exists():
+            link.symlink_to(file)
+    command = [sys.executable, "-m", "meshwright", "data", "prepare", str(names), "--out", str(corpus)]
+    subprocess.run([*command, "--tokenizer", f"train:{options.vocab}", "--held-out", str(HELD_OUT)], check=True)
+    print(
+        f"{size / 1e6:.0f} MB of text in {len(files)} files, prepared in {time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
+    return corpus
+
+
+def sources(folders: Sequence[Path]) -> list[Path]:
+    """Python source files, each content once: packages hold copies of each other's files."""
+    found: dict[bytes, Path] = {}
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            found.setdefault(file.read_bytes(), file)
+    return list(found.values())
+
+
+def trained(kind: str, seed: int, device: str, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
+    name = f"{kind.replace(' ', '-')}-seed{seed}"
+    place = ["cluster.gpu=cpu"] if options.cpu else []
+    words = [
+        *WORDS, f"data.mix={{{corpus}/train: 1}}", f"data.validation={corpus}/held_out", f"train.steps={options.steps}",
+        f"train.validate_every={options.steps // 3}", f"train.global_batch={options.sequences}",
+        f"train.learning_rate={options.learning_rate}", f"seed={seed}", f"model.vocab_size={options.vocab}", "cluster.nodes=1", "cluster.gpus_per_node=1", *place,
+        *KINDS[kind], *options.set,
+    ]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        f"name={name}",
+        *words,
+        "--fresh",
+        "--runs",
+        str(options.runs),
+    ]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
+    before = set(options.runs.glob(f"{name}*"))
+    code = run_logged(command, options.logs / f"{name}.log", env, options.limit)
+    made = [folder for folder in options.runs.glob(f"{name}*") if folder not in before]
+    records = step_records(made[0]) if made else []
+    held_out = held_out_losses(made[0]) if made else {}
+    if code or not records or not held_out:
+        said = (options.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")[-1500:]
+        print(f"{name}: exit code {code}\n{said}", flush=True)
+        return {"kind": kind, "seed": seed, "error": code, "log": said}
+    row = {
+        "kind": kind,
+        "seed": seed,
+        "words": words,
+        "held_out_loss": held_out,
+        **figures(made[0], records, min(20, len(records) // 2)),
+    }
+    del row["step_seconds_all"]
+    row["losses"] = {record["step"]: round(record["loss"], 4) for record in records if record["step"] % 10 == 0}
+    losses = ", ".join(f"{step}: {loss:.4f}" for step, loss in held_out.items())
+    print(f"{name:28s} {row['tokens_per_second_per_gpu']:9,.0f} tok/s, held-out loss after {losses}", flush=True)
+    return row
+
+
+def held_out_losses(folder: Path) -> dict[int, float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "validation"}
+
+
+def report(rows: list[dict[str, Any]], corpus: Path, options: argparse.Namespace) -> None:
+    final = {
+        kind: statistics.mean(list(row["held_out_loss"].values())[-1] for row in rows if row["kind"] == kind)
+        for kind in options.kinds
+        if all("held_out_loss" in row for row in rows if row["kind"] == kind)
+    }
+    for kind, loss in final.items():
+        beside = f", {loss / final['bf16'] - 1:+.3%} of bf16's" if "bf16" in final else ""
+        print(f"{kind:16s} held-out loss {loss:.4f} over seeds {options.seeds}{beside}")
+    tokens = {
+        part: json.loads((corpus / part / "manifest.json").read_text(encoding="utf-8"))["tokens"]
+        for part in ("train", "held_out")
+    }
+    environment = next((row.pop("environment") for row in rows if "environment" in row), {})
+    for row in rows:
+        row.pop("environment", None)
+    facts = {
+        "benchmark": "fp8-training",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(sys.argv),
+        "corpus_tokens": tokens,
+    }
+    body = {**facts, "environment": environment, "mean_held_out_loss": final, "runs": rows}
+    options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
