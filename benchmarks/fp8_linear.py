@@ -109,6 +109,7 @@ def networks(tokens: int) -> Iterator[dict[str, Any]]:
 
 
 def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, Any]:
+    torch.compiler.reset()  # else what was compiled for the last layer counts as compiled anew for this one
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
 
     def step() -> None:

@@ -131,7 +131,8 @@ def trained(kind: str, seed: int, device: str, corpus: Path, options: argparse.N
     words = [
         *WORDS, f"data.mix={{{corpus}/train: 1}}", f"data.validation={corpus}/held_out", f"train.steps={options.steps}",
         f"train.validate_every={options.steps // 3}", f"train.global_batch={options.sequences}",
-        f"train.learning_rate={options.learning_rate}", f"seed={seed}", f"model.vocab_size={options.vocab}", "cluster.nodes=1", "cluster.gpus_per_node=1", *place,
+        f"train.learning_rate={options.learning_rate}", f"seed={seed}", f"model.vocab_size={options.vocab}",
+        "cluster.nodes=1", "cluster.gpus_per_node=1", *place,
         *KINDS[kind], *options.set,
     ]  # fmt: skip
     command = [

@@ -55,7 +55,7 @@ class _Gated(torch.autograd.Function):
         projected = fp8.product(here, wide, x.dtype, fast=True)
         inner, inner_turned = _activation(projected)
         if turned is not None:
-            ctx.came_low, ctx.split = (first_values is not None, second_values is not None), bool(taps)
+            ctx.came_low, ctx.split = (first_values is not None, second_values is not None), len(taps) > 0
             weights = (
                 first if first_values is None else first_values,
                 wide.scale,
