@@ -87,15 +87,19 @@ def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments:
 
     from meshwright.parallel.world import Place, World
 
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
     try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        )
         world = World(Place(rank, ranks, rank, ranks, "127.0.0.1", 0), torch.device("cpu"), dist.group.WORLD)
-        return True, body(world, *arguments)
+        answer = body(world, *arguments)
+        # A rank that has made its groups may have nothing more to say. Were it to leave, those still connecting to it would fail.
+        dist.barrier()
+        return True, answer
     except BaseException:
         return False, traceback.format_exc()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         # DTensor keeps what it worked out for a mesh, group names included, and takes a later case's mesh of the same ranks for it.
         _clear_sharding_prop_cache()
