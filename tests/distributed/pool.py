@@ -7,6 +7,7 @@ and returns the results in rank order. `body` must be a module-level function.
 from __future__ import annotations
 
 import multiprocessing
+import gc
 import os
 import tempfile
 import traceback
@@ -72,6 +73,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             body, rank, ranks, store, arguments = pipe.recv()
@@ -103,3 +105,5 @@ def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments:
             dist.destroy_process_group()
         # DTensor keeps what it worked out for a mesh, group names included, and takes a later case's mesh of the same ranks for it.
         _clear_sharding_prop_cache()
+        # A case's groups hang in reference cycles: their sockets and threads end now, and not in the middle of the next case.
+        gc.collect()
