@@ -92,10 +92,13 @@ class ShardedUnit:
         if self._asked < self._places:
             return False
         self._asked = 0
+        self._sum(around)
+        return True
+
+    def _sum(self, around: AbstractContextManager[None] | None) -> None:
         with _around(self._group, "_reduce_scatter_comm", around):
             self._group.post_backward()
         self._group._training_state = TrainingState.IDLE
-        return True
 
     def finish(self) -> None:
         """Let compute wait for every reduction that was started."""
@@ -125,6 +128,73 @@ class ShardedUnit:
         """The rank's part of every gradient, as plain tensors."""
         shards = (parameter.sharded_param.grad for parameter in self._group.fsdp_params)
         return [shard.to_local() for shard in shards if shard is not None]
+
+
+class LoneUnit(ShardedUnit):
+    """A unit that one rank has to itself: one pass over the weights, and one over their gradients.
+
+    FSDP2 casts the weights and then copies what it cast, and it casts the gradients, divides them by one and copies the quotient: 20 bytes
+    a parameter more, 3% of a 3B model's step on an H200.
+    """
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        if self._group._all_gather_result is None:
+            return
+        parameters = self._group.fsdp_params
+        sources = [_sources(parameter) for parameter in parameters]
+        for parameter, rows in zip(parameters, sources, strict=True):
+            sizes, kinds = [source.numel() for source, _ in rows], [kind for _, kind in rows]
+            parameter.init_all_gather_outputs(sizes, kinds, 1, self._group.device)
+            parameter.alloc_all_gather_outputs()
+        whole = tuple(part for parameter in parameters for part in parameter.all_gather_outputs)
+        with torch.autograd._unsafe_preserve_version_counter(whole):
+            _cast(whole, [source for rows in sources for source, _ in rows])
+        for parameter in parameters:
+            parameter.init_unsharded_param()
+        self._group._to_unsharded()
+        self._group._all_gather_result = None
+
+    @torch.no_grad()
+    def _sum(self, around: AbstractContextManager[None] | None) -> None:
+        del around  # nothing travels
+        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in self._group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            summed, single = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
+            parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
+            whole, kept = single if summed is None else summed, parameter.sharded_param.grad
+            if whole is None:
+                continue
+            if kept is not None:
+                kept.to_local().add_(whole)
+                continue
+            if whole.dtype != parameter.orig_dtype or not whole.is_contiguous():
+                fresh.append((torch.empty(whole.shape, dtype=parameter.orig_dtype, device=whole.device), whole))
+                whole = fresh[-1][0]
+            parameter.sharded_param.grad = parameter.to_sharded_dtensor(whole)
+        if fresh:
+            _cast(*zip(*fresh, strict=True))
+        if self._group.device.type == "cuda":
+            self._group._post_reduce_event = torch.cuda.current_stream().record_event()
+
+
+def _sources(parameter: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
+    """What a whole parameter is made of on its only rank, and the format of each when it is whole."""
+    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):  # fp8, see LinearShard
+        return [(rounded, rounded.dtype) for rounded in parameter.all_gather_inputs]
+    return [(parameter._sharded_param_data, parameter.param_dtype or parameter.orig_dtype)]
+
+
+def _cast(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor, one kernel for all of the same two formats."""
+    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for made, source in zip(into, sources, strict=True):
+        left, right = pairs.setdefault((made.dtype, source.dtype), ([], []))
+        left.append(made)
+        right.append(source.view_as(made))
+    for left, right in pairs.values():
+        torch._foreach_copy_(left, right)
 
 
 class LinearShard:

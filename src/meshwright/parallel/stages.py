@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
-from meshwright.parallel.fsdp import ShardedUnit
+from meshwright.parallel.fsdp import LoneUnit, ShardedUnit
 from meshwright.spec.plan import Plan
 
 Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
@@ -50,7 +50,7 @@ def keep_only(model: Decoder, held: Iterable[str]) -> None:
 def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: DeviceMesh) -> list[list[Unit]]:
     """The units of each stage of this rank, their parameters sharded over `mesh`."""
     ends = _ends(model, plan, mesh)
-    blocks = {name: ShardedUnit([block], mesh, plan.precision) for name, block in model.layers.items()}
+    blocks = {name: _unit([block], plan, mesh) for name, block in model.layers.items()}
     rows = []
     for stage in stages:
         row = [Unit(_block_run(model.layers[str(layer)]), blocks[str(layer)], layer) for layer in stage]
@@ -67,13 +67,14 @@ def _ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit
     front = [module for module in (model.embed, model.positions) if module is not None]
     back = [module for module in (model.norm, model.head) if module is not None]
     if front and back and model.spec.tied:
-        both = ShardedUnit([*front, *back], mesh, plan.precision, places=2 if _has_front(model) else 1)
+        both = _unit([*front, *back], plan, mesh, places=2 if _has_front(model) else 1)
         return {"embed": both, "head": both}
-    return {
-        name: ShardedUnit(modules, mesh, plan.precision)
-        for name, modules in (("embed", front), ("head", back))
-        if modules
-    }
+    return {name: _unit(modules, plan, mesh) for name, modules in (("embed", front), ("head", back)) if modules}
+
+
+def _unit(modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, places: int = 1) -> ShardedUnit:
+    kind = ShardedUnit if mesh.size() > 1 else LoneUnit
+    return kind(modules, mesh, plan.precision, places)
 
 
 def _has_front(model: Decoder) -> bool:
