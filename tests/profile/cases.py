@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from meshwright.costs.work import Work
 from meshwright.parallel.world import World
 from meshwright.profile import attention, collectives, interference, memory, products
 from meshwright.profile.measure import measure
@@ -26,12 +27,12 @@ TINY: tuple[tuple[Any, str, Any], ...] = (
 )
 
 
-def tiny(team: Team) -> MachineProfile:
+def tiny(team: Team, work: Work | None = None) -> MachineProfile:
     for module, name, value in TINY:
         mock.patch.object(module, name, value).start()
     try:
         cluster = ClusterSpec(gpu="cpu", gpus_per_node=team.ranks)
-        return measure(team, cluster, {"torch": "some"}, seconds=0.01)
+        return measure(team, cluster, {"torch": "some"}, seconds=0.01, work=work)
     finally:
         mock.patch.stopall()
 

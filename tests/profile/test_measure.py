@@ -11,9 +11,16 @@ import torch
 
 from meshwright.costs.constants import constants
 from meshwright.costs.measured import chip_of_profile, fits
+from meshwright.costs.work import step_work
+from meshwright.observe.roofline import needed
 from meshwright.profile.collectives import kinds
+from meshwright.profile.measure import cases_of
 from meshwright.profile.team import Team
 from meshwright.spec.fields import from_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
+from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.profile import MachineProfile, load_profile, to_json
 from tests.profile.cases import measured, tiny
 
@@ -81,3 +88,37 @@ def test_every_kind_holds_every_rank_once_and_spans_what_it_says(ranks: int, per
     for kind in kinds(ranks, per_node):
         assert sorted(rank for part in kind.parts for rank in part) == list(range(ranks))
         assert {len({rank // per_node for rank in part}) for part in kind.parts} == {kind.nodes}
+
+
+def test_a_runs_own_shapes_are_measured_so_that_its_work_is_priced(tmp_path: Path) -> None:
+    model = from_plain(
+        ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 128, "layers": 1, "hidden": 64, "ffn_hidden": 96}
+    )
+    plan = Plan(
+        mesh=(MeshAxis(axis="shard", size=1),),
+        batch=BatchPlan(global_batch=2, micro_batch=2, accumulate=1),
+        precision=Precision(compute="fp32"),
+    )
+    work = step_work(model, TrainSpec(steps=1, global_batch=2, seq_len=16), plan)
+    found = loaded(tiny(Team(torch.device("cpu")), work), tmp_path)
+    assert {(row.m, row.k, row.n, row.format) for row in found.products} == {(32, 64, 512, "fp32"), (32, 256, 64, "fp32"),
+                                                                             (32, 64, 192, "fp32"), (32, 96, 64, "fp32"),
+                                                                             (32, 64, 128, "fp32")}  # fmt: skip
+    assert [(row.seq, row.tokens, row.heads) for row in found.attention] == [(16, 32, 4)]
+    seconds = needed(work, found)
+    assert seconds["gemm"] == pytest.approx(3 * sum(row.seconds for row in found.products), rel=1e-4)
+    assert all(seconds[kind] > 0 for kind in ("attention", "elementwise", "loss", "optimizer", "copies"))
+
+
+def test_every_product_of_an_fp8_layer_is_asked_for() -> None:
+    model = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 128, "layers": 1})
+    plan = Plan(
+        mesh=(MeshAxis(axis="shard", size=1),),
+        batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1),
+        precision=Precision(linear="fp8_tensorwise"),
+    )
+    products, attention = cases_of(step_work(model, TrainSpec(steps=1, global_batch=1, seq_len=16), plan))
+    assert [shape for shape, kind in products if kind == "fp8"][:3] == [(16, 256, 512), (16, 512, 256), (512, 16, 256)]
+    assert len(products) == 3 * 4 - 1 + 1 and len(attention) == 1, (
+        "two of the square layer are alike, and there is the head"
+    )

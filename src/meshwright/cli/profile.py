@@ -49,6 +49,15 @@ def profile(
             show_default=False,
         ),
     ] = None,
+    shapes_of: Annotated[
+        Path | None,
+        typer.Option(
+            "--shapes-of",
+            metavar="FOLDER",
+            help="Measure what this run's model needs, at its own shapes and on its devices, in place of a choice for all models.",
+            show_default=False,
+        ),
+    ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
@@ -79,6 +88,10 @@ def profile(
     A finished run corrects the file: the factor on device time that makes its predicted step the measured one.
 
         meshwright profile --from-run runs/mine --out h200.json
+
+    A run's own shapes, to hold its step against what the device needs:
+
+        meshwright profile --shapes-of runs/mine --seconds 25 --out mine.json
     """
     if from_run is not None:
         _correct(from_run, out)
@@ -86,8 +99,10 @@ def profile(
     if out is None:
         raise BadInput("--out FILE is missing: where to write what is measured, e.g. --out machine.json")
     _check_place(out)
-    cluster = _cluster(words)
-    found = _measured(cluster, seconds)
+    if shapes_of is not None and words:
+        raise BadInput(f"{words[0]}: with --shapes-of the run says what is measured; leave it out")
+    cluster = _cluster(words) if shapes_of is None else _cluster_of(shapes_of)
+    found = _measured(cluster, seconds, shapes_of)
     from meshwright.spec.profile import to_json
 
     out.write_text(to_json(found), encoding="utf-8")
@@ -100,6 +115,16 @@ def _check_place(out: Path) -> None:
     """Before minutes are spent on it."""
     if not out.parent.is_dir():
         raise BadInput(f"--out {out}: there is no folder {out.parent}")
+
+
+def _cluster_of(folder: Path) -> ClusterSpec:
+    """The cluster of the run in `folder`, whose work must be one that can be counted."""
+    from meshwright.costs.work import step_work
+    from meshwright.spec.load import load_plan, load_resolved
+
+    run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
+    step_work(run.model, run.train, plan)
+    return run.cluster
 
 
 def _cluster(words: list[str] | None) -> ClusterSpec:
@@ -116,22 +141,22 @@ def _cluster(words: list[str] | None) -> ClusterSpec:
     return load_cluster(path, overrides, detect=found_cluster)
 
 
-def _measured(cluster: ClusterSpec, seconds: float | None) -> MachineProfile:
+def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
     """The figures of this host's ranks; under a launcher, every rank but the first ends here."""
     from meshwright.spec.place import Place, started_by_launcher
 
     if not started_by_launcher():
-        return _measured_here(cluster, seconds)
+        return _measured_here(cluster, seconds, shapes_of)
     from meshwright.train.profiling import ProfileJob, measured_by
 
     place = Place.from_environment()
-    found = measured_by(ProfileJob(cluster=cluster, seconds=seconds), place)
+    found = measured_by(ProfileJob(cluster=cluster, seconds=seconds, run=_absolute(shapes_of)), place)
     if place.rank:
         raise typer.Exit
     return found
 
 
-def _measured_here(cluster: ClusterSpec, seconds: float | None) -> MachineProfile:
+def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
     """Start a rank for every device of this host. When they fail the command ends with their code; logs with a traceback stay."""
     from meshwright.launch.local import rank_threads, run_ranks
     from meshwright.spec.fields import to_plain
@@ -144,7 +169,8 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None) -> MachineProfil
         )
     place = Path(tempfile.mkdtemp(prefix="meshwright-"))
     question, destination = place / "job.json", place / "answer.json"
-    question.write_text(json.dumps({"cluster": to_plain(cluster), "seconds": seconds}), encoding="utf-8")
+    job = {"cluster": to_plain(cluster), "seconds": seconds, "run": _absolute(shapes_of)}
+    question.write_text(json.dumps(job), encoding="utf-8")
     said = f"{cluster.ranks} {cluster.gpu}" + (
         f" as {cluster.emulate_nodes} nodes" if cluster.emulate_nodes > 1 else ""
     )
@@ -162,6 +188,10 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None) -> MachineProfil
     if found is None:
         sys.exit(code)
     return found
+
+
+def _absolute(folder: Path | None) -> str | None:
+    return str(folder.absolute()) if folder else None
 
 
 def _correct(folder: Path, out: Path | None) -> None:

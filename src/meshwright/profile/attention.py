@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,9 +21,11 @@ ON_GPU: tuple[Case, ...] = (
 ON_CPU: tuple[Case, ...] = ((128, 4, 4, 32, 512), (256, 4, 4, 32, 512), (256, 8, 4, 64, 512), (512, 8, 8, 64, 512))
 
 
-def attention_times(team: Team, clock: Clock, budget: float) -> list[AttentionTime]:
-    """Every shape, in the format that training computes in here."""
-    cases = ON_GPU if team.cuda else ON_CPU
+def attention_times(
+    team: Team, clock: Clock, budget: float, cases: Sequence[Case] | None = None
+) -> list[AttentionTime]:
+    """Every shape, or the cases given, in the format that training computes in here."""
+    cases = cases or (ON_GPU if team.cuda else ON_CPU)
     return [_timed(team, clock, case, budget / len(cases)) for case in cases]
 
 

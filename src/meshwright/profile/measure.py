@@ -15,6 +15,8 @@ import torch
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.work import Work
+from meshwright.profile import attention, products
 from meshwright.profile.attention import attention_times
 from meshwright.profile.clock import Clock
 from meshwright.profile.collectives import collective_times
@@ -33,11 +35,16 @@ SECONDS = {"cuda": 100.0, "cpu": 20.0}
 
 
 def measure(
-    team: Team, cluster: ClusterSpec, versions: dict[str, str] | None = None, seconds: float | None = None
+    team: Team,
+    cluster: ClusterSpec,
+    versions: dict[str, str] | None = None,
+    seconds: float | None = None,
+    work: Work | None = None,
 ) -> MachineProfile:
     """Everything that can be measured on `team` in about `seconds`; collective, and every rank has the answer.
 
-    Each part has a share of the time; parts repeat less when it is short, never below what a median needs.
+    Each part has a share of the time; parts repeat less when it is short, never below what a median needs. With `work`, only what it needs:
+    products and attention of its shapes, device memory, the optimizer, collectives.
     """
     total, clock = seconds or SECONDS[team.device.type], Clock(team)
     profile = facts(team, cluster, versions or {})
@@ -52,6 +59,18 @@ def measure(
             sys.stderr.write(f"  {name:<16} {time.perf_counter() - start:5.1f} s\n")
         return answer
 
+    if work is not None:
+        shapes, scores = cases_of(work)
+        return replace(
+            profile,
+            products=tuple(part("products", lambda s: product_times(team, clock, s, shapes), 0.6)),
+            attention=tuple(part("attention", lambda s: attention_times(team, clock, s, scores), 0.12)),
+            copy_bytes_per_s=part("copies", lambda s: copy_rate(team, clock, s), 0.02),
+            pass_bytes_per_s=part("passes", lambda s: pass_rate(team, clock, s), 0.03),
+            adamw_parameters_per_s=part("optimizer", lambda s: adamw_rate(team, clock, s), 0.03),
+            launch_seconds=part("launches", lambda s: launch_seconds(team), 0.0),
+            collectives=tuple(part("collectives", lambda s: collective_times(team, clock, s), 0.2)),
+        )
     return replace(
         profile,
         products=tuple(part("products", lambda s: product_times(team, clock, s), 0.38)),
@@ -64,6 +83,20 @@ def measure(
         interference=tuple(part("interference", lambda s: interferences(team, clock, s), 0.1)),
         collectives=tuple(part("collectives", lambda s: collective_times(team, clock, s), 0.3)),
     )
+
+
+def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
+    """What is asked for so that `work` can be priced. Of fp8 every product of a layer, as one call measures one of them."""
+    asked: list[products.Case] = []
+    for linear in work.linears:
+        m, k, n = linear.m, linear.k, linear.n
+        number_format: products.Format = (
+            "fp8" if linear.format == "fp8" else "bf16" if linear.format == "bf16" else "fp32"
+        )
+        shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
+        asked += [(shape, number_format) for shape in shapes]
+    one = work.attention
+    return list(dict.fromkeys(asked)), [(one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens)]
 
 
 def facts(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:

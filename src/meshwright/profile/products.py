@@ -6,7 +6,7 @@ that is kept busy; the rested figure is what short benchmarks print. Inputs are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any, Literal
 
@@ -34,9 +34,9 @@ HEAT_SECONDS = 3.0
 """Before the first product of a busy GPU, and a sixth of it before each."""
 
 
-def product_times(team: Team, clock: Clock, budget: float) -> list[ProductTime]:
-    """Every shape in every format that training computes in here."""
-    cases = cases_for(team)
+def product_times(team: Team, clock: Clock, budget: float, cases: Sequence[Case] | None = None) -> list[ProductTime]:
+    """Every shape in every format that training computes in here, or the cases given."""
+    cases = cases or cases_for(team)
     bursts = [clock.burst_seconds(_call(case, team)) for case in cases]
     each = budget / len(cases) / 2
     heater = _call(cases[0], team)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from meshwright.costs.work import Work, step_work
 from meshwright.observe.environment import environment
 from meshwright.parallel.world import join
 from meshwright.profile.measure import measure
 from meshwright.profile.team import Team
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
+from meshwright.spec.load import load_plan, load_resolved
 from meshwright.spec.place import Place
 from meshwright.spec.profile import MachineProfile, to_json
 from meshwright.train.worker import answer_as_rank
@@ -28,22 +31,32 @@ SAID = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "cudnn", "ncc
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileJob:
-    """What every rank is told: the cluster it is part of, and how long to measure (none: the room's own default)."""
+    """What every rank is told: the cluster it is part of, how long to measure (none: the room's own default), and for what."""
 
     cluster: ClusterSpec
     seconds: float | None = None
+    run: str | None = None
+    """Folder of a run whose shapes are measured, in place of a choice for all."""
 
 
 def measured_by(job: ProfileJob, place: Place) -> MachineProfile:
     """Be one rank of the job, from joining to leaving; one rank alone joins nothing."""
     if place.ranks == 1:
         device = torch.device("cpu") if job.cluster.is_cpu else torch.device("cuda", 0)
-        return measure(Team(device), job.cluster, _versions(), job.seconds)
+        return measure(Team(device), job.cluster, _versions(), job.seconds, _work(job))
     world = join(place, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
     versions = _versions() if world.leads else {}
-    answer = measure(Team(world.device, world), job.cluster, versions, job.seconds)
+    answer = measure(Team(world.device, world), job.cluster, versions, job.seconds, _work(job))
     world.leave()
     return answer
+
+
+def _work(job: ProfileJob) -> Work | None:
+    if job.run is None:
+        return None
+    folder = Path(job.run)
+    run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
+    return step_work(run.model, run.train, plan)
 
 
 def _versions() -> dict[str, str]:

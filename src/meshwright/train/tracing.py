@@ -26,7 +26,7 @@ class _Trace:
             activities = [ProfilerActivity.CPU]
             if self._session.world.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            self._profiler = profile(activities=activities)
+            self._profiler = profile(activities=activities, record_shapes=True)  # a product is known by its shape
             self._profiler.start()
         elif self._profiler is not None and step >= last:
             self.close()
