@@ -25,9 +25,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -39,10 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from sides import HERE, MESHWRIGHT, SAID, TORCHTITAN, our_figures, run_ours, run_torchtitan
 
-HERE = Path(__file__).resolve().parent
 SKIP, LIMIT = 4, 240.0
-MESHWRIGHT = (sys.executable, "-m", "meshwright")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,86 +180,32 @@ def ours(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str,
     start = (
         [sys.executable, str(HERE / layout.script[0]), *layout.script[1:]] if layout.script else [*MESHWRIGHT, "train"]
     )
-    command = [*start, str(layout.run), "--runs", str(options.runs), "--fresh", *layout.words]
-    log, before = options.logs / f"{layout.name}.log", set(options.runs.glob(f"{layout.name}*"))
-    code = run_logged(command, log, {**os.environ, **layout.env}, limit)
-    made = [folder for folder in options.runs.glob(f"{layout.name}*") if folder not in before]
-    records = step_records(made[0]) if made else []
-    if len(records) <= layout.skip:
-        said = log.read_text(encoding="utf-8", errors="replace")[-1500:]
-        return {"error": f"exit code {code}", "words": layout.words, "steps": len(records), "log": said}
-    return {"words": layout.words, "exit_code": code, **figures(made[0], records, layout.skip)}
-
-
-def run_logged(command: list[str], log: Path, env: dict[str, str], limit: float) -> int:
-    """Run to its end or its limit, and leave none of its processes behind."""
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
-        try:
-            return process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            # Its ranks have sessions of their own and end with it: they ask the kernel to.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return 124
-
-
-def figures(folder: Path, records: list[dict[str, Any]], skip: int) -> dict[str, Any]:
-    """What is kept of a run; bytes are of all steps, since one step's count may hold a part of the next one's."""
-    kept = records[skip:]
-    middle = sorted(kept, key=lambda record: record["step_seconds"])[len(kept) // 2]
-    plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
-    row = {
-        "tokens_per_second_per_gpu": round(statistics.median(r["tokens_per_second_per_gpu"] for r in kept), 1),
-        "step_seconds": round(statistics.median(record["step_seconds"] for record in kept), 4),
-        "step_seconds_all": [round(record["step_seconds"], 3) for record in records],
-        "mfu_causal": middle.get("mfu"),
-        "mfu_full": middle.get("mfu_full"),
-        "memory_allocated_peak_gib": max(r.get("memory_allocated_peak_bytes", 0) for r in records) / 2**30,
-        "memory_reserved_peak_gib": max(record["memory_peak_bytes"] for record in records) / 2**30,
-        "loss_first": records[0]["loss"],
-        "loss_last": records[-1]["loss"],
-        "grad_norm_first": records[0]["grad_norm"],
-        "steps": records[-1]["step"],
-        "phases": middle["phases"],
-        "traffic": {key: statistics.mean(r[key] for r in records) for key in middle if key.endswith("_wire_bytes")},
-        "predicted": plan.get("predicted"),
-        "plan": {key: plan[key] for key in ("mesh", "batch", "schedule", "layers", "precision")},
-        "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
-    }
-    slowed = sorted(folder.glob("slowed-rank-*.json"))
-    return row | ({"slowed": [json.loads(file.read_text(encoding="utf-8")) for file in slowed]} if slowed else {})
+    log = options.logs / f"{layout.name}.log"
+    ran = run_ours([*start, str(layout.run)], layout.words, layout.name, options.runs, log, layout.env, limit)
+    if ran.folder is None or len(ran.records) <= layout.skip:
+        said = log.read_text(encoding="utf-8", errors="replace")[-SAID:]
+        return {"error": f"exit code {ran.code}", "words": layout.words, "steps": len(ran.records), "log": said}
+    row = our_figures(ran.folder, ran.records, layout.skip)
+    slowed = sorted(ran.folder.glob("slowed-rank-*.json"))
+    row |= {"slowed": [json.loads(file.read_text(encoding="utf-8")) for file in slowed]} if slowed else {}
+    return {"words": layout.words, "exit_code": ran.code, **row}
 
 
 def torchtitan(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """One torchtitan run; its figures are what its own log says."""
-    env = {**os.environ, "LOGS": str(options.logs), "LIMIT": str(round(limit)), **layout.env}
-    command = ["bash", str(HERE / "peers" / "torchtitan.sh"), layout.name, str(layout.gpus), *layout.words]
-    answer = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
-    log = (options.logs / f"{layout.name}.log").read_text(encoding="utf-8", errors="replace")
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
-    found = re.finditer(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", plain)
-    steps = [(int(m[1]), float(m[2]), float(m[3]), float(m[4].replace(",", ""))) for m in found]
-    kept = [step for step in steps if step[0] > layout.skip]
+    steps, said = run_torchtitan(layout.name, layout.gpus, layout.words, options.logs, layout.env, limit)
+    kept = [step for step in steps if step.step > layout.skip]
     if not kept:
-        return {"error": (answer.stdout + plain)[-1500:], "arguments": layout.words}
+        return {"error": said[-SAID:], "arguments": layout.words}
     return {
-        "torchtitan": "0.2.2",
+        "torchtitan": TORCHTITAN,
         "arguments": layout.words,
-        "tokens_per_second_per_gpu": statistics.median(step[3] for step in kept),
-        "memory_reserved_peak_gib": max(step[2] for step in steps),
-        "loss_first": steps[0][1],
-        "loss_last": steps[-1][1],
-        "steps": steps[-1][0],
+        "tokens_per_second_per_gpu": statistics.median(step.rate for step in kept),
+        "memory_reserved_peak_gib": max(step.memory_gib for step in steps),
+        "loss_first": steps[0].loss,
+        "loss_last": steps[-1].loss,
+        "steps": steps[-1].step,
     }
-
-
-def step_records(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [record for record in records if record["kind"] == "step"]
 
 
 def show(name: str, row: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from benchmarks.dense_table import side_of
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, codes, inline_code, links, table, text_of
 from tests.house.test_laws import FLOORS, TORCH_FREE
 
@@ -40,7 +41,7 @@ TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1
 ONCE = "meshwright quickstart"
 """The one command that is run once for all pages."""
 NOT_RUN = {
-    ("docs/benchmarks.md", "python benchmarks/dense_8b.py --out results.json"),
+    ("docs/benchmarks.md", "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl"),
     ("docs/getting-started.md", "python3 -m venv --system-site-packages .venv"),
     ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
     ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
@@ -297,6 +298,16 @@ def test_every_kept_result_has_its_row() -> None:
         ]
         missing = [text for text in (file.name, *rates) if text not in page]
         assert not missing, f"docs/benchmarks.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+
+
+def test_every_kept_table_has_its_rows() -> None:
+    page = text_of("docs/benchmarks.md")
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        sides = {(line["row"], line["side"]) for line in lines if line["kind"] == "run" and "error" not in line}
+        rates = [f"{side_of(lines, row, side)['rate']:,.0f}" for row, side in sorted(sides)]
+        missing = [text for text in (file.name, *rates) if text not in page]
+        assert not missing, f"docs/benchmarks.md: no {', '.join(missing)} of {file.name}"
 
 
 def test_the_front_page_is_short_and_its_picture_light() -> None:

@@ -1,0 +1,120 @@
+"""The short tables of `dense.py`, from its JSON lines: both sides' speed with the ratio last, and where a step's time went."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.observe.roofline import Roofline, told
+from meshwright.spec.fields import from_plain
+
+PEER, OURS = "torchtitan", "meshwright"
+ENOUGH = 20
+"""Counted steps of a side, over all passes, below which its figure is marked."""
+Line = dict[str, Any]
+
+
+def show(table: str, names: Sequence[str], lines: Sequence[Line], against: dict[str, str | None]) -> None:
+    """Print what is known of these rows."""
+    found = {(name, side): side_of(lines, name, side) for name in names for side in (PEER, OURS)}
+    width = max(len(name) for name in names) + 2
+    print(f"\n{table}: tokens/s per GPU, medians of the counted steps of all passes (slowest and fastest pass)")
+    heads = f"{'torchtitan':>12s}{'':20s}{'meshwright':>12s}{'':20s}"
+    print(f"{'':{width}s}{heads}   {'MFU causal/full':>19s}  {'GiB reserved':>14s}  {'last loss':>14s}    ratio")
+    for name in names:
+        peer, ours = found[name, PEER], found[name, OURS]
+        base = found.get((against[name], OURS)) if against.get(name) else peer
+        ratio = f"{ours['rate'] / base['rate']:8.3f}" if ours and base else " " * 8
+        print(
+            f"{name:{width}s}{_speed(peer)}{_speed(ours)}   {_both(peer, ours, _mfu):>19s}  {_both(peer, ours, _memory):>14s}  "
+            f"{_both(peer, ours, _loss):>14s} {ratio}{_notes(lines, name)}"
+        )
+    for name in names:
+        for side in (PEER, OURS):
+            tell_breakdown(lines, name, side)
+            tell_roofline(lines, name, side)
+
+
+def side_of(lines: Sequence[Line], name: str, side: str) -> Line | None:
+    """A row's side: the median over the counted steps of all its passes, and every pass's own."""
+    runs = [
+        line
+        for line in lines
+        if line["kind"] == "run" and (line["row"], line["side"]) == (name, side) and "error" not in line
+    ]
+    if not runs:
+        return None
+    return {
+        "rate": statistics.median(rate for run in runs for rate in run["rates"]),
+        "passes": [run["tokens_per_second_per_gpu"] for run in runs],
+        "steps": sum(run["counted_steps"] for run in runs),
+        "step_seconds": statistics.median(run["step_seconds"] for run in runs),
+        "mfu_full": runs[-1]["mfu_full"],
+        "mfu_causal": runs[-1]["mfu_causal"],
+        "memory": max(run["memory_reserved_peak_gib"] for run in runs),
+        "loss": runs[-1]["loss_last"],
+    }
+
+
+def _speed(side: Line | None) -> str:
+    if side is None:
+        return f"{'–':>12s}{'':20s}"
+    mark = "" if side["steps"] >= ENOUGH else f" {side['steps']} steps"
+    ends = f" ({min(side['passes']):,.0f}–{max(side['passes']):,.0f}){mark}"
+    return f"{side['rate']:12,.0f}{ends:20s}"
+
+
+def _both(peer: Line | None, ours: Line | None, text: Any) -> str:
+    return ", ".join(text(side) for side in (peer, ours) if side)
+
+
+def _mfu(side: Line) -> str:
+    if side["mfu_causal"] is None:
+        return "–"
+    return f"{100 * side['mfu_causal']:.1f}/{100 * side['mfu_full']:.1f}"
+
+
+def _memory(side: Line) -> str:
+    return f"{side['memory']:.1f}"
+
+
+def _loss(side: Line) -> str:
+    return f"{side['loss']:.3f}"
+
+
+def _notes(lines: Sequence[Line], name: str) -> str:
+    runs = [line for line in lines if line["kind"] == "run" and line["row"] == name]
+    last = {line["side"]: line for line in runs}
+    return "".join(
+        f"  [{side} failed: {line['error'].splitlines()[0][:80]}]" for side, line in last.items() if "error" in line
+    )
+
+
+def tell_breakdown(lines: Sequence[Line], name: str, side: str) -> None:
+    """One line: milliseconds of a traced step by kind."""
+    found = newest(lines, "breakdown", name, side)
+    if found is None:
+        return
+    if "error" in found:
+        print(f"{name} {side}: no breakdown: {found['error']}")
+        return
+    kinds = "  ".join(f"{kind} {1e3 * one['seconds']:.1f}" for kind, one in found["kinds"].items())
+    idle = found["idle"]
+    host = f"idle {1e3 * idle['seconds']:.1f} (host {1e3 * idle['host_seconds']:.1f})"
+    print(f"{name} {side}: traced step {1e3 * found['seconds']:.1f} ms: {kinds}  {host}")
+
+
+def tell_roofline(lines: Sequence[Line], name: str, side: str) -> None:
+    """What the device needs against what the step took."""
+    found = newest(lines, "roofline", name, side)
+    if found is not None:
+        held = from_plain(Roofline, {key: value for key, value in found.items() if key not in ("kind", "row", "side")})
+        print(f"{name} {side}: the step against its device\n" + "\n".join(f"  {line}" for line in told(held)))
+
+
+def newest(lines: Sequence[Line], kind: str, name: str, side: str) -> Line | None:
+    """The last line of this kind about a row's side."""
+    return next(
+        (line for line in reversed(lines) if (line["kind"], line["row"], line.get("side")) == (kind, name, side)), None
+    )

@@ -1,0 +1,108 @@
+"""A chart of `dense.py`'s JSON lines: for every row that was held against its device, microseconds a token and GPU by kind of work.
+
+    python benchmarks/draw_dense.py benchmarks/results/one-gpu.jsonl --out docs/images/one-gpu.svg --title "One H200"
+
+Each row has three bars: what the device needs, what our step took, what torchtitan's took; tokens per second stand at their ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from dense_table import OURS, PEER, Line, newest, side_of
+
+WIDTH, LEFT, RIGHT, BAR, BETWEEN, APART = 1100, 210, 130, 18, 4, 18
+COLOURS = {
+    "gemm": "#4c78a8", "attention": "#72b7b2", "elementwise": "#54a24b", "quantise": "#b279a2", "loss": "#9d755d", "optimizer": "#eeca3b",
+    "copies": "#bab0ac", "communication": "#e45756", "idle": "#dddddd",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: its label, microseconds a token by kind, and the text at its end."""
+
+    label: str
+    parts: dict[str, float]
+    text: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lines", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("dense.svg"))
+    parser.add_argument("--title", default="")
+    options = parser.parse_args()
+    lines = [json.loads(line) for line in options.lines.read_text(encoding="utf-8").splitlines()]
+    groups = dict(bars_of(lines))
+    if not groups:
+        sys.exit(f"{options.lines}: no row was held against its device")
+    options.out.write_text(drawn(groups, options.title), encoding="utf-8")
+    print(f"{options.out}: {len(groups)} rows")
+
+
+def bars_of(lines: Sequence[Line]) -> Iterator[tuple[str, list[Bar]]]:
+    """(row, its bars) of every row with a roofline, in the order they were made."""
+    for row in dict.fromkeys(line["row"] for line in lines if line["kind"] == "roofline"):
+        bars: list[Bar] = []
+        for side in (OURS, PEER):
+            held, ran = newest(lines, "roofline", row, side), side_of(lines, row, side)
+            if held is None or ran is None:
+                continue
+            tokens = ran["rate"] * held["seconds"]
+            if not bars:
+                needed = {line["kind"]: 1e6 * line["needed"] / tokens for line in held["lines"]}
+                bars.append(Bar("needed", needed, f"{1e6 / sum(needed.values()):,.0f} tok/s"))
+            took = {line["kind"]: 1e6 * max(0.0, line["took"]) / tokens for line in held["lines"]}
+            bars.append(Bar(side, took, f"{ran['rate']:,.0f} tok/s"))
+        yield row, bars
+
+
+def drawn(groups: dict[str, list[Bar]], title: str) -> str:
+    longest = max(sum(bar.parts.values()) for bars in groups.values() for bar in bars)
+    scale = (WIDTH - LEFT - RIGHT) / longest
+    body, top = [], 62
+    for row, bars in groups.items():
+        body.append(f'<text x="8" y="{top + 13}" font-weight="bold">{escape(row)}</text>')
+        for bar in bars:
+            body.append(_bar(bar, top, scale))
+            top += BAR + BETWEEN
+        top += APART
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" font-family="sans-serif" font-size="11">'
+    title = (
+        f'<rect width="{WIDTH}" height="{top}" fill="white"/><text x="8" y="22" font-size="15">{escape(title)}</text>'
+    )
+    return "\n".join([head, title, _legend(groups), *body, "</svg>", ""])
+
+
+def _bar(bar: Bar, top: int, scale: float) -> str:
+    x, pieces = float(LEFT), [f'<text x="{LEFT - 8}" y="{top + 13}" text-anchor="end">{escape(bar.label)}</text>']
+    for kind in COLOURS:
+        width = bar.parts.get(kind, 0.0) * scale
+        if width > 0.05:
+            said = f"{kind} {bar.parts[kind]:.2f} µs"
+            pieces.append(
+                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{COLOURS[kind]}"><title>{said}</title></rect>'
+            )
+        x += width
+    return "".join([*pieces, f'<text x="{x + 6:.1f}" y="{top + 13}">{escape(bar.text)}</text>'])
+
+
+def _legend(groups: dict[str, list[Bar]]) -> str:
+    used = [kind for kind in COLOURS if any(bar.parts.get(kind) for bars in groups.values() for bar in bars)]
+    parts = (
+        f'<rect x="{LEFT + 96 * place}" y="36" width="11" height="11" fill="{COLOURS[kind]}"/>'
+        f'<text x="{LEFT + 15 + 96 * place}" y="46">{kind}</text>'
+        for place, kind in enumerate(used)
+    )
+    return "".join(parts) + '<text x="8" y="46">µs a token and GPU</text>'
+
+
+if __name__ == "__main__":
+    main()

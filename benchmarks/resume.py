@@ -1,0 +1,81 @@
+"""Llama-3-8B's checkpoint of one number of GPUs continued on another: do both read the same tokens, and how far are their losses apart?
+
+    python benchmarks/resume.py --gpus 8 --resume-gpus 4 --out resume.json
+
+Trains benchmarks/llama3-8b.yaml with a checkpoint on the way, starts again from it on fewer GPUs, and holds the steps behind it against the
+first run's own. Prints and writes one JSON object. It needs 100 GB in --runs for the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sides import HERE, MESHWRIGHT, run_logged, step_records
+
+NAME = "llama3-8b"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--resume-gpus", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--resume-at", type=int, default=80, help="step of the checkpoint")
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds for either run")
+    parser.add_argument("--runs", type=Path, default=Path("/dev/shm/meshwright-runs"))
+    parser.add_argument("--logs", type=Path, default=Path("benchmark-logs"))
+    parser.add_argument("--out", type=Path, default=Path("resume.json"))
+    parser.add_argument("overrides", nargs="*", help="key=value for both runs")
+    options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    before = by_step(options, options.gpus)
+    after = {step: record for step, record in by_step(options, options.resume_gpus).items() if step > options.resume_at}
+    facts = {"benchmark": "resume", "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
+    result = {**facts, "gpus": options.gpus, "resume_gpus": options.resume_gpus, **compared(before, after)}
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+
+
+def by_step(options: argparse.Namespace, gpus: int) -> dict[int, dict[str, Any]]:
+    """The run on so many GPUs, from its newest checkpoint if there is one; its step lines. Ends the program when it fails."""
+    words = [
+        f"train.steps={options.steps}",
+        f"checkpoint.every={options.resume_at}",
+        f"cluster.gpus_per_node={gpus}",
+        f"name={NAME}",
+    ]
+    command = [
+        *MESHWRIGHT,
+        "train",
+        str(HERE / "llama3-8b.yaml"),
+        "--runs",
+        str(options.runs),
+        *words,
+        *options.overrides,
+    ]
+    log = options.logs / f"resume-{gpus}.log"
+    if code := run_logged(command, log, dict(os.environ), options.limit):
+        sys.exit(f"exit code {code} on {gpus} GPUs: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}")
+    return {record["step"]: record for record in step_records(options.runs / NAME)}
+
+
+def compared(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The steps of the second start beside those of the first."""
+    pairs = [(before[step], after[step]) for step in sorted(after)]
+    return {
+        "steps": len(pairs),
+        "same_tokens": all(a["token_sum"] == b["token_sum"] for a, b in pairs),
+        "largest_relative_loss_difference": max(abs(a["loss"] - b["loss"]) / abs(a["loss"]) for a, b in pairs),
+        "tokens_per_second_per_gpu": statistics.median(b["tokens_per_second_per_gpu"] for _, b in pairs[2:] or pairs),
+    }
+
+
+if __name__ == "__main__":
+    main()

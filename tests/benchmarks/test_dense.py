@@ -1,0 +1,225 @@
+"""The harness that compares with torchtitan: what it runs in which order, what it reads of either side, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.costs.work import step_work
+from meshwright.observe.kernel_trace import kernels_of
+from meshwright.observe.kernels import breakdown
+from meshwright.observe.roofline import roofline
+from meshwright.spec.fields import to_plain
+from tests.observe.test_kernels import two_steps
+from tests.observe.test_roofline import MODEL as SMALL
+from tests.observe.test_roofline import PLAN, TRAIN, profile_for
+
+ROOT = Path(__file__).parents[2]
+MODEL = "model={preset: llama-nano, layers: 1, hidden: 32, heads: 1, kv_heads: 1, head_dim: 32, ffn_hidden: 64, vocab_size: 4096}"
+TABLE = {
+    "run": "llama3-8b.yaml",
+    "gpus": 1,
+    "steps": 9,
+    "skip": 2,
+    "limit": 200,
+    "ours": [MODEL, "cluster.gpus_per_node=gpus", "train.seq_len=16", "plan.compile=false", "plan.compute=fp32", "train.validate_batches=1",
+             "checkpoint.every=0", "checkpoint.at_end=false", "train.warmup_steps=1"],
+    "peer": "--model.name llama3",
+    "rows": {
+        "base": {"sequences": 2, "peer": "--model.flavor 8B", "peer_batch": [2, 1]},
+        "lever": {"sequences": 2, "ours": ["train.gc_every=0"], "against": "base"},
+    },
+}  # fmt: skip
+LOG = """[rank0]:step:  1  loss: 12.1934  grad_norm:  3.2  memory: 80.10GiB(57.3%)  tps: 1,302  tflops: 75.4  mfu: 7.6%
+[rank0]:step:  5  loss: 11.0  grad_norm:  3.2  memory: 96.31GiB(68.9%)  tps: 10,400  tflops: 75.4  mfu: 7.6%
+[rank0]:step: 10  loss:  9.5  grad_norm:  3.2  memory: 96.31GiB(68.9%)  tps: 10,524  tflops: 75.4  mfu: 7.6%
+"""
+
+
+@pytest.fixture
+def dense(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import dense
+
+    return dense
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Namespace:
+    table = tmp_path / "tiny.yaml"
+    table.write_text(yaml.safe_dump(TABLE), encoding="utf-8")
+    return Namespace(
+        table=table, only="*", sides="torchtitan,meshwright", passes=1, budget=1e9, again=False, no_trace=False, no_rates=False,
+        rates_seconds=0.2, keep_traces=None, gpus=None, set=[], runs=tmp_path / "runs", logs=tmp_path, out=tmp_path / "out.jsonl",
+    )  # fmt: skip
+
+
+def run_line(row: str, side: str, number: int, rates: list[float]) -> dict[str, Any]:
+    return {
+        "kind": "run", "row": row, "side": side, "pass": number, "rates": rates, "counted_steps": 5 * len(rates), "step_seconds": 1.0,
+        "tokens_per_second_per_gpu": sorted(rates)[len(rates) // 2], "mfu_causal": 0.5, "mfu_full": 0.6, "memory_reserved_peak_gib": 9.0,
+        "loss_first": 12.0, "loss_last": 6.0, "wall_seconds": 100.0,
+    }  # fmt: skip
+
+
+def test_passes_visit_the_sides_in_turn(dense: Any, options: Namespace) -> None:
+    rows = list(dense.read_rows(options))
+    assert [(v.row.name, v.side) for v in dense.visits(rows, 1)] == [
+        ("base", "torchtitan"),
+        ("base", "meshwright"),
+        ("lever", "meshwright"),
+    ]
+    assert [v.side for v in dense.visits(rows, 2)] == ["meshwright", "torchtitan", "meshwright"]
+
+
+def test_the_peer_may_run_fewer_sequences_at_a_time(dense: Any, options: Namespace) -> None:
+    base, lever = dense.read_rows(options)
+    assert [way[-2:] for way in base.peer] == [
+        ("--training.local_batch_size", "2"),
+        ("--training.local_batch_size", "1"),
+    ]
+    assert base.peer[0][:4] == ("--model.name", "llama3", "--model.flavor", "8B") and not lever.peer
+    assert "cluster.gpus_per_node=1" in base.ours[0] and "train.gc_every=0" in lever.ours[0]
+
+
+def test_what_is_there_is_not_run_again_and_what_only_failed_only_when_asked(dense: Any, options: Namespace) -> None:
+    base = next(dense.read_rows(options))
+    book = dense.Book(options.out)
+    book.add(run_line("base", "meshwright", 1, [1.0]))
+    book.add({"kind": "run", "row": "base", "side": "torchtitan", "pass": 1, "error": "out of memory"})
+    again = dense.Book(options.out)
+    visits = [dense.Visit(base, side, number) for side in ("meshwright", "torchtitan") for number in (1, 2)]
+    assert [dense.is_done(visit, again, options) for visit in visits] == [True, False, True, True]
+    options.again = True
+    assert [dense.is_done(visit, again, options) for visit in visits] == [True, False, False, False]
+
+
+def test_no_run_is_begun_that_the_budget_does_not_hold(
+    dense: Any, options: Namespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "made", None)
+    monkeypatch.setattr(dense, "environment", dict)
+    options.budget = 30.0
+    dense.play(list(dense.read_rows(options)), options, dense.Book(options.out))
+    said = capsys.readouterr().out
+    assert "base is not run; the same command goes on from here" in said
+    assert "cannot be imported here, so rows have our side only" in said
+
+
+def test_torchtitans_log_is_read_with_the_steps_each_line_covers(
+    dense: Any, options: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sides import titan_steps
+
+    steps = titan_steps(LOG)
+    assert [(step.step, step.rate, step.loss) for step in steps] == [
+        (1, 1302, 12.1934),
+        (5, 10400, 11.0),
+        (10, 10524, 9.5),
+    ]
+    asked: list[list[str]] = []
+
+    def run(name: str, gpus: int, arguments: list[str], *_: object) -> tuple[Any, str]:
+        asked.append(arguments)
+        return steps, LOG
+
+    monkeypatch.setattr("dense_runs.run_torchtitan", run)
+    file = {**TABLE, "steps": 14, "skip": 5}
+    options.table.write_text(yaml.safe_dump(file), encoding="utf-8")
+    base = next(dense.read_rows(options))
+    (line,) = dense.made(dense.Visit(base, "torchtitan", 2), options, 1e9)
+    assert line["rates"] == [10524] and line["counted_steps"] == 5, "the line of step 5 covers steps that do not count"
+    assert (line["memory_reserved_peak_gib"], line["loss_first"], line["loss_last"]) == (96.31, 12.1934, 9.5)
+    assert line["step_seconds"] == pytest.approx(2 * 16 / 10524, abs=1e-5)
+    assert asked[0][-4:] == ["--training.steps", "14", "--training.global_batch_size", "2"]
+
+
+def test_a_way_that_does_not_fit_gives_place_to_the_next(
+    dense: Any, options: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def run(name: str, gpus: int, arguments: list[str], *_: object) -> tuple[Any, str]:
+        tries.append(arguments[arguments.index("--training.local_batch_size") + 1])
+        return [], "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4 GiB" if len(
+            tries
+        ) == 1 else "a slip of the pen"
+
+    monkeypatch.setattr("dense_runs.run_torchtitan", run)
+    first, second = dense.made(dense.Visit(next(dense.read_rows(options)), "torchtitan", 2), options, 1e9)
+    assert tries == ["2", "1"] and "out of memory" in first["error"] and second["error"] == "a slip of the pen"
+
+
+def test_the_table_has_medians_over_all_passes_and_the_ratio_last(
+    dense: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        run_line("base", "torchtitan", 1, [100.0, 100.0, 110.0]), run_line("base", "torchtitan", 2, [110.0, 110.0]),
+        run_line("base", "meshwright", 1, [121.0] * 4), run_line("lever", "meshwright", 1, [60.5] * 4),
+    ]  # fmt: skip
+    dense.show("tiny", ["base", "lever"], lines, {"base": None, "lever": "base"})
+    printed = capsys.readouterr().out.splitlines()
+    base, lever = (next(line for line in printed if line.startswith(name)) for name in ("base", "lever"))
+    assert "110 (100–110)" in base and base.split()[-1] == "1.100", (
+        "the median of five is 110, and of the pass alone 100"
+    )
+    assert lever.split()[-1] == "0.500"
+
+
+def test_the_chart_has_three_bars_a_row(dense: Any, tmp_path: Path) -> None:
+    import draw_dense
+
+    work = step_work(SMALL, TRAIN, PLAN)
+    held = to_plain(roofline(work, profile_for(work), breakdown(kernels_of(two_steps().events)), 100e-6))
+    lines = [
+        line
+        for side in ("torchtitan", "meshwright")
+        for line in (run_line("base", side, 1, [1000.0]), {"kind": "roofline", "row": "base", "side": side, **held})
+    ]
+    ((row, bars),) = draw_dense.bars_of(lines)
+    assert row == "base" and [bar.label for bar in bars] == ["needed", "meshwright", "torchtitan"]
+    assert sum(bars[1].parts.values()) == pytest.approx(1e6 / 1000), "microseconds a token"
+    picture = draw_dense.drawn({row: bars}, "a & b")
+    assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg") and "a &amp; b" in picture
+
+
+@pytest.mark.slow
+def test_a_run_of_ours_and_its_device_side_by_side(
+    dense: Any, options: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options.only = "base"
+    found = to_plain(breakdown(kernels_of(two_steps().events)))
+    monkeypatch.setattr("dense_runs.read_breakdown", lambda trace, row, given: found if trace.exists() else {})
+    dense.play([row for row in dense.read_rows(options) if row.name == "base"], options, dense.Book(options.out))
+    lines = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+    assert [line["kind"] for line in lines] == ["session", "run", "breakdown", "rates", "roofline"]
+    session, run, _, rates, held = lines
+    assert session["torchtitan"] is None and session["environment"]["torch"]
+    assert len(run["rates"]) == 3 and len(run["losses"]) == 9 and "error" not in run and run["mfu_causal"] is None
+    assert {row["format"] for row in rates["profile"]["products"]} == {"fp32"}
+    assert sum(line["took"] for line in held["lines"]) == pytest.approx(run["step_seconds"], rel=1e-3)
+    dense.show("tiny", ["base"], lines, {"base": None})
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "dense").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_tables_load(dense: Any, options: Namespace, file: Path) -> None:
+    options.table, options.set = file, ["cluster.gpu=H200"]
+    rows = list(dense.read_rows(options))
+    assert all(row.last - row.skip >= 20 for row in rows), "a figure needs twenty steps"
+    names = {row.name for row in rows}
+    assert all(row.against is None or row.against in names for row in rows)
+    assert all(row.peer or row.against or row.name in {other.against for other in rows} for row in rows), (
+        "nothing to compare with"
+    )
+    assert all(row.spec.cluster.gpus_per_node == row.gpus for row in rows)
+
+
+def test_the_harness_needs_no_peer_to_be_imported(dense: Any) -> None:
+    assert "torchtitan" not in sys.modules
