@@ -127,12 +127,12 @@ def sources(folders: Sequence[Path]) -> list[Path]:
 
 def trained(kind: str, seed: int, device: str, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
     name = f"{kind.replace(' ', '-')}-seed{seed}"
-    place = ["cluster.gpu=cpu"] if options.cpu else []
+    place = ["cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1"] if options.cpu else ["cluster=auto"]
     words = [
         *WORDS, f"data.mix={{{corpus}/train: 1}}", f"data.validation={corpus}/held_out", f"train.steps={options.steps}",
         f"train.validate_every={options.steps // 3}", f"train.global_batch={options.sequences}",
         f"train.learning_rate={options.learning_rate}", f"seed={seed}", f"model.vocab_size={options.vocab}",
-        "cluster.nodes=1", "cluster.gpus_per_node=1", *place,
+        *place,
         *KINDS[kind], *options.set,
     ]  # fmt: skip
     command = [

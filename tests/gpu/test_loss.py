@@ -1,0 +1,52 @@
+"""The loss's kernel on a GPU against its eager twin, from the same logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.kernels.loss import _slope_eager, linear_cross_entropy
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 7), (333, 1000), (300, 8192), (40, 50257), (150, 128256)])
+def test_the_kernel_equals_its_twin(rows: int, columns: int, dtype: torch.dtype) -> None:
+    from meshwright.kernels.loss_triton import slope_in_place
+
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(rows, columns, device="cuda")).to(dtype)
+    logits[:, columns - columns // 5 :] = -torch.inf  # what an unaligned vocabulary is padded with
+    targets = torch.randint(0, columns - columns // 5, (rows,), device="cuda")
+    targets[::5] = -1
+    loss, slope = _slope_eager(logits, targets)
+    losses = slope_in_place(logits, targets)
+    assert losses[targets < 0].eq(0).all()
+    assert losses.sum().item() == pytest.approx(loss.item(), rel=1e-5)
+    step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4
+    assert ((logits - slope).float().abs() <= step * slope.float().abs() + 1e-7).all()
+
+
+def test_what_is_not_finite_shows() -> None:
+    from meshwright.kernels.loss_triton import slope_in_place
+
+    logits = torch.randn(3, 20000, device="cuda", dtype=torch.bfloat16)
+    logits[1, 15000] = torch.nan
+    logits[2, 3] = torch.inf
+    losses = slope_in_place(logits, torch.tensor([0, 1, 2], device="cuda"))
+    assert losses.isfinite().tolist() == [True, False, False]
+
+
+def test_head_and_loss_together() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(30001, 256, device="cuda") / 16).bfloat16().requires_grad_()
+    targets = torch.randint(-1, 30001, (700,), device="cuda")
+    fast = linear_cross_entropy(hidden, weight, targets, 256)
+    plain = linear_cross_entropy(hidden.double(), weight.double(), targets, 256, plain=True)
+    assert fast.item() == pytest.approx(plain.item(), rel=1e-3)
+    for ours, theirs in zip(
+        torch.autograd.grad(fast, (hidden, weight)), torch.autograd.grad(plain, (hidden, weight)), strict=True
+    ):
+        assert (ours.double() - theirs.double()).norm() < 5e-3 * theirs.double().norm()
