@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from layouts import figures, run_logged, step_records
+from sides import MESHWRIGHT, SAID, our_figures, run_ours
 
 KINDS = {
     "bf16": [],
@@ -132,39 +132,20 @@ def trained(kind: str, seed: int, device: str, corpus: Path, options: argparse.N
         *WORDS, f"data.mix={{{corpus}/train: 1}}", f"data.validation={corpus}/held_out", f"train.steps={options.steps}",
         f"train.validate_every={options.steps // 3}", f"train.global_batch={options.sequences}",
         f"train.learning_rate={options.learning_rate}", f"seed={seed}", f"model.vocab_size={options.vocab}",
-        *place,
-        *KINDS[kind], *options.set,
+        *place, *KINDS[kind], *options.set,
     ]  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "meshwright",
-        "train",
-        f"name={name}",
-        *words,
-        "--fresh",
-        "--runs",
-        str(options.runs),
-    ]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
-    before = set(options.runs.glob(f"{name}*"))
-    code = run_logged(command, options.logs / f"{name}.log", env, options.limit)
-    made = [folder for folder in options.runs.glob(f"{name}*") if folder not in before]
-    records = step_records(made[0]) if made else []
-    held_out = held_out_losses(made[0]) if made else {}
-    if code or not records or not held_out:
-        said = (options.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")[-1500:]
-        print(f"{name}: exit code {code}\n{said}", flush=True)
-        return {"kind": kind, "seed": seed, "error": code, "log": said}
-    row = {
-        "kind": kind,
-        "seed": seed,
-        "words": words,
-        "held_out_loss": held_out,
-        **figures(made[0], records, min(20, len(records) // 2)),
-    }
+    log = options.logs / f"{name}.log"
+    env = {"CUDA_VISIBLE_DEVICES": device}
+    ran = run_ours([*MESHWRIGHT, "train", f"name={name}"], words, name, options.runs, log, env, options.limit)
+    if ran.code or ran.folder is None or not ran.records:
+        said = log.read_text(encoding="utf-8", errors="replace")[-SAID:]
+        print(f"{name}: exit code {ran.code}\n{said}", flush=True)
+        return {"kind": kind, "seed": seed, "error": ran.code, "log": said}
+    held_out = held_out_losses(ran.folder)
+    figures = our_figures(ran.folder, ran.records, min(20, len(ran.records) // 2))
+    row = {"kind": kind, "seed": seed, "words": words, "held_out_loss": held_out, **figures}
     del row["step_seconds_all"]
-    row["losses"] = {record["step"]: round(record["loss"], 4) for record in records if record["step"] % 10 == 0}
+    row["losses"] = {record["step"]: round(record["loss"], 4) for record in ran.records if record["step"] % 10 == 0}
     losses = ", ".join(f"{step}: {loss:.4f}" for step, loss in held_out.items())
     print(f"{name:28s} {row['tokens_per_second_per_gpu']:9,.0f} tok/s, held-out loss after {losses}", flush=True)
     return row
