@@ -125,6 +125,7 @@ NAMES = {
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>": "attention",
     "triton_poi_fused__scaled_dot_product_cudnn_attention_view_2": "elementwise",
     "triton_red_fused__to_copy_logsumexp_0": "loss",
+    "_slope": "loss",
     "triton_red_fused_abs_amax_3": "quantise",
     "triton_red_fused__to_copy_abs_amax_mean_mul_pow_rsqrt_4": "elementwise",
     "void cudnn::fusion::compute_dot_do_o_specialized<true, 128, 6, true>": "attention",

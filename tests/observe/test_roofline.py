@@ -96,3 +96,12 @@ def test_lines_add_up_to_the_step_and_larger_gaps_are_explained() -> None:
     text = told(held)
     assert text[len(held.lines) + 1].split()[:3] == ["step", f"{1e3 * held.needed:.2f}", "0.10"]
     assert from_plain(type(held), to_plain(held)) == held
+
+
+def test_work_that_ran_faster_than_its_measured_rate_says_so() -> None:
+    work = step_work(MODEL, TRAIN, PLAN)
+    slow = replace(profile_for(work), pass_bytes_per_s=work.elementwise_bytes / 25e-6)
+    held = roofline(work, slow, breakdown(kernels_of(two_steps().events)), 95e-6)
+    line = next(line for line in held.lines if line.kind == "elementwise")
+    assert (line.needed, line.took) == (pytest.approx(25e-6), pytest.approx(20e-6))
+    assert line.why == "took 0.800 of the time that the profile's rates ask for"

@@ -119,6 +119,6 @@ def test_every_product_of_an_fp8_layer_is_asked_for() -> None:
     )
     products, attention = cases_of(step_work(model, TrainSpec(steps=1, global_batch=1, seq_len=16), plan))
     assert [shape for shape, kind in products if kind == "fp8"][:3] == [(16, 256, 512), (16, 512, 256), (512, 16, 256)]
-    assert len(products) == 3 * 4 - 1 + 1 and len(attention) == 1, (
+    assert len(products) == 3 * 4 - 1 + 1 and attention == (16, 4, 2, 64, 16), (
         "two of the square layer are alike, and there is the head"
     )

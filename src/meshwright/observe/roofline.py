@@ -175,6 +175,8 @@ def _why(
     gap, time = took - needs.get(kind, 0.0), found.kinds.get(kind)
     if time is None or abs(gap) <= WORTH * seconds:
         return ""
+    if gap < 0:
+        return f"took {took / needs[kind]:.3f} of the time that the profile's rates ask for"
     if kind == "gemm":
         return _of_products(work, profile, found)
     if kind == "communication":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from meshwright.kernels.attention import attention
-from meshwright.profile.clock import Clock
+from meshwright.profile.clock import Call, Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime
 
@@ -21,15 +20,19 @@ ON_GPU: tuple[Case, ...] = (
 ON_CPU: tuple[Case, ...] = ((128, 4, 4, 32, 512), (256, 4, 4, 32, 512), (256, 8, 4, 64, 512), (512, 8, 8, 64, 512))
 
 
-def attention_times(
-    team: Team, clock: Clock, budget: float, cases: Sequence[Case] | None = None
-) -> list[AttentionTime]:
-    """Every shape, or the cases given, in the format that training computes in here."""
-    cases = cases or (ON_GPU if team.cuda else ON_CPU)
+def attention_times(team: Team, clock: Clock, budget: float) -> list[AttentionTime]:
+    """Every shape, in the format that training computes in here."""
+    cases = ON_GPU if team.cuda else ON_CPU
     return [_timed(team, clock, case, budget / len(cases)) for case in cases]
 
 
 def _timed(team: Team, clock: Clock, case: Case, budget: float) -> AttentionTime:
+    forward, backward = calls_of(team, case)
+    return row_of(team, case, clock.seconds(forward, budget / 3), clock.seconds(backward, budget * 2 / 3))
+
+
+def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
+    """Forward and backward of one shape."""
     seq, heads, kv_heads, head_dim, tokens = case
     dtype = torch.bfloat16 if team.cuda else torch.float32
 
@@ -38,11 +41,14 @@ def _timed(team: Team, clock: Clock, case: Case, budget: float) -> AttentionTime
         return made.requires_grad_()
 
     q, k, v = random(heads), random(kv_heads), random(kv_heads)
-    forward = clock.seconds(partial(attention, q, k, v), budget / 3)
     out = attention(q, k, v)
     dout = torch.randn_like(out)
-    backward = clock.seconds(partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True), budget * 2 / 3)
+    return partial(attention, q, k, v), partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
+
+
+def row_of(team: Team, case: Case, forward_seconds: float, backward_seconds: float) -> AttentionTime:
+    seq, heads, kv_heads, head_dim, tokens = case
     return AttentionTime(
         format="bf16" if team.cuda else "fp32", seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens,
-        forward_seconds=forward, backward_seconds=backward,
+        forward_seconds=forward_seconds, backward_seconds=backward_seconds,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from meshwright.profile.collectives import collective_times
 from meshwright.profile.host import host_links, launch_seconds
 from meshwright.profile.interference import interferences
 from meshwright.profile.memory import adamw_rate, copy_rate, pass_rate
+from meshwright.profile.mixed import mixed_times
 from meshwright.profile.products import product_times
 from meshwright.profile.team import Team
 from meshwright.spec.chips import CHIPS
@@ -44,7 +45,7 @@ def measure(
     """Everything that can be measured on `team` in about `seconds`; collective, and every rank has the answer.
 
     Each part has a share of the time; parts repeat less when it is short, never below what a median needs. With `work`, only what it needs:
-    products and attention of its shapes, device memory, the optimizer, collectives.
+    products and attention of its shapes, in the mix of a step, device memory, the optimizer, collectives.
     """
     total, clock = seconds or SECONDS[team.device.type], Clock(team)
     profile = facts(team, cluster, versions or {})
@@ -61,10 +62,11 @@ def measure(
 
     if work is not None:
         shapes, scores = cases_of(work)
+        rows, scored = part("products, scores", lambda s: mixed_times(team, clock, work, shapes, scores, s), 0.7)
         return replace(
             profile,
-            products=tuple(part("products", lambda s: product_times(team, clock, s, shapes), 0.6)),
-            attention=tuple(part("attention", lambda s: attention_times(team, clock, s, scores), 0.12)),
+            products=tuple(rows),
+            attention=tuple(scored),
             copy_bytes_per_s=part("copies", lambda s: copy_rate(team, clock, s), 0.02),
             pass_bytes_per_s=part("passes", lambda s: pass_rate(team, clock, s), 0.03),
             adamw_parameters_per_s=part("optimizer", lambda s: adamw_rate(team, clock, s), 0.03),
@@ -85,7 +87,7 @@ def measure(
     )
 
 
-def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
+def cases_of(work: Work) -> tuple[list[products.Case], attention.Case]:
     """What is asked for so that `work` can be priced. Of fp8 every product of a layer, as one call measures one of them."""
     asked: list[products.Case] = []
     for linear in work.linears:
@@ -96,7 +98,7 @@ def cases_of(work: Work) -> tuple[list[products.Case], list[attention.Case]]:
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
         asked += [(shape, number_format) for shape in shapes]
     one = work.attention
-    return list(dict.fromkeys(asked)), [(one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens)]
+    return list(dict.fromkeys(asked)), (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens)
 
 
 def facts(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:

@@ -6,7 +6,7 @@ that is kept busy; the rested figure is what short benchmarks print. Inputs are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any, Literal
 
@@ -34,25 +34,29 @@ HEAT_SECONDS = 3.0
 """Before the first product of a busy GPU, and a sixth of it before each."""
 
 
-def product_times(team: Team, clock: Clock, budget: float, cases: Sequence[Case] | None = None) -> list[ProductTime]:
-    """Every shape in every format that training computes in here, or the cases given."""
-    cases = cases or cases_for(team)
-    bursts = [clock.burst_seconds(_call(case, team)) for case in cases]
+def product_times(team: Team, clock: Clock, budget: float) -> list[ProductTime]:
+    """Every shape in every format that training computes in here."""
+    cases = cases_for(team)
+    bursts = [clock.burst_seconds(call_of(case, team)) for case in cases]
     each = budget / len(cases) / 2
-    heater = _call(cases[0], team)
+    heater = call_of(cases[0], team)
     if team.cuda:
         clock.keep_busy(heater, min(HEAT_SECONDS, budget / 8))
     rows = []
     for case, burst in zip(cases, bursts, strict=True):
         if team.cuda:
             clock.keep_busy(heater, min(HEAT_SECONDS / 6, each / 2))
-        (m, k, n), number_format = case
-        products = 1 if number_format == "fp8" else 3
-        seconds = clock.seconds(_call(case, team), each)
-        rows.append(
-            ProductTime(format=number_format, m=m, k=k, n=n, seconds=seconds / products, burst_seconds=burst / products)
-        )
+        rows.append(row_of(case, clock.seconds(call_of(case, team), each), burst))
     return rows
+
+
+def row_of(case: Case, seconds: float, burst_seconds: float) -> ProductTime:
+    """What the seconds of one call say of one product."""
+    (m, k, n), number_format = case
+    products = 1 if number_format == "fp8" else 3
+    return ProductTime(
+        format=number_format, m=m, k=k, n=n, seconds=seconds / products, burst_seconds=burst_seconds / products
+    )
 
 
 Format = Literal["bf16", "fp8", "fp32"]
@@ -91,7 +95,8 @@ def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.d
     return call
 
 
-def _call(case: Case, team: Team) -> Callable[[], object]:
+def call_of(case: Case, team: Team) -> Callable[[], object]:
+    """A linear layer's three products, or one product in fp8."""
     shape, number_format = case
     return _scaled(shape, team.device) if number_format == "fp8" else linear(shape, number_format, team.device)
 
