@@ -29,7 +29,7 @@ def slope_in_place(logits: Tensor, targets: Tensor) -> Tensor:
 @triton.jit
 def _slope(logits, targets, losses, rows, columns, stride, block: tl.constexpr) -> None:
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        start = logits + row.to(tl.int64) * stride
+        start = logits + tl.cast(row, tl.int64) * stride
         target = tl.load(targets + row)
         counts = target >= 0
         top = tl.full((), -float("inf"), tl.float32)
