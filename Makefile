@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint docs bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
+.PHONY: quickstart test lint docs features bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -20,6 +20,9 @@ lint: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed
 	$(BIN)/meshwright schema --reference > docs/run-file.md
+
+features: $(VENV)/.installed-test
+	$(BIN)/python -m tests.docs.features
 
 bench-plan: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_plan.py

@@ -183,6 +183,12 @@ def test_two_layers_of_one_micro_batch_stay_where_activations_are_offloaded() ->
     assert kinds(half)["activations"] == 6 * TOKENS * KEPT + SCRATCH
 
 
+def test_under_a_pipeline_one_more_comes_while_another_goes() -> None:
+    away = plan({"pipeline": 2, "shard": 2}, "1f1b", offload="activations")
+    first, _ = memory_by_rank(MODEL, TRAIN, away, cpu=False)
+    assert first["activations"] == 3 * TOKENS * KEPT + MADE + SCRATCH
+
+
 def test_an_optimizer_in_host_memory_leaves_the_compute_format_and_the_sums() -> None:
     """Master weights and moments go; bf16 shards stay to gather from, and gradients are summed on the device."""
     here, away = (kinds(plan({"shard": 4}, offload=kept)) for kept in ("none", "optimizer"))

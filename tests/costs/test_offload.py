@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -12,10 +13,16 @@ from meshwright.costs.families import by_name, shape
 from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import Layouts
 from meshwright.costs.machine import machine_of
-from meshwright.costs.offload import HOST_SHARE, copied_bytes
+from meshwright.costs.memory import kept_per_token
+from meshwright.costs.offload import HOST_SHARE, copied_bytes, host_share
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Recompute
+from meshwright.spec.presets import MODEL_PRESETS
 
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 MODEL = shape(by_name("Llama-3-8B"))
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=1, gpus_per_node=8))
 K = constants("hopper", "torchtitan")
@@ -42,9 +49,18 @@ def test_a_slow_link_shows_copies_less_compute() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """Llama-3-8B: hidden 4096, queries and outputs 4096 each, keys and values 2048, feed-forward 14336 three times, 2 bytes an element."""
-    assert float(copied_bytes(MODEL, AWAY)) == 2 * 8192 * (2 * 4096 + 2 * 4096 + 2048 + 3 * 14336)
+    """Llama-3-8B: hidden 4096, queries and outputs 4096 each, keys and values 2048, feed-forward 14336 three times, 2 bytes an element; and
+    what the memory account says that a block keeps."""
+    assert float(copied_bytes(MODEL, AWAY)) == 2 * 8192 * (4 * 4096 + 3 * 4096 + 2048 + 1024 + 3 * 14336)
+    spec = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
+    for number, mode in enumerate(RECOMPUTE):
+        copied = float(copied_bytes(MODEL, replace(AWAY, recompute=float(number))))
+        assert copied == 2 * 8192 * kept_per_token(spec, 0, mode)
     assert float(copied_bytes(MODEL, replace(AWAY, recompute=2.0, tensor=2.0))) == 2 * 8192 * 4096 / 2
+
+
+def test_fewer_devices_get_more_of_the_host() -> None:
+    assert [round(float(host_share(devices)), 3) for devices in (1, 3, 4, 8, 16)] == [1.0, 1.0, 0.8, 0.4, 0.4]
 
 
 def test_an_optimizer_in_host_memory_costs_its_transfers_and_its_steps() -> None:

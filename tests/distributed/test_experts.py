@@ -17,7 +17,7 @@ from meshwright.checkpoint.convert import export_checkpoint
 from meshwright.checkpoint.hf import import_hf
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.errors import BadInput
-from meshwright.spec.model import parameters
+from meshwright.spec.model import ModelSpec, parameters
 from tests.distributed import cases_training as cases
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, LLAMA, SEQ, batch, compare, one_device, sharded
@@ -49,9 +49,13 @@ CASES = [
 COMPILED = [Case("1f1b", shard=2, compile=True, micro=4), Case("zbv", pipeline=2, compile=True, micro=2)]
 
 
+def of_case(case: Case) -> ModelSpec:
+    return MIXTRAL if case.shard == 4 or case.pipeline == 1 else QWEN3_MOE
+
+
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in COMPILED)], ids=str)
 def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
-    spec = MIXTRAL if case.shard == 4 or case.pipeline == 1 else QWEN3_MOE
+    spec = of_case(case)
     results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
     compare(results, one_device(spec)[:STEPS], 1e-9)
 

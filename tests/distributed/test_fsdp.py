@@ -63,15 +63,15 @@ def reduced(world, places: int, precision: Precision) -> dict[str, Any]:
         layer(torch.full((1, COLUMNS), factor * (world.rank + 1), dtype=kind)).sum().backward()
         unit.accumulate()
     unit.reshard()
-    started = [unit.reduce() for _ in range(places)]
+    started = [unit.reduce(place=place, last=False) for place in range(places)]
     unit.finish()
     once = layer.weight.grad.to_local().clone()
     unit.unshard()
     unit.wait()
     layer(torch.ones(1, COLUMNS, dtype=kind)).sum().backward()
     unit.reshard()
-    for _ in range(places):
-        unit.reduce()
+    for place in range(places):
+        unit.reduce(place=place, last=place + 1 == places)
     unit.finish()
     return {"started": started, "once": once, "twice": layer.weight.grad.to_local(), "grad type": once.dtype}
 

@@ -34,6 +34,7 @@ class Case:
     stages: tuple[tuple[str, ...], ...] = ()
     compile: bool = False
     tensor: int = 1
+    offload: str = "none"
     order: tuple[str, ...] = ("pipeline", "replicate", "shard", "tensor")
     """Axes, outermost first."""
 
@@ -46,7 +47,11 @@ class Case:
             mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard"),
             batch=BatchPlan(global_batch=BATCH, micro_batch=self.micro, accumulate=BATCH // (data * self.micro)),
             schedule=SchedulePlan(name=self.schedule, stages=self.stages),
-            layers=(LayerStrategy(reshard=self.reshard, gradients=self.gradients, recompute=self.recompute),),
+            layers=(
+                LayerStrategy(
+                    reshard=self.reshard, gradients=self.gradients, recompute=self.recompute, offload=self.offload
+                ),
+            ),
             precision=Precision(compute="fp64", reduce="fp64"),
             compile=self.compile,
         )

@@ -9,7 +9,7 @@ from meshwright.spec.errors import OutOfResources
 from meshwright.spec.load import load_run
 
 SMALL = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=2 cluster.memory_gib=24 train.seq_len=8192 train.global_batch=8"
-PINNED = ["plan.recompute=none", "plan.micro_batch=4"]
+PINNED = ["plan.recompute=none", "plan.micro_batch=4", "plan.offload=none"]
 
 
 def test_a_fix_is_what_to_type_and_makes_the_run_fit() -> None:

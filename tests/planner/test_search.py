@@ -16,7 +16,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, PlanPins
+from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, PlanPins, SchedulePlan
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
@@ -178,10 +178,35 @@ def step_seconds(plan: Plan) -> float:
     return plan.predicted.step_seconds
 
 
-def test_offload_of_any_layer_range_is_refused_by_training() -> None:
-    plan = chosen(run())
-    layers = (LayerStrategy(range="0-3"), LayerStrategy(range="4-31", offload="activations"))
-    assert "offload activations" in (untrainable(replace(plan, layers=layers)) or "")
+def test_what_of_offload_is_not_trained_is_refused_for_any_layer_range() -> None:
+    plan = replace(chosen(run()), schedule=SchedulePlan(name="1f1b"), compile=True)
+
+    def refused(plan: Plan = plan, **strategy: str) -> str:
+        layers = LayerStrategy(range="0-3"), LayerStrategy(range="4-31", **strategy)  # type: ignore[arg-type]
+        return untrainable(replace(plan, layers=layers)) or ""
+
+    assert not refused(offload="activations") and not refused(offload="activations", recompute="selective")
+    for kind in ("optimizer", "both"):
+        assert f"offload {kind}" in refused(offload=kind)
+    assert "not compiled" in refused(replace(plan, compile=False), offload="activations", recompute="selective")
+    for name in ("zb_h1", "zbv", "dualpipe_v"):
+        late = replace(plan, schedule=SchedulePlan(name=name))  # type: ignore[arg-type]
+        assert f"offload activations under {name}" in refused(late, offload="activations") and not refused(late)
+
+
+def test_training_moves_activations_where_memory_is_short() -> None:
+    """64K tokens on four devices of 80 GB, each with a whole sequence: to recompute more takes longer than to copy."""
+    four = ClusterSpec(gpu="H100", gpus_per_node=4)
+    long = run(batch=4, seq=65536, cluster=four, plan=PlanPins(tensor=1))
+    plan = chosen(long)
+    assert {layer.offload for layer in plan.layers} == {"activations"}
+    assert untrainable(plan) is None
+    assert step_seconds(plan) < step_seconds(chosen(replace(long, plan=PlanPins(tensor=1, offload="none"))))
+
+
+def test_a_pinned_offload_gets_a_schedule_that_can_train_it() -> None:
+    plan = chosen(run(plan=PlanPins(pipeline=2, offload="activations")))
+    assert plan.layers[0].offload == "activations" and untrainable(plan) is None
 
 
 def test_time_waited_for_the_host_is_told() -> None:

@@ -19,7 +19,8 @@ UNITS_IN_FLIGHT = 2
 RECEIVES_AHEAD = 2
 """Buffers of receives that are posted before their compute: one in each direction."""
 LAYERS_STAYING = 2
-"""Layers whose activations stay on the device where the others' wait in host memory: the one that computes and the one on the link."""
+"""Layers whose activations stay on the device where the others' wait in host memory: the one that computes and the one on the link. Under
+a pipeline, where backwards follow forwards of other micro-batches, one more: one is on its way out while another comes back."""
 WIDE = 4
 """Bytes of the loss's own sums (fp32)."""
 

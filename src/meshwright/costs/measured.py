@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Machine
-from meshwright.costs.offload import HOST_SHARE
+from meshwright.costs.offload import host_share
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
 
@@ -87,8 +87,8 @@ def _fits(profile: MachineProfile, number_format: str, slow: float, start_us: fl
     found |= _overlap(profile)
     if profile.host_links:
         widest = max(profile.host_links, key=lambda row: row.devices)
-        # `HOST_SHARE` of a link is what a device gets while all of its node copy, which is what was measured.
-        rate = min(widest.to_host, widest.to_device) / HOST_SHARE
+        # What was measured is the share of a link that a device gets while so many copy.
+        rate = min(widest.to_host, widest.to_device) / float(host_share(widest.devices))
         found["host link"] = Fit({"host": rate}, 1, 0.0)
     return found
 

@@ -73,8 +73,8 @@ def memory_by_rank(
     Left out, a rank holds all micro-batches of all its stages, or one when it runs them one after another.
 
     A layer with `offload: activations` (or `both`) leaves nothing on the device between its forward and its backward but two layers of one
-    micro-batch. Where the optimizer is in host memory, master weights and moments are there too; the rank keeps its shard of the weights in
-    the compute format, from which units are gathered, and the sum of their gradients.
+    micro-batch (three under a pipeline). Where the optimizer is in host memory, master weights and moments are there too; the rank keeps
+    its shard of the weights in the compute format, from which units are gathered, and the sum of their gradients.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     times = 1 if one_by_one(plan) else plan.batch.accumulate
@@ -252,6 +252,7 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
     whole = shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16"
     host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.offload in ("optimizer", "both"))
     piled = accumulate if plan.layered else 0
+    staying = LAYERS_STAYING + (plan.axis_size("pipeline") > 1)
     once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
     return {
         "owned": part.sharded, "block": max(part.blocks), "ends": part.ends, "head": part.head, "shards": shard_size(plan),
@@ -259,7 +260,7 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
         "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
         "reduces": not once or one_by_one(plan) or plan.layered,
         "away": (host + part.ends * (strategies[-1].offload in ("optimizer", "both"))) / (sum(part.blocks) + part.ends),
-        "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-LAYERS_STAYING:]),
+        "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-staying:]),
         "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
         "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled,
         "piled_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,

@@ -2,8 +2,9 @@
 
 A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device: the
 one that computes and the one on the link. So a layer takes the longer of its compute and its copy, and only the difference shows. What
-is copied is what fused blocks keep: inputs of both norms, what attention reads and writes, the feed-forward's halves and their product;
-with full recompute, the layer's input alone.
+is copied is what fused blocks keep (`costs.memory.kept_per_token`): residuals and norms' outputs, the joined projection with turned queries
+and keys, attention's output, the feed-forward's halves and their product; with selective recompute residuals and what products and
+attention gave; with full recompute the layer's input alone.
 """
 
 from __future__ import annotations
@@ -12,31 +13,45 @@ import numpy as np
 
 from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 
-HOST_SHARE = 0.4
-"""Share of its host link that a device gets while all of its node copy (measured on 8×H200: 20 of 50 GB/s, host memory is the limit)."""
+HOST_SHARE, SHARERS = 0.4, 8
+"""Share of its host link that a device gets while all of its node copy (measured on 8×H200: 20 of 50 GB/s, host memory is the limit), and
+how many devices share the host then. Fewer get more, up to the whole link: a guess."""
 
 HOST_PARAMS = 1e9
 """Parameters a second that the host steps for each of its devices (measured: 8.1e9 in all by 64 threads beside 8×H200, fused AdamW)."""
 
 
+def host_share(devices: Array) -> Array:
+    """Share of its host link that a device gets while `devices` of its node copy."""
+    return np.clip(HOST_SHARE * SHARERS / np.maximum(1.0, devices), HOST_SHARE, 1.0)
+
+
+def host_rate(machine: Machine) -> Array:
+    """Bytes a second to or from host memory, one direction, while all devices of a node copy."""
+    return machine.host * host_share(machine.per_node)
+
+
 def copied_bytes(shape: Shape, layout: Layouts) -> Array:
     """Bytes of one layer and micro-batch that a rank copies each way, on average over layers."""
     tokens = layout.micro_batch * layout.seq / layout.context
-    attention = shape.attention_layers * (shape.query_width + shape.kv_width + shape.value_width)
-    feed = shape.dense_layers * (2 + shape.gated) * shape.ffn
-    experts = shape.moe_layers * (2 + shape.gated) * (shape.shared_ffn + shape.top_k * shape.expert_ffn)
-    kept = 2 * shape.hidden + (attention + feed + experts) / shape.layers
-    elements = np.where(layout.recompute == 2, shape.hidden, kept)
+    selective = np.asarray(layout.recompute) == 1
+    joined, turned = shape.query_width + shape.kv_width, shape.query_width + shape.kv_width / 2
+    attention = shape.attention_layers * (joined + np.where(selective, 0, turned) + shape.value_width)
+    halves = 1 + shape.gated + np.where(selective, 0, 1)
+    feed = shape.dense_layers * halves * shape.ffn
+    experts = shape.moe_layers * halves * (shape.shared_ffn + shape.top_k * shape.expert_ffn)
+    kept = np.where(selective, 2, 4) * shape.hidden + (attention + feed + experts) / shape.layers
+    elements = np.where(np.asarray(layout.recompute) == 2, shape.hidden, kept)
     return 2.0 * tokens * elements / layout.tensor
 
 
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
     """Seconds of all layers' copies of one micro-batch that their compute (`forward`, `backward`, over all layers) does not hide."""
-    each = shape.layers * copied_bytes(shape, layout) / (machine.host * HOST_SHARE)
+    each = shape.layers * copied_bytes(shape, layout) / host_rate(machine)
     shown = np.maximum(0.0, each - forward) + np.maximum(0.0, each - backward)
     return np.where(layout.offload_activations > 0, shown, 0.0)
 
 
 def host_optimizer(machine: Machine, owned: Array, gradient_bytes: Array) -> Array:
     """Seconds of an optimizer in host memory that owns `owned` parameters: gradients out, the step, 16-bit weights back, one by one."""
-    return owned * ((gradient_bytes + 2.0) / (machine.host * HOST_SHARE) + 1 / HOST_PARAMS)
+    return owned * ((gradient_bytes + 2.0) / host_rate(machine) + 1 / HOST_PARAMS)

@@ -17,6 +17,8 @@ from meshwright.spec.layout import Layout
 
 ALIGNED = "clocks aligned"
 """The mark every rank sets right behind an all-reduce over all ranks: one moment on all clocks."""
+AS_RECORDED = ("step", "mark", "offload", "fetch")
+"""Lanes that no action of the schedule stands for: waits for data, marks, copies to host memory and back."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def trace_spans(measured: Measured, predicted: Timeline | None) -> Iterator[Span
                 yield replace(span, rank=above + place[span.rank])
         for rank, recording in enumerate(measured.recordings):
             for span in recording.steps[number].spans:
-                if span.lane in ("step", "mark"):
+                if span.lane in AS_RECORDED:
                     yield replace(span, rank=above + rank)
 
 

@@ -23,6 +23,7 @@ from meshwright.parallel.executor import Executor
 from meshwright.parallel.fp8 import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, Streams
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.offload import HostMemory
 from meshwright.parallel.recompute import recomputing
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
@@ -121,6 +122,7 @@ def build_engine(
         copies=copies,
         tensor=tensor.of,
         scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
+        host=HostMemory(mesh.device) if any(unit.offloads for row in units for unit in row) else None,
     )
     return Engine(
         model, executor, training, partial(evaluation_schedule, plan, spec.layers), tensor, _copied(held, tied)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
@@ -21,6 +22,7 @@ from meshwright.models.moe import Routed
 from meshwright.parallel.channels import Channels, Transfer
 from meshwright.parallel.fp8 import WeightScales
 from meshwright.parallel.fsdp import Streams
+from meshwright.parallel.offload import HostMemory, Moves, Visit, addresses, handed_in
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
 from meshwright.parallel.stages import Unit
@@ -57,12 +59,13 @@ class Executor:
         copies: CopySums | None = None,
         tensor: int = 1,
         scales: WeightScales | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.model, self.stages, self.rank = model, stages, rank
         self.dtype, self.device, self.routing, self.tensor = dtype, device, routing, tensor
         self._streams, self._channels, self._replicas, self._tied = streams, channels, replicas, tied
         self._copies = copies
-        self._scales = scales
+        self._scales, self.host = scales, host
 
     def play(
         self,
@@ -111,11 +114,17 @@ class _Play:
         self.inputs: dict[Where, Tensor] = {}
         self.gradients: dict[Where, Tensor] = {}
         self.loss_gradients: dict[int, Tensor] = {}
-        self.kept: dict[tuple[int, int, int], tuple[Tensor | None, Tensor, Tensor | None]] = {}
-        self.owed: dict[tuple[int, int, int], WeightQueue] = {}
+        # The edge of an output, not the output: its memory is the next unit's to keep, or to let go.
+        self.kept: dict[Visit, tuple[Tensor | None, GradientEdge, Tensor | None]] = {}
+        self.owed: dict[Visit, WeightQueue] = {}
         self.arriving: dict[tuple[str, int, int], Transfer] = {}
         self.leaving: dict[tuple[str, int, int], Tensor] = {}
         self.sent: list[Transfer] = []
+        offloads = executor.host is not None
+        visits = {place: self.visits(action) for place, action in enumerate(self.row)} if offloads else {}
+        self.begins = {place: found for place, found in visits.items() if found}
+        moved = {visit for found in self.begins.values() for visit in found if self.unit_at(visit).offloads}
+        self.moves = Moves(executor.host, tuple(self.begins.values()), moved, self.copying)
         # Counted by what is sharded together, which for tied ends is two units.
         self.reductions_left = Counter(self.unit(a).sharded for a in self.row if a.kind == "reduce_grad")
         self.do: dict[Kind, Callable[[Action], None]] = {
@@ -143,6 +152,8 @@ class _Play:
             self.on._channels.time_messages()
         taken_as_it_is = self.reduced_next()
         for place, action in enumerate(self.row):
+            if place in self.begins:
+                self.moves.begin()
             for part in action.parts:
                 self.do[part.kind](part)
                 if self.makes_gradients(part) and place not in taken_as_it_is:
@@ -156,6 +167,20 @@ class _Play:
     def aside(self, action: Action, lane: str) -> AbstractContextManager[None] | None:
         """What a collective's span is taken with, in steps whose communication is recorded."""
         return self.recorder.aside(action.label, lane) if self.recorder.detail else None
+
+    def copying(self, name: str, lane: str) -> AbstractContextManager[None] | None:
+        """What a copy to or from host memory is taken with, likewise."""
+        return self.recorder.aside(name, lane) if self.recorder.detail else None
+
+    def visits(self, action: Action) -> tuple[Visit, ...]:
+        """The visits whose forward or backward the action is; none for the loss's backward, which its forward has done, and for the weight
+        half of one."""
+        return tuple(
+            (part.stage, part.micro_batch, part.unit or 0)
+            for part in action.parts
+            if part.kind == "forward"
+            or (part.kind in ("backward", "backward_input") and not self.is_loss(part.stage, part.unit or 0))
+        )
 
     def is_loss(self, stage: int, unit: int) -> bool:
         return stage + 1 == len(self.rank_of) and unit + 1 == len(self.on.stages[stage])
@@ -180,13 +205,24 @@ class _Play:
     def unit(self, action: Action) -> Unit:
         return self.on.stages[action.stage][action.unit or 0]
 
+    def unit_at(self, visit: Visit) -> Unit:
+        return self.on.stages[visit[0]][visit[2]]
+
     def forward(self, action: Action) -> None:
         stage, number, unit = action.stage, action.micro_batch, action.unit or 0
         mine, batch = self.unit(action), self.batches[action.micro_batch]
         mine.sharded.wait()
         trains = action.kind == "forward"
         x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
-        with self.recorder.span(action.label, "compute"), torch.set_grad_enabled(trains):
+        parked = (
+            self.moves.park((stage, number, unit), self.not_its_own(mine, number)) if mine.offloads and trains else None
+        )
+        leaf, x = handed_in(x.detach()) if parked and x is not None else (x, x)
+        with (
+            self.recorder.span(action.label, "compute"),
+            torch.set_grad_enabled(trains),
+            parked.catching() if parked else nullcontext(),
+        ):
             y = mine.run(x, batch, self.shared_inputs(number))
             if self.is_loss(stage, unit):
                 assert isinstance(y, Tensor)
@@ -197,13 +233,18 @@ class _Play:
                 return
             y, balance = self.routed(y, mine, trains)
         if trains:
-            self.kept[stage, number, unit] = x, y, balance
+            self.kept[stage, number, unit] = leaf, get_gradient_edge(y), balance
+            self.moves.forward_ended((stage, number, unit))
         if unit + 1 < len(self.on.stages[stage]):
             self.inputs[stage, number] = y.detach()
         elif self.rank_of[stage + 1] == self.on.rank:
             self.inputs[stage + 1, number] = y.detach()
         else:
             self.leaving["activation", stage, number] = y.detach()
+
+    def not_its_own(self, mine: Unit, number: int) -> frozenset[int]:
+        """Memory that a unit's forward reads and that stays whatever becomes of what it keeps: weights, and what all blocks share."""
+        return addresses([*mine.sharded.gathered, *(self.shared_inputs(number).rope or ())])
 
     def routed(self, y: Tensor | Routed, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
         """A unit's output, and the balance loss to be differentiated with it."""
@@ -255,13 +296,17 @@ class _Play:
         mine.sharded.wait()
         x, y, balance = self.kept.pop((stage, number, unit))
         y_gradient = self.gradient(stage, number, unit)
-        with self.recorder.span(action.label, "compute"), deferring(queue) if queue is not None else nullcontext():
+        with (
+            self.moves.backward((stage, number, unit)),
+            self.recorder.span(action.label, "compute"),
+            deferring(queue) if queue is not None else nullcontext(),
+        ):
             if balance is None:
                 torch.autograd.backward(y, y_gradient)
             else:
                 assert self.on.routing is not None
                 slope = torch.full_like(balance, self.on.routing.slope)
-                torch.autograd.backward((y, balance), (y_gradient, slope))
+                torch.autograd.backward((y, get_gradient_edge(balance)), (y_gradient, slope))
         if x is None:
             return
         gradient = _gradient_of(x)
@@ -310,8 +355,9 @@ class _Play:
     def reduce(self, action: Action) -> None:
         sharded = self.unit(action).sharded
         self.reductions_left[sharded] -= 1
-        started = sharded.reduce(self.aside(action, "reduce"))
-        if started and not self.reductions_left[sharded] and self.on._replicas is not None:
+        last = not self.reductions_left[sharded]
+        sharded.reduce(self.aside(action, "reduce"), place=(action.stage, action.unit), last=last)
+        if last and self.on._replicas is not None:
             self.on._replicas.begin(sharded.gradient_shards, sharded.reduced, self.aside(action, "replicate"))
 
     def norm_barrier(self, action: Action) -> None:

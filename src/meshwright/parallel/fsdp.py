@@ -10,7 +10,7 @@ Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ class ShardedUnit:
     """The parameters of some modules, split over the ranks of a mesh, with four verbs: `unshard`, `wait`, `reshard`, `reduce`.
 
     `places` is how many units of the schedule use it: 2 for tied weights, whose two ends share one unit. It is dropped when all its places
-    dropped it, and reduced when all reduced it.
+    dropped it, and reduced when all have asked since it last was.
     """
 
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision, places: int = 1) -> None:
@@ -53,7 +53,7 @@ class ShardedUnit:
         self._group.reshard_after_backward = False
         self._places = places
         self._holders = 0
-        self._asked = 0
+        self._asked: set[Hashable] = set()
 
     def unshard(self, around: AbstractContextManager[None] | None = None) -> None:
         """Start to gather the weights on the communication stream; nothing when they are there or on their way.
@@ -83,15 +83,18 @@ class ShardedUnit:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
-    def reduce(self, around: AbstractContextManager[None] | None = None) -> bool:
+    def reduce(
+        self, around: AbstractContextManager[None] | None = None, *, place: Hashable = None, last: bool = True
+    ) -> bool:
         """Start to sum the whole gradients over ranks, each rank keeping its shard; added to the shard's sum so far.
 
-        False when another place of the unit has yet to add its part, and nothing was started. `around` as in `unshard`.
+        False when another place of the unit than `place` has yet to add its part, and nothing was started; the `last` call of a step starts
+        in any case, as places may be reduced at different rhythms. `around` as in `unshard`.
         """
-        self._asked += 1
-        if self._asked < self._places:
+        self._asked.add(place)
+        if len(self._asked) < self._places and not last:
             return False
-        self._asked = 0
+        self._asked.clear()
         self._sum(around)
         return True
 
@@ -114,6 +117,12 @@ class ShardedUnit:
     def whole_parameters(self) -> list[nn.Parameter]:
         """The gathered weights, to add gradients to. They exist from the first gather on, also while their memory is freed."""
         return [parameter._unsharded_param for parameter in self._group.fsdp_params]
+
+    @property
+    def gathered(self) -> list[torch.Tensor]:
+        """All that a gather brings: the weights, and those in fp8 instead of which others are empty."""
+        low = (one.linear.low_weight for one in self.linears())
+        return [*self.whole_parameters, *(weight.values for weight in low if weight is not None)]
 
     def linears(self) -> list[LinearShard]:
         """The weights of its linear layers, each by itself."""

@@ -25,12 +25,14 @@ class Unit:
     """One unit of a stage: how to run it, and where its parameters live.
 
     `run` takes the unit's input `(batch, seq, hidden)` (None for the embedding) and gives its output, or the summed loss; a
-    block with experts also says what its router did. `layer` is a block's number in the model.
+    block with experts also says what its router did. `layer` is a block's number in the model. `offloads` tells whether what its forward
+    keeps waits in host memory (`parallel.offload`).
     """
 
     run: Run
     sharded: ShardedUnit
     layer: int | None = None
+    offloads: bool = False
 
 
 def keep_only(model: Decoder, held: Iterable[str]) -> None:
@@ -53,13 +55,20 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Device
     blocks = {name: _unit([block], plan, mesh) for name, block in model.layers.items()}
     rows = []
     for stage in stages:
-        row = [Unit(_block_run(model.layers[str(layer)]), blocks[str(layer)], layer) for layer in stage]
+        row = [
+            Unit(_block_run(model.layers[str(layer)]), blocks[str(layer)], layer, _offloads(model, plan, layer))
+            for layer in stage
+        ]
         if stage.start == 0:
             row.insert(0, Unit(_embed_run(model), ends["embed"]))
         if stage.stop == model.spec.layers:
             row.append(Unit(_head_run(model), ends["head"]))
         rows.append(row)
     return rows
+
+
+def _offloads(model: Decoder, plan: Plan, layer: int) -> bool:
+    return plan.strategy(layer, model.spec.layers).offload in ("activations", "both")
 
 
 def _ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+from meshwright.schedules.registry import entry_of
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
-from meshwright.spec.plan import RUNNABLE_AXES, Plan, PlanPins, Precision
+from meshwright.spec.plan import RUNNABLE_AXES, LayerStrategy, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.91
@@ -64,10 +66,23 @@ def untrainable(plan: Plan) -> str | None:
     )
     low = plan.precision.linear != "compute" or any(layer.linear not in (None, "compute") for layer in plan.layers)
     parts += ["fp8 with tensor ranks or experts"] if low and (plan.axis_size("tensor") > 1 or plan.experts) else []
-    parts += [f"offload {kind}" for kind in dict.fromkeys(layer.offload for layer in plan.layers) if kind != "none"]
+    parts += list(dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer)))
     if not parts:
         return None
     return f"this release cannot train {', '.join(parts)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
+
+
+def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
+    """What of a layer's offload cannot be trained."""
+    if layer.offload in ("optimizer", "both"):
+        yield f"offload {layer.offload}"
+    elif layer.offload == "activations":
+        if entry_of(plan.schedule.name).splits_backward:
+            # Inputs of the products stay on the device for the weight gradients, however long those are put off.
+            yield f"offload activations under {plan.schedule.name}, which puts weight gradients off"
+        if layer.recompute == "selective" and not plan.compile:
+            # Only a compiler says what it keeps in a way that can be moved; torch's own selective recompute holds it itself.
+            yield "offload activations with recompute selective where blocks are not compiled"
 
 
 def peak_bytes(plan: Plan) -> int:
@@ -114,6 +129,12 @@ def precision_of(run: RunSpec) -> Precision:
     return Precision(
         compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas
     )
+
+
+def compiles(run: RunSpec) -> bool:
+    """Whether blocks are compiled: as pinned, else on GPUs."""
+    pinned = pins_of(run).compile
+    return not run.cluster.is_cpu if pinned is None else pinned
 
 
 def pins_of(run: RunSpec) -> PlanPins:

@@ -11,7 +11,7 @@ from itertools import groupby
 from math import inf
 
 from meshwright.costs.of_plan import shard_size
-from meshwright.planner.candidate import Candidate, fits, over_by_rank, peak_bytes, pins_of, precision_of
+from meshwright.planner.candidate import Candidate, compiles, fits, over_by_rank, peak_bytes, pins_of, precision_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
@@ -59,7 +59,7 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
         layers=pins.layers or (_layer("all", strategy.rich, strategy),),
         precision=precision_of(run),
-        compile=not cluster.is_cpu if pins.compile is None else pins.compile,
+        compile=compiles(run),
     )
     if pins.layers or strategy.rich == strategy.lean:
         return plan

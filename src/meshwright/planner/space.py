@@ -89,6 +89,8 @@ class Points:
     virtual: np.ndarray
     offloads: tuple[Offload, ...]
     """What may wait in host memory, the least first."""
+    trainable: bool = False
+    """Whether only what this release can train is wanted."""
 
     def __len__(self) -> int:
         return len(self.mesh)
@@ -111,7 +113,10 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
             rows.append((index, micro, accumulate, schedule, virtual))
     mesh, *steps = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(STEP)).T
     columns = dict(zip(STEP, steps, strict=True))
-    return Points(meshes=meshes, facts=_facts(run, meshes), mesh=mesh, offloads=_offloads(run, trainable), **columns)
+    return Points(
+        meshes=meshes, facts=_facts(run, meshes), mesh=mesh, offloads=_offloads(run, trainable), trainable=trainable,
+        **columns,
+    )  # fmt: skip
 
 
 def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
@@ -199,7 +204,9 @@ def _offloads(run: RunSpec, trainable: bool) -> tuple[Offload, ...]:
     pinned = pins_of(run).offload
     if pinned is not None:
         return (pinned,)
-    return ("none",) if trainable or run.cluster.is_cpu else get_args(Offload)
+    if run.cluster.is_cpu:
+        return ("none",)
+    return ("none", "activations") if trainable else get_args(Offload)
 
 
 def _wanted(pinned: int | None, otherwise: Iterable[int]) -> list[int]:

@@ -22,10 +22,11 @@ from meshwright.costs.inputs import Layouts
 from meshwright.costs.memory import bytes_of, formats
 from meshwright.costs.of_plan import Pricing, gathered_bytes
 from meshwright.costs.step import StepCost, step_cost
-from meshwright.planner.candidate import pins_of, precision_of
+from meshwright.planner.candidate import compiles, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.schedules.in_flight import in_flight
+from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.plan import Gradients, Offload, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
@@ -35,6 +36,8 @@ BATCH = 2048
 SAFETY = 0.97
 """Of a bound, since communication may hide under work that a strategy adds."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+SPLITTING = [number for number, name in enumerate(SCHEDULES) if entry_of(name).splits_backward]
+"""Schedules, by number, that put weight gradients off."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,18 @@ def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> 
         own = np.ones(len(points), bool)
         if gradients == "whole" and pins.gradients is None:
             own &= sharded & many  # reduced once a step in any case
+        chooses = points.trainable and offload == "activations"  # among what candidate.untrainable lets through
+        if chooses and pins.schedule is None:
+            own &= ~np.isin(points.schedule, SPLITTING)
         priced: dict[End, tuple[np.ndarray, np.ndarray]] = {}
         for rich, lean in _pairs(run):
+            if (
+                chooses
+                and not compiles(run)
+                and pins.recompute is None
+                and "selective" in (rich.recompute, lean.recompute)
+            ):
+                continue
             for end in (rich, lean):
                 if end not in priced:
                     priced[end] = price(run, pricing, layouts(run, points, end, gradients, offload))

@@ -13,7 +13,7 @@ from meshwright.events.span import Span
 from meshwright.simulator.timeline import Timeline
 
 MICROSECONDS = 1e6
-LANES = ("step", "compute", "unshard", "reduce", "replicate", "recv", "send")
+LANES = ("step", "compute", "unshard", "reduce", "replicate", "offload", "fetch", "recv", "send")
 """Lanes of a rank from the top, by the first word of their name; others come below."""
 UNNAMED: Mapping[int, str] = MappingProxyType({})
 

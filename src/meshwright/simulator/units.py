@@ -19,7 +19,7 @@ from meshwright.costs.compute import LayerTime, layer_times, product, rate
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import bytes_of
 from meshwright.costs.of_plan import RECOMPUTE, Pricing, experts_over, number, shard_size
-from meshwright.costs.offload import HOST_SHARE, copied_bytes, host_optimizer
+from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
 from meshwright.costs.step import step_cost
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
 from meshwright.spec.plan import LayerStrategy, Plan, Recompute
@@ -241,7 +241,7 @@ class UnitCosts:
         apart = self.jitter / self.model.layers
         each = (work + host) / work * apart
         weight = min(self._weight_products(routed) * self.model.layers, backward)
-        copied = number(copied_bytes(shape, lone) / (machine.host * HOST_SHARE)) if offloaded else 0.0
+        copied = number(copied_bytes(shape, lone) / host_rate(machine)) if offloaded else 0.0
         late = [max(0.0, copied - part * each) for part in (forward, backward)]
         return Seconds(
             forward=forward * each + late[0],

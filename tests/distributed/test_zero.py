@@ -1,0 +1,134 @@
+"""ZeRO's stages by layer range: one model whose layers are sharded each in its own way equals one device, and holds what the account says.
+
+docs/parallelism/zero.md says which fields of a plan are which stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.costs.memory import block_count, memory_by_kind
+from meshwright.events.span import NullRecorder
+from meshwright.parallel.world import World
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.plan import LayerStrategy, Plan, layer_range
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import BATCH, SEQ, compare, one_device, sharded
+from tests.distributed.test_schedules import DEEP, DEEP_TIED, STEPS, Case
+
+STAGES: dict[int, dict[str, Any]] = {
+    1: {"reshard": False, "gradients": "whole"},
+    2: {"reshard": False, "gradients": "shard"},
+    3: {"reshard": True, "gradients": "shard"},
+}
+"""Fields of a layer's strategy by ZeRO stage: 1 shards the optimizer, 2 gradients too, 3 weights too."""
+RANGES = ("0-2", "3-4", "5-7")
+
+
+def by_range(case: Case, stages: tuple[int, ...]) -> Plan:
+    ranges = RANGES if len(stages) > 1 else ("all",)
+    layers = tuple(LayerStrategy(range=text, **STAGES[stage]) for text, stage in zip(ranges, stages, strict=True))
+    return replace(case.plan, layers=layers)
+
+
+ALONE = [(stage,) for stage in STAGES]
+MIXED = list(permutations(STAGES))
+OVER_SHARDS, HYBRID = Case("1f1b", shard=2), Case("1f1b", replicate=2, shard=2)
+
+
+@pytest.mark.parametrize("stages", [*ALONE, MIXED[0], MIXED[-1]], ids=str)
+def test_over_shards(pool: Pool, stages: tuple[int, ...]) -> None:
+    check(pool, by_range(OVER_SHARDS, stages), tied=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "stages"),
+    [(HYBRID, MIXED[1]), (HYBRID, (1,)), (Case("1f1b", pipeline=2, shard=2), MIXED[2]), (Case("breadth_first", shard=2), MIXED[3])],
+    ids=str,
+)  # fmt: skip
+def test_beside_other_axes(pool: Pool, case: Case, stages: tuple[int, ...]) -> None:
+    check(pool, by_range(case, stages), tied=True)
+
+
+def check(pool: Pool, plan: Plan, tied: bool) -> None:
+    spec = DEEP_TIED if tied else DEEP
+    compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS), one_device(spec)[:STEPS], 1e-9)
+
+
+def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
+    results = pool.run(sharded, 2, DEEP, by_range(OVER_SHARDS, MIXED[0]), 2.0, 1)
+    with pytest.raises(AssertionError):
+        compare(results, one_device(DEEP)[:1], 1e-9, weights=False)
+
+
+class Watching(NullRecorder):
+    """Looks at the blocks' memory where the third micro-batch begins: all that stays between micro-batches is there, and little else."""
+
+    def __init__(self, engine: Any) -> None:
+        self.units = [unit for unit in engine.executor.stages[0] if unit.layer is not None]
+        self.seen: list[dict[str, list[int]]] = []
+
+    def span(self, name: str, lane: str = "step") -> Any:
+        if name == "forward 0.2/0":
+            self.seen.append({"weights": self.weights(), "gradients": self.gradients()})
+        return super().span(name, lane)
+
+    def weights(self) -> list[int]:
+        """Bytes of each block's whole weights."""
+        return [
+            sum(weight.untyped_storage().nbytes() for weight in unit.sharded.whole_parameters) for unit in self.units
+        ]
+
+    def gradients(self) -> list[int]:
+        """Bytes of each block's gradients: the rank's own whole sum, or its shard of the ranks'."""
+        found = []
+        for unit in self.units:
+            whole = [getattr(one, "unsharded_accumulated_grad", None) for one in unit.sharded._group.fsdp_params]
+            whole += [weight.grad for weight in unit.sharded.whole_parameters]
+            kept = [one for one in (*whole, *unit.sharded.gradient_shards) if one is not None]
+            found.append(sum(one.numel() * one.element_size() for one in kept))
+        return found
+
+
+def held(world: World, plan: Plan) -> dict[str, list[int]]:
+    """By block, bytes of whole weights and of gradients before the third micro-batch's forward."""
+    from meshwright.data.loader import MicroBatch
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    engine = build_engine(DEEP, plan, build_mesh(plan, world), loss_chunk=5, seed=0, plain=True)
+    tokens = torch.zeros(plan.batch.micro_batch, SEQ, dtype=torch.int64)
+    batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
+    watching = Watching(engine)
+    engine.executor.play(engine.training, batches, watching, torch.tensor(float(tokens.numel())))
+    (seen,) = watching.seen
+    return seen
+
+
+@pytest.mark.parametrize("stages", [*ALONE, *MIXED], ids=str)
+def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stages: tuple[int, ...]) -> None:
+    """Weights whole below stage 3, gradients whole in stage 1; and the memory account counts the same bytes."""
+    plan = by_range(OVER_SHARDS, stages)
+    by_text = zip(RANGES, stages * 3 if len(stages) == 1 else stages, strict=True)
+    of_layer = [stage for text, stage in by_text for _ in layer_range(text, DEEP.layers)]
+    block = 8 * block_count(DEEP, 0, 1, 1)
+    for seen in pool.run(held, 2, plan):
+        # The first block's may be on their way again.
+        assert seen["weights"][1:] == [block if stage < 3 else 0 for stage in of_layer[1:]]
+        assert seen["gradients"] == [block if stage == 1 else block // 2 for stage in of_layer]
+    mine, third = counted(plan), counted(by_range(OVER_SHARDS, (3,)))
+    kept, whole = sum(stage < 3 for stage in of_layer), sum(stage == 1 for stage in of_layer)
+    table, ends = 8 * DEEP.vocab_size * DEEP.hidden, 8 * (2 * DEEP.vocab_size + 1) * DEEP.hidden
+    assert mine["gathered"] - third["gathered"] == max(0, kept - 2) * block + (of_layer[-1] < 3) * table
+    assert mine["gradients"] - third["gradients"] == pytest.approx(whole * block // 2 + (of_layer[-1] == 1) * ends // 2)
+    assert (mine["weights"], mine["optimizer"]) == (third["weights"], third["optimizer"])
+
+
+def counted(plan: Plan) -> dict[str, int]:
+    """The account of a rank in its first block's backward: with sequences so long that no other moment is fuller."""
+    return memory_by_kind(DEEP, TrainSpec(steps=1, global_batch=BATCH, seq_len=1 << 20, loss_chunk=5), plan, cpu=True)

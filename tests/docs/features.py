@@ -1,0 +1,218 @@
+"""Features by features: what the equality tests try together, what is refused before a run starts, and what is left.
+
+One table of features says what a plan that has one looks like, both to recognise it among the tests' plans and to ask for it. A new feature
+is an entry in `FEATURES` (or `ORDERS`), and its equality tests a line in `compared`; `python -m tests.docs.features` writes the page anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, get_args
+
+from tests.distributed import (
+    test_equality,
+    test_experts,
+    test_fp8,
+    test_offload,
+    test_pairs,
+    test_schedules,
+    test_tensor,
+    test_zero,
+)
+from tests.docs.pages import ROOT, text_of
+
+from meshwright.planner.candidate import untrainable
+from meshwright.spec.layout import stage_table
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import (
+    AxisName,
+    BatchPlan,
+    ExpertPlan,
+    LayerStrategy,
+    MeshAxis,
+    Plan,
+    ScheduleName,
+    SchedulePlan,
+)
+
+PAGE = "docs/parallelism/features.md"
+Tested = tuple[Plan, ModelSpec]
+"""A plan that is compared with one device, and the model that it is compared on."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """How to recognise a feature in a tested plan, and how to ask for it."""
+
+    has: Callable[[Plan, ModelSpec], bool]
+    ask: Callable[[Plan], Plan] = lambda plan: plan
+
+
+def axis(name: AxisName) -> Feature:
+    def ask(plan: Plan) -> Plan:
+        return replace(plan, mesh=(*plan.mesh, MeshAxis(axis=name, size=2)))
+
+    return Feature(lambda plan, spec: plan.axis_size(name) > 1, ask)
+
+
+def strategy(**fields: Any) -> Feature:
+    """What a layer's strategy says."""
+
+    def has(plan: Plan, spec: ModelSpec) -> bool:
+        return any(all(getattr(layer, key) == value for key, value in fields.items()) for layer in plan.layers)
+
+    return Feature(has, lambda plan: replace(plan, layers=tuple(replace(layer, **fields) for layer in plan.layers)))
+
+
+def precision(**fields: Any) -> Feature:
+    def has(plan: Plan, spec: ModelSpec) -> bool:
+        return all(getattr(plan.precision, key) == value for key, value in fields.items())
+
+    return Feature(has, lambda plan: replace(plan, precision=replace(plan.precision, **fields)))
+
+
+def uneven(plan: Plan, spec: ModelSpec) -> bool:
+    sizes = {len(stage) for row in stage_table(plan.schedule, plan.axis_size("pipeline"), spec.layers) for stage in row}
+    return len(sizes) > 1
+
+
+def schedule(name: ScheduleName) -> Feature:
+    def ask(plan: Plan) -> Plan:
+        return replace(axis("pipeline").ask(plan), schedule=SchedulePlan(name=name))
+
+    return Feature(lambda plan, spec: plan.axis_size("pipeline") > 1 and plan.schedule.name == name, ask)
+
+
+FEATURES: dict[str, Feature] = {
+    "shards": axis("shard"),
+    "replicas": axis("replicate"),
+    "tensor": axis("tensor"),
+    "experts": Feature(
+        lambda plan, spec: spec.experts > 0, lambda plan: replace(plan, experts=ExpertPlan(expert=1, expert_shard=1))
+    ),
+    "weights kept": strategy(reshard=False),
+    "gradients whole": strategy(gradients="whole"),
+    "recompute selective": strategy(recompute="selective"),
+    "recompute full": strategy(recompute="full"),
+    "offload": strategy(offload="activations"),
+    "fp8 products": Feature(
+        lambda plan, spec: plan.precision.linear != "compute", precision(linear="fp8_tensorwise").ask
+    ),
+    "fp8 gather": precision(linear="fp8_tensorwise", gather="fp8"),
+    "bf16 between replicas": precision(reduce_replicas="bf16"),
+    "compile": Feature(lambda plan, spec: plan.compile, lambda plan: replace(plan, compile=True)),
+    "tied ends": Feature(lambda plan, spec: spec.tied),
+    "uneven stages": Feature(uneven),
+}
+ORDERS: dict[str, Feature] = {
+    "no pipeline, one after another": Feature(lambda plan, spec: plan.axis_size("pipeline") == 1 and not plan.layered),
+    "no pipeline, layered": Feature(
+        lambda plan, spec: plan.axis_size("pipeline") == 1 and plan.layered,
+        lambda plan: replace(plan, schedule=SchedulePlan(name="breadth_first")),
+    ),
+    **{f"pipeline, `{name}`": schedule(name) for name in get_args(ScheduleName)},
+}
+NOTHING = {
+    ("uneven stages", "no pipeline, one after another"), ("uneven stages", "no pipeline, layered"),
+    ("recompute selective", "recompute full"), ("fp8 products", "fp8 gather"),
+}  # fmt: skip
+"""Pairs of which there is nothing to combine."""
+
+
+def compared() -> Iterator[Tested]:
+    """Every plan whose training is compared with one device's, or in fp8 with one rank's."""
+    for given in parametrized(test_equality.test_float64_equals_one_device):
+        yield test_equality.PLANS[given["name"]], given["spec"]
+    deep = {False: test_schedules.DEEP, True: test_schedules.DEEP_TIED}
+    for test, tied in (
+        (test_schedules.test_one_stage, None),
+        (test_schedules.test_two_ranks, False),
+        (test_schedules.test_four_ranks, False),
+        (test_schedules.test_four_ranks_tied, True),
+        (test_schedules.test_eight_ranks, True),
+        (test_schedules.test_compiled, False),
+        (test_pairs.test_crowded, True),
+        (test_pairs.test_compiled, True),
+        (test_tensor.test_up_to_four_ranks, None),
+        (test_tensor.test_eight_ranks, None),
+        (test_tensor.test_compiled, None),
+        (test_offload.test_float64_equals_one_device, None),
+        (test_offload.test_compiled, None),
+    ):
+        for given in parametrized(test):
+            yield given["case"].plan, given["spec"] if "spec" in given else deep[given.get("tied", tied)]
+    for given in parametrized(test_experts.test_float64_equals_one_device):
+        yield given["case"].plan, test_experts.of_case(given["case"])
+    for given in parametrized(test_zero.test_over_shards):
+        yield test_zero.by_range(test_zero.OVER_SHARDS, given["stages"]), deep[False]
+    for given in parametrized(test_zero.test_beside_other_axes):
+        yield test_zero.by_range(given["case"], given["stages"]), deep[True]
+    for given in parametrized(test_fp8.test_layouts_agree):
+        gather = "fp8" if given["linear"] == "fp8_tensorwise" else "compute"
+        yield test_fp8.low(test_fp8.LAYOUTS[given["name"]], given["linear"], gather), test_equality.LLAMA
+    for given in parametrized(test_fp8.test_schedules_agree_also_where_the_backward_is_split):
+        yield test_fp8.low(given["case"].plan), deep[False]
+    for given in parametrized(test_offload.test_fp8_comes_back_bit_for_bit):
+        yield test_fp8.low(replace(given["case"], offload="activations").plan), deep[False]
+
+
+def parametrized(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
+    """The arguments a test function is run with."""
+    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    for values in product(*(mark.args[1] for mark in marks)):
+        given: dict[str, Any] = {}
+        for mark, value in zip(marks, values, strict=True):
+            names = (
+                [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
+            )
+            inner = getattr(value, "values", value)  # of a pytest.param
+            given |= dict(zip(names, inner if len(names) > 1 or inner is not value else (value,), strict=True))
+        yield given
+
+
+BASE = Plan(
+    mesh=(), batch=BatchPlan(global_batch=8, micro_batch=1, accumulate=8), layers=(LayerStrategy(),), compile=False
+)
+"""A plan on one rank, not compiled, that features are asked of."""
+
+
+def refused(row: str, column: str) -> bool:
+    """Whether a plan with both features is refused before a run starts."""
+    return untrainable(FEATURES[column].ask((ORDERS | FEATURES)[row].ask(BASE))) is not None
+
+
+def expected() -> list[dict[str, str]]:
+    """The rows of the page's table."""
+    everything, rows = list(compared()), []
+    for row, feature in (ORDERS | FEATURES).items():
+        mine = [one for one in everything if feature.has(*one)]
+        cells = {"with": row}
+        for column, other in FEATURES.items():
+            nothing = row == column or (column, row) in NOTHING or (row, column) in NOTHING
+            together = any(other.has(*one) for one in mine)
+            cells[column] = (
+                "–" if nothing else "tested" if together else "refused" if refused(row, column) else "allowed"
+            )
+        rows.append(cells)
+    return rows
+
+
+def lines() -> list[str]:
+    """The table as the page should have it."""
+    head = ["with", *FEATURES]
+    rows = [[row[name] for name in head] for row in expected()]
+    return [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
+
+
+def rewritten(text: str) -> str:
+    """The page's text with the table made anew."""
+    old = text.splitlines()
+    start = next(index for index, line in enumerate(old) if line.startswith("| with |"))
+    end = next(index for index in range(start, len(old)) if not old[index].startswith("|"))
+    return "\n".join([*old[:start], *lines(), *old[end:], ""])
+
+
+if __name__ == "__main__":
+    (ROOT / PAGE).write_text(rewritten(text_of(PAGE)), encoding="utf-8")
