@@ -82,7 +82,9 @@ def test_communication_inside_compute_is_told_apart() -> None:
     parts = found["breakdown"]
     assert parts["tensor"] > 0 and parts["context"] > 0
     assert sum(parts.values()) == pytest.approx(found["step_seconds"])
-    assert parts["compute"] + parts["host"] + parts["tensor"] + parts["context"] == pytest.approx(found["ranks"][0]["compute_seconds"])
+    assert parts["compute"] + parts["host"] + parts["tensor"] + parts["context"] == pytest.approx(
+        found["ranks"][0]["compute_seconds"]
+    )
 
 
 def test_without_pins_the_planner_s_choice_is_played() -> None:

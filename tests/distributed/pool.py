@@ -6,8 +6,8 @@ and returns the results in rank order. `body` must be a module-level function.
 
 from __future__ import annotations
 
-import multiprocessing
 import gc
+import multiprocessing
 import os
 import tempfile
 import traceback

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, get_args
 
 import pytest
-from tests.distributed import test_equality, test_pairs, test_schedules, test_tensor
+from tests.distributed import test_equality, test_experts, test_pairs, test_schedules, test_tensor
 from tests.docs.pages import codes, table
 
 from meshwright.launch.prepare import training_plan
@@ -31,6 +31,7 @@ COLUMNS: dict[str, Callable[[Plan, bool], bool]] = {
     "shards": lambda plan, tied: plan.axis_size("shard") > 1,
     "replicas": lambda plan, tied: plan.axis_size("replicate") > 1,
     "tensor": lambda plan, tied: plan.axis_size("tensor") > 1,
+    "expert": lambda plan, tied: plan.experts is not None and plan.experts.expert > 1,
     "weights kept": lambda plan, tied: any(not layer.reshard for layer in plan.layers),
     "gradients whole": lambda plan, tied: any(layer.gradients == "whole" for layer in plan.layers),
     "recompute": lambda plan, tied: any(layer.recompute != "none" for layer in plan.layers),
@@ -53,12 +54,19 @@ ORDERS: dict[str, Callable[[Plan, bool], bool]] = {
 def parametrized(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
     """The arguments a test function is run with."""
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-    for values in product(*(mark.args[1] for mark in marks)):
+    for values in product(*(map(_plain, mark.args[1]) for mark in marks)):
         given: dict[str, Any] = {}
         for mark, value in zip(marks, values, strict=True):
             names = mark.args[0]
             given |= {names: value} if isinstance(names, str) else dict(zip(names, value, strict=True))
         yield given
+
+
+def _plain(value: Any) -> Any:
+    """An argument without the marks of `pytest.param`."""
+    if not hasattr(value, "marks"):
+        return value
+    return value.values if len(value.values) > 1 else value.values[0]
 
 
 def compared() -> list[Tested]:
@@ -79,6 +87,7 @@ def compared() -> list[Tested]:
         (test_tensor.test_up_to_four_ranks, None),
         (test_tensor.test_eight_ranks, None),
         (test_tensor.test_compiled, None),
+        (test_experts.test_experts_on_ranks_of_their_own_equal_one_device, None),
     ):
         for given in parametrized(test):
             ends = given["spec"].tied if "spec" in given else given.get("tied", tied)
