@@ -14,7 +14,7 @@ from meshwright.schedules.schedule import Schedule
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.model import ModelSpec, parameter_count, parameters
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 
 SEQ = 16
 MODEL = ModelSpec(
@@ -99,6 +99,7 @@ def test_a_pipeline_sends_activations_down_and_gradients_up() -> None:
         "pipeline": 2 * 8 * 4 * message,
         "tied": 0,
         "tensor": 0,
+        "expert": 0,
     }
     assert crossing(TIED, two_nodes)["tied"] == 2 * TIED.vocab_size * TIED.hidden * 4
     four_stages = plan(("pipeline", 4), ("shard", 2))
@@ -134,6 +135,27 @@ def test_tensor_ranks_divide_weights_and_messages_and_send_tokens_inside_of_laye
     across = crossing(MODEL, plan(("tensor", 2), ("shard", 4), recompute="full"))
     collectives = 8 * (4 + 6 + 4) + 2 + 2
     assert across["tensor"] == 8 * 4 * 2 * (1 / 2 * message) * collectives
+
+
+def test_tokens_travel_to_experts_and_their_weights_among_those_that_hold_the_same() -> None:
+    """Eight ranks, four to a node. With four expert ranks, inside a node, each expert's two halves lie on two nodes; with eight, half of
+    all rows cross, whole experts stay where they are, and only the rest of the weights is gathered."""
+    model = replace(MODEL, experts=16, experts_per_token=2, expert_hidden=16)
+    rows = [row for row in parameters(model) if row.expert]
+    routed, rest = sum(row.count for row in rows), parameter_count(model) - sum(row.count for row in rows)
+    gathered = {}
+    for expert, rows_across in ((4, 0.0), (8, 0.5)):
+        for axes in ((("shard", 8),), (("shard", 4), ("tensor", 2))):
+            chosen = plan(*axes, gradients="whole", recompute="selective")
+            size = expert // chosen.axis_size("tensor")
+            fold = ExpertPlan(expert=size, expert_shard=chosen.axis_size("shard") // size)
+            found = crossing(model, replace(chosen, experts=fold))
+            row_bytes = 2 * SEQ * 2 * model.hidden * 2 / chosen.axis_size("tensor")
+            assert found["expert"] == 8 * model.layers * 4 * 8 * row_bytes * rows_across
+            gathered[expert, len(axes)] = found["reduce"]
+    assert gathered[8, 1] == 2 * (7 / 8 * 4 * rest)
+    assert gathered[4, 1] - gathered[8, 1] == 4 * 2 * (1 / 2 * 4 * routed / 4)
+    assert gathered[4, 2] - gathered[8, 2] == 4 * 2 * (1 / 2 * 4 * routed / 4)
 
 
 def test_tied_ends_are_one_unit_on_one_rank_and_two_on_two() -> None:

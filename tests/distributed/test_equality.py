@@ -98,6 +98,7 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int 
     from meshwright.parallel.mesh import build_mesh
     from meshwright.train.step import count_valid
 
+    torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
     plain = plan.precision.compute == "fp64"
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plain, balance_loss=TRAIN.balance_loss)
@@ -120,12 +121,15 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int 
 
 
 def whole(name: str, mine: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
-    """The parameter that all shards and tensor ranks hold together; what several hold must be the same, bit for bit."""
-    group, part = mesh.group("tensor"), mine.full_tensor().clone()
+    """The parameter that all shards, tensor and expert ranks hold together; what several hold must be the same, bit for bit."""
+    experts = ".moe.experts." in name
+    group, part = mesh.experts if experts else mesh.group("tensor"), mine.full_tensor().clone()
     if group is None:
         return part
     parts: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(parts, part, group=group)
+    if experts:
+        return torch.cat(parts)
     module, kind = name.split(".")[-2:]
     if module == "qkv":
         kv = max(1, spec.kv_heads // len(parts)) * spec.head_dim

@@ -1,7 +1,7 @@
 """Mixtures of experts under every plan equal one device: loss, balance loss, gradient norm, every gradient and every updated weight.
 
 The oracle is that of test_equality, whose balance loss weighs enough to be seen. A layer's experts are one stacked weight of its block's
-unit; ranks hold different numbers of valid tokens, and some experts get none.
+unit, or lie on ranks of their own; ranks hold different numbers of valid tokens, and some experts get none.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import torch
 
 from meshwright.checkpoint.convert import export_checkpoint
 from meshwright.checkpoint.hf import import_hf
+from meshwright.models.initial import initial_values
 from meshwright.observe.metrics import read_metrics
-from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.errors import BadConfig
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.plan import Plan
 from tests.distributed import cases_training as cases
+from tests.distributed import test_equality
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, LLAMA, SEQ, batch, compare, one_device, sharded
-from tests.distributed.test_schedules import Case
-from tests.distributed.test_training import held, trained
+from tests.distributed.test_equality import BATCH, LLAMA, SEQ, batch, compare, one_device, sharded, worst
+from tests.distributed.test_schedules import UNEVEN, Case
+from tests.distributed.test_training import held, same_bits, trained
 from tests.train.tiny import make_tiny, prepared, ranks, staged
 
 STEPS = 2
@@ -46,6 +49,43 @@ CASES = [
     Case("zbv", pipeline=2),
     Case("zbv", pipeline=2, replicate=2, recompute="selective"),
 ]
+EVEN = replace(MIXTRAL, experts=8)
+SHARED = replace(QWEN3_MOE, experts=8, heads=4, kv_heads=2, head_dim=2)
+TIED = replace(EVEN, tied=True)
+SPREAD = [
+    (EVEN, Case("1f1b", shard=2, expert=2, micro=4)),
+    (SHARED, Case("1f1b", shard=2, expert=2, recompute="full")),
+    (SHARED, Case("1f1b", shard=4, expert=2, recompute="selective", micro=2)),
+    (EVEN, Case("1f1b", shard=4, expert=4, reshard=False)),
+    (EVEN, Case("1f1b", replicate=2, shard=2, expert=2, gradients="whole")),
+    (TIED, Case("breadth_first", shard=2, expert=2, gradients="whole", recompute="full")),
+    (SHARED, Case("1f1b", pipeline=2, shard=2, expert=2)),
+    (SHARED, Case("zbv", pipeline=2, shard=2, expert=2, recompute="selective")),
+    (EVEN, Case("zbv", pipeline=2, shard=2, expert=2, order=("shard", "pipeline", "replicate", "tensor"))),
+    (SHARED, Case("1f1b", tensor=2, micro=4)),
+    (EVEN, Case("1f1b", tensor=2, shard=2, micro=2, recompute="full")),
+    (SHARED, Case("zb_h1", tensor=2, pipeline=2, recompute="selective")),
+    (SHARED, Case("1f1b", tensor=2, shard=2, expert=2, recompute="selective")),
+    (EVEN, Case("1f1b", tensor=2, shard=2, expert=2, order=("tensor", "replicate", "shard", "pipeline"))),
+]
+"""Experts on ranks of their own, tensor ranks among them."""
+SPREAD_WIDER = [
+    (TIED, Case("gpipe", pipeline=2, shard=2, expert=2, micro=2)),
+    (EVEN, Case("interleaved", pipeline=2, shard=2, expert=2, micro=2)),
+    (SHARED, Case("zb_h1", pipeline=2, shard=2, expert=2)),
+    (EVEN, Case("dualpipe_v", pipeline=2, shard=2, expert=2)),
+    (EVEN, Case("breadth_first", pipeline=2, shard=2, expert=2)),
+    (replace(EVEN, layers=8), Case("1f1b", pipeline=2, shard=2, expert=2, stages=UNEVEN)),
+    (EVEN, Case("1f1b", replicate=2, shard=4, expert=2)),
+    (SHARED, Case("zbv", pipeline=2, replicate=2, shard=2, expert=2, recompute="full")),
+    (replace(EVEN, experts=4), Case("1f1b", shard=8, expert=2)),
+]
+"""The last: four ranks share two experts, and split their rows."""
+SPREAD_COMPILED = [
+    (SHARED, Case("1f1b", shard=2, expert=2, compile=True, recompute="full")),
+    (SHARED, Case("zbv", pipeline=2, tensor=2, compile=True, micro=2, recompute="selective")),
+    (EVEN, Case("1f1b", shard=2, expert=2, compile=True, micro=2)),
+]
 COMPILED = [Case("1f1b", shard=2, compile=True, micro=4), Case("zbv", pipeline=2, compile=True, micro=2)]
 
 
@@ -58,6 +98,89 @@ def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
     spec = of_case(case)
     results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
     compare(results, one_device(spec)[:STEPS], 1e-9)
+
+
+def named(value: ModelSpec | Case) -> str:
+    return str(value) if isinstance(value, Case) else value.family
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"),
+    [*SPREAD, *(pytest.param(*row, marks=pytest.mark.slow) for row in (*SPREAD_WIDER, *SPREAD_COMPILED))],
+    ids=named,
+)
+def test_experts_on_ranks_of_their_own_equal_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
+    compare(results, one_device(spec)[:STEPS], 1e-9)
+
+
+def lopsided_values(seed: int, row: ParameterSpec, first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Routers that send every token to two of the first four experts, whichever of them its direction asks for."""
+    if not row.name.endswith("router.weight"):
+        return initial_values(seed, row, first, count, device)
+    scales = torch.tensor([4.0, -4.0, 3.0, -3.0, 0.1, -0.1, 0.0, 0.0], dtype=torch.float64)
+    direction = initial_values(seed, row, 0, row.shape[1], device).double()
+    return (scales[:, None] * direction).flatten()[first : first + count]
+
+
+def lopsided(world: Any, spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
+    from meshwright.parallel import apply
+
+    apply.initial_values = lopsided_values
+    try:
+        return sharded(world, spec, plan, 1.0, STEPS)
+    finally:
+        apply.initial_values = initial_values
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", shard=2, expert=2, micro=2),
+        Case("1f1b", shard=4, expert=4, recompute="full"),
+        Case("1f1b", tensor=2, shard=2, expert=2, recompute="selective"),
+        pytest.param(Case("1f1b", shard=2, expert=2, compile=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_and_ranks_without_tokens(pool: Pool, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """The later half of the experts gets nothing: of two ranks the second, and of four the last two, only send."""
+    monkeypatch.setattr(test_equality, "initial_values", lopsided_values)
+    truth = one_device.__wrapped__(EVEN)[:STEPS]
+    idle = truth[0]["gradients"]["layers.1.moe.experts.down"].flatten(1).norm(dim=1) == 0
+    assert idle.tolist() == [False] * 4 + [True] * 4
+    compare(pool.run(lopsided, case.plan.ranks, EVEN, case.plan), truth, 1e-9)
+
+
+def doubly_counted(world: Any, case: Case) -> list[dict[str, Any]]:
+    """Gradients of spread experts, and of nothing else, a thousandth off."""
+    from meshwright.parallel import stages
+
+    kept = stages._block_unit
+
+    def wrong(*given: Any) -> Any:
+        unit = kept(*given)
+        unit.parts[0]._group.gradient_divide_factor = 0.999
+        return unit
+
+    stages._block_unit = wrong
+    try:
+        return sharded(world, EVEN, case.plan, 1.0, 1)
+    finally:
+        stages._block_unit = kept
+
+
+def test_a_wrong_factor_of_the_experts_gradients_is_noticed(pool: Pool) -> None:
+    results = pool.run(doubly_counted, 4, Case("1f1b", shard=4, expert=2))
+    truth = one_device(EVEN)[:1]
+    with pytest.raises(AssertionError):
+        compare(results, truth, 1e-9)
+    for got in (rank[0] for rank in results):
+        factor = (got["norm"] + 1e-6) / (truth[0]["norm"] + 1e-6)  # what clipping has made of it
+        errors = {name: worst(found * factor, truth[0]["gradients"][name]) for name, found in got["gradients"].items()}
+        assert {name for name, error in errors.items() if error > 1e-9} == {
+            name for name in errors if ".moe.experts." in name
+        }
 
 
 def slightly_wrong(world: Any, case: Case) -> list[dict[str, Any]]:
@@ -94,10 +217,10 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
     plan = case.plan
     mesh = build_mesh(plan, world)
-    engine = build_engine(QWEN3_MOE, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
-    optimizer, share = AdamW(engine.model, QWEN3_MOE, TRAIN), BATCH // mesh.data_ranks
+    engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
+    optimizer, share = AdamW(engine.model, SHARED, TRAIN), BATCH // mesh.data_ranks
     first = mesh.data_rank * share
-    mine = [tensor[first : first + share].split(plan.batch.micro_batch) for tensor in batch(0, QWEN3_MOE)]
+    mine = [tensor[first : first + share].split(plan.batch.micro_batch) for tensor in batch(0, SHARED)]
     batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
     for _ in range(2):
         figures = train_step(
@@ -109,18 +232,23 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 @pytest.mark.parametrize(
     "case",
-    [Case("1f1b", shard=2, recompute="full"), Case("zbv", pipeline=2, shard=2, recompute="selective")],
+    [
+        Case("1f1b", shard=2, recompute="full"),
+        Case("zbv", pipeline=2, shard=2, recompute="selective"),
+        Case("1f1b", shard=2, expert=2, recompute="full"),
+        Case("1f1b", shard=2, expert=2, tensor=2, recompute="selective", micro=2),
+    ],
     ids=str,
 )
 def test_routing_is_counted_once(pool: Pool, case: Case) -> None:
-    """Over data, micro-batches and stages, and not again in recompute or by the step before."""
+    """Over data, micro-batches, stages and parts of a sequence, and not again in recompute or by the step before."""
     alone = pool.run(routed, 1, Case("1f1b", micro=8))[0]
     for balance, load, values in pool.run(routed, case.plan.ranks, case):
         assert torch.equal(load, alone[1])
         assert torch.allclose(balance, alone[0], rtol=1e-12)
         assert torch.allclose(values, alone[2], rtol=1e-9)
     balance, load, values = alone
-    assert load.sum(1).tolist() == [0.0] + [BATCH * SEQ * QWEN3_MOE.experts_per_token] * 3
+    assert load.sum(1).tolist() == [0.0] + [BATCH * SEQ * SHARED.experts_per_token] * 3
     assert values[5] == pytest.approx(float(balance.sum()) / (3 * BATCH))
     assert values[6] == pytest.approx(float((load[1:].amax(1) / load[1:].mean(1)).max()))
 
@@ -131,11 +259,52 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_experts_spread_over_ranks_are_refused_before_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        (["plan.expert=3"], "a divisor of model.experts = 4"),
+        (
+            ["plan.tensor=2", "model.experts=3"],
+            "a divisor of model.experts = 3, as tensor ranks hold different experts",
+        ),
+        (["plan.tensor=2", "model.shared_expert_hidden=3"], "a divisor of model.shared_expert_hidden = 3"),
+    ],
+)
+def test_what_ranks_cannot_divide_is_refused_before_start(tmp_path: Path, pins: list[str], says: str) -> None:
     tiny = make_tiny(tmp_path / "data")
-    with pytest.raises(BadInput, match="cannot train expert 2"):
-        prepared(tiny, tmp_path / "runs", *ranks(2), "plan.expert=2", *SMALL)
+    with pytest.raises(BadConfig, match=says):
+        prepared(tiny, tmp_path / "runs", "cluster.gpus_per_node=2", *SMALL, *pins)
     assert not (tmp_path / "runs").exists()
+
+
+def opened_under(pool: Pool, tiny: Path, runs: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    """Weights and moments that the ranks of a plan hold together when the run is opened under it."""
+    assignment = prepared(tiny, runs, *overrides).assignment
+    return {
+        name: tensor
+        for _, tensors in pool.run(cases.opened, assignment.plan.ranks, assignment)
+        for name, tensor in tensors.items()
+    }
+
+
+def test_experts_change_ranks_between_two_starts(pool: Pool, tmp_path: Path) -> None:
+    """From two expert ranks to four shards, and from four ranks that split halves of them to tensor ranks: bit for bit."""
+    tiny, runs = make_tiny(tmp_path / "data"), tmp_path / "runs"
+    spread, cut = [*ranks(2), "plan.expert=2"], [*ranks(4), "plan.expert=1"]
+    both = [*ranks(4), "plan.expert=2"]
+    first = trained(pool, tiny, runs, *spread, *SMALL, stop_at=3)
+    assert same_bits(opened_under(pool, tiny, runs, *cut, *SMALL), held(first))
+    second = trained(pool, tiny, runs, *cut, *SMALL, stop_at=5)
+    assert same_bits(opened_under(pool, tiny, runs, *spread, *SMALL), held(second))
+    third = trained(pool, tiny, runs, *both, *SMALL, stop_at=7)
+    with_tensor = ["cluster.gpus_per_node=4", "plan.shard=2", "plan.tensor=2", "plan.expert=2"]
+    assert same_bits(opened_under(pool, tiny, runs, *with_tensor, *SMALL), held(third))
+    fourth = trained(pool, tiny, runs, *with_tensor, *SMALL, stop_at=9)
+    assert same_bits(opened_under(pool, tiny, runs, *spread, *SMALL), held(fourth))
+    export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")
+    spec, reader = import_hf(tmp_path / "hf")
+    final = held(fourth)
+    assert all(torch.equal(reader.read(row), final[f"model.{row.name}"]) for row in parameters(spec))
 
 
 def test_a_run_learns_resumes_under_another_plan_and_leaves_as_a_folder(pool: Pool, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, GPT, LLAMA, compare, one_device, sharded
 
@@ -34,6 +34,7 @@ class Case:
     stages: tuple[tuple[str, ...], ...] = ()
     compile: bool = False
     tensor: int = 1
+    expert: int = 1
     offload: str = "none"
     order: tuple[str, ...] = ("pipeline", "replicate", "shard", "tensor")
     """Axes, outermost first."""
@@ -53,6 +54,7 @@ class Case:
                 ),
             ),
             precision=Precision(compute="fp64", reduce="fp64"),
+            experts=ExpertPlan(expert=self.expert, expert_shard=self.shard // self.expert) if self.expert > 1 else None,
             compile=self.compile,
         )
 

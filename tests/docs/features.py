@@ -57,6 +57,12 @@ def axis(name: AxisName) -> Feature:
     return Feature(lambda plan, spec: plan.axis_size(name) > 1, ask)
 
 
+def on_expert_ranks(plan: Plan) -> Plan:
+    return replace(
+        plan, mesh=(*plan.mesh, MeshAxis(axis="shard", size=2)), experts=ExpertPlan(expert=2, expert_shard=1)
+    )
+
+
 def strategy(**fields: Any) -> Feature:
     """What a layer's strategy says."""
 
@@ -92,6 +98,7 @@ FEATURES: dict[str, Feature] = {
     "experts": Feature(
         lambda plan, spec: spec.experts > 0, lambda plan: replace(plan, experts=ExpertPlan(expert=1, expert_shard=1))
     ),
+    "expert ranks": Feature(lambda plan, spec: plan.experts is not None and plan.experts.expert > 1, on_expert_ranks),
     "weights kept": strategy(reshard=False),
     "gradients whole": strategy(gradients="whole"),
     "recompute selective": strategy(recompute="selective"),
@@ -116,7 +123,7 @@ ORDERS: dict[str, Feature] = {
 }
 NOTHING = {
     ("uneven stages", "no pipeline, one after another"), ("uneven stages", "no pipeline, layered"),
-    ("recompute selective", "recompute full"), ("fp8 products", "fp8 gather"),
+    ("experts", "expert ranks"), ("recompute selective", "recompute full"), ("fp8 products", "fp8 gather"),
 }  # fmt: skip
 """Pairs of which there is nothing to combine."""
 
@@ -140,6 +147,7 @@ def compared() -> Iterator[Tested]:
         (test_tensor.test_compiled, None),
         (test_offload.test_float64_equals_one_device, None),
         (test_offload.test_compiled, None),
+        (test_experts.test_experts_on_ranks_of_their_own_equal_one_device, None),
     ):
         for given in parametrized(test):
             yield given["case"].plan, given["spec"] if "spec" in given else deep[given.get("tied", tied)]

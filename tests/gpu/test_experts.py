@@ -29,7 +29,21 @@ CASES = {
     "recompute full": (1, ["plan.recompute=full"]),
     "recompute selective, accumulate": (1, ["plan.recompute=selective", "plan.micro_batch=2"]),
     "fp32 on a processor": (1, ["cluster.gpu=cpu"]),
-    "shard 2": (2, []),
+    "shard 2": (2, ["plan.expert=1"]),
+    "expert 2": (2, ["plan.expert=2"]),
+    "expert 2, not compiled, recompute full": (2, ["plan.expert=2", "plan.compile=false", "plan.recompute=full"]),
+    "expert 2, recompute selective": (2, ["plan.expert=2", "plan.recompute=selective", "plan.micro_batch=2"]),
+    "expert 2, recompute full, layered": (
+        2,
+        ["plan.expert=2", "plan.recompute=full", "plan.schedule=breadth_first", "plan.micro_batch=1"],
+    ),
+    "tensor 2": (2, ["plan.tensor=2", "plan.recompute=selective"]),
+    "expert 2 x tensor 2": (4, ["plan.expert=2", "plan.shard=2", "plan.tensor=2"]),
+    "expert 2 x expert shard 2": (4, ["plan.expert=2", "plan.shard=4"]),
+    "expert 2 x pipeline 2, split backward": (
+        4,
+        ["plan.expert=2", "plan.shard=2", "plan.pipeline=2", "plan.schedule=zb_h1", "plan.micro_batch=1"],
+    ),
     "pipeline 2, split backward": (2, ["plan.pipeline=2", "plan.schedule=zb_h1", "plan.micro_batch=1"]),
 }
 

@@ -60,7 +60,11 @@ def test_training_is_offered_its_own_axes() -> None:
     assert {axis for mesh in space.meshes for axis in AXES if mesh.size(axis) > 1} == {*RUNNABLE_AXES}
     assert space.offloads == ("none", "activations")
     mixture = run("qwen3-30b-a3b", seq=4096)
-    assert {mesh.expert for mesh in points(mixture, trainable=True).meshes} == {1}
+    assert {mesh.expert for mesh in points(mixture, trainable=True).meshes} == {1, 2, 4, 8}
+    folds = {
+        (mesh.expert, mesh.size("tensor")) for mesh in points(run("mixtral-8x7b", seq=4096), trainable=True).meshes
+    }
+    assert all(8 % (expert * tensor) == 0 for expert, tensor in folds) and (2, 4) in folds
 
 
 @pytest.mark.parametrize(

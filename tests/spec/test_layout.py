@@ -160,3 +160,15 @@ def test_equal_ranks_get_equal_layers_but_the_last(pipeline: int, layers: int, h
     assert balanced_stages("1f1b", pipeline, layers, head, None, (3.0,) * pipeline) == balanced_stages(
         "1f1b", pipeline, layers, head
     )
+
+
+def test_experts_are_folded_from_the_ranks_of_one_copy() -> None:
+    """By hand, 16 ranks: two copies of eight ranks, in each four expert ranks beside one another, and two shards of the same experts."""
+    layout = Layout((("replicate", 2), ("shard", 8)), 8, expert=4)
+    assert layout.expert_groups() == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8, 12))
+    assert layout.expert_shard_groups() == tuple((r, r + 4) for r in (0, 1, 2, 3, 8, 9, 10, 11))
+    with_tensor = Layout((("shard", 4), ("tensor", 2)), 8, expert=2)
+    assert with_tensor.expert_groups() == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert with_tensor.expert_shard_groups() == ((0, 4), (1, 5), (2, 6), (3, 7))
+    outside = Layout((("shard", 4), ("pipeline", 2)), 8, expert=2)
+    assert outside.expert_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))

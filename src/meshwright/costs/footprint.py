@@ -16,7 +16,7 @@ import numpy as np
 from meshwright.costs.account import LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.constants import table
 from meshwright.costs.inputs import Array, Layouts, Shape
-from meshwright.costs.memory import exchanged_per_token, kept_per_token, made_per_token
+from meshwright.costs.memory import exchanged_per_token, kept_per_token, made_per_token, travelled_per_token
 from meshwright.costs.stages import stage_layers
 from meshwright.spec.layout import balanced_stages
 from meshwright.spec.model import ModelSpec, parameters
@@ -51,6 +51,7 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, head: float, *, last: b
     tokens = layout.micro_batch * layout.seq / layout.context / width
     mode = np.asarray(layout.recompute, dtype=np.int64)
     kept = tokens * f.compute * np.choose(mode, np.broadcast_arrays(*sizes.kept))
+    kept = kept + tokens * f.compute * sizes.travelled * ((mode == MODES.index("selective")) & (layout.expert > 1))
     forwards, forwards_first = _forwards(layout, last)
     staying = np.minimum(LAYERS_STAYING + (np.asarray(layout.pipeline) > 1), layers)
     alive = np.where(np.asarray(layout.offload_activations) > 0, staying, forwards * layers)
@@ -110,6 +111,8 @@ class _Sizes:
     """Elements a token that a block keeps, by recompute mode."""
     made: float
     """Elements a token of gradients in its backward."""
+    travelled: float
+    """Elements a token that selective recompute keeps besides where its experts are on several ranks."""
 
 
 @lru_cache(maxsize=8)  # a sweep asks about one model thousands of times
@@ -126,6 +129,7 @@ def _sizes(model: ModelSpec, low: float) -> _Sizes:
         embed=embed,
         kept=tuple(sum(kept_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in MODES),
         made=sum(made_per_token(model, layer) for layer in layers) / model.layers,
+        travelled=sum(travelled_per_token(model, layer, "selective", 2) for layer in layers) / model.layers,
     )
 
 

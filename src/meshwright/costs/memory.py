@@ -124,6 +124,13 @@ def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: floa
     return (2 + low * norms) * model.hidden + query + again + joined + turned + wide + low * inner + routed
 
 
+def travelled_per_token(model: ModelSpec, layer: int, recompute: Recompute, ranks: int) -> float:
+    """Elements of one token that are kept besides where its experts are on `ranks` ranks: selective recompute does not ask for rows twice,
+    and keeps what the experts gave as it left and as it arrived."""
+    again = recompute == "selective" and model.routed(layer) and ranks > 1
+    return model.experts_per_token * model.hidden if again else 0.0
+
+
 def made_per_token(model: ModelSpec, layer: int) -> float:
     """Elements of gradients in a block's backward over what it has let go: those of the feed-forward's wide half and of the stream."""
     wide, _, routed = _feed_forward(model, layer)
@@ -155,7 +162,10 @@ def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[in
 
 
 def _kept(model: ModelSpec, plan: Plan, layer: int, recompute: Recompute) -> float:
-    return kept_per_token(model, layer, recompute, low_share(plan.precision, plan.linear(layer, model.layers)))
+    low = low_share(plan.precision, plan.linear(layer, model.layers))
+    return kept_per_token(model, layer, recompute, low) + travelled_per_token(
+        model, layer, recompute, experts_over(plan) * plan.axis_size("tensor")
+    )
 
 
 def _waits(strategy: LayerStrategy) -> bool:

@@ -8,14 +8,14 @@ parameters, gradients and activations (counts, norms, headers) is some kilobytes
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 from meshwright.costs.memory import bytes_of
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Layout, Part, held_shape, shard_rows, stage_table
+from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import RUNNABLE_AXES, Plan
 
@@ -39,17 +39,21 @@ class CrossNodeBytes:
     """The gradient of a weight that the first and the last pipeline rank share."""
     tensor: float
     """Tokens gathered and sums scattered inside of layers."""
+    expert: float
+    """Tokens on their way to their experts and back, if every expert gets as many."""
 
     @property
     def total(self) -> float:
-        return self.gather + self.reduce + self.replicas + self.pipeline + self.tied + self.tensor
+        return self.gather + self.reduce + self.replicas + self.pipeline + self.tied + self.tensor + self.expert
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is gathered and reduced together: its elements, padded to whole shards, and how often in a step."""
+    """What is gathered and reduced together: its elements but for routed experts, padded to whole shards, and how often in a step."""
 
     elements: int
+    experts: int
+    """Elements of those routed experts that its expert rank holds, which other ranks share."""
     gathers: int
     reductions: int
     low: int = 0
@@ -65,17 +69,19 @@ def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int,
     if other is not None:
         raise BadInput(f"bytes across nodes are known for {', '.join(RUNNABLE_AXES)}; the plan has {other.axis} too")
     shard, precision = layout.size("shard"), plan.precision
-    rings = {axis: _ring_borders(layout, axis) for axis in ("shard", "replicate")}
-    along_shard, along_replicas = _ring_share(shard), _ring_share(layout.size("replicate"))
+    rings = {axis: _ring_borders(layout, layout.groups(axis)) for axis in ("shard", "replicate")}
+    rings["expert"] = _ring_borders(layout, layout.expert_shard_groups())
+    copies = shard // layout.expert
+    along_shard, along_replicas, along_copies = map(_ring_share, (shard, layout.size("replicate"), copies))
     gather = reduce = replicas = 0.0
     for rank in range(layout.size("pipeline")):
         for unit in _units(model, plan, counts, rank):
             sharded = rings["shard"][rank] * along_shard * unit.elements
+            sharded += rings["expert"][rank] * along_copies * unit.experts
             gather += sharded * unit.gathers * (unit.low or bytes_of(precision.compute))
             reduce += sharded * unit.reductions * bytes_of(precision.reduce)
-            sums = (
-                bool(unit.reductions) * unit.elements / shard * bytes_of(precision.reduce_replicas or precision.stored)
-            )
+            kept = unit.elements / shard + unit.experts / copies
+            sums = bool(unit.reductions) * kept * bytes_of(precision.reduce_replicas or precision.stored)
             replicas += 2 * rings["replicate"][rank] * along_replicas * sums
     pipeline = _pipeline(model, plan, layout, seq_len)
     return CrossNodeBytes(
@@ -85,6 +91,7 @@ def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int,
         pipeline=pipeline,
         tied=_tied(model, plan, layout),
         tensor=_tensor(model, plan, layout, seq_len),
+        expert=_expert(model, plan, layout, seq_len),
     )
 
 
@@ -92,10 +99,10 @@ def _ring_share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _ring_borders(layout: Layout, axis: str) -> dict[int, int]:
-    """By pipeline rank, how often the rings of `axis` cross from node to node."""
+def _ring_borders(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
+    """By pipeline rank, how often the rings of its groups cross from node to node."""
     borders: dict[int, int] = defaultdict(int)
-    for group in layout.groups(axis):
+    for group in groups:
         nodes = len({layout.node(rank) for rank in group})
         borders[layout.coordinates(group[0]).get("pipeline", 0)] += nodes if nodes > 1 else 0
     return borders
@@ -109,13 +116,14 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     order = sorted(stage.start for row in table for stage in row)
-    elements = _unit_elements(model, plan.axis_size("shard"), plan.axis_size("tensor"))
+    elements, experts = _unit_elements(model, plan)
     starts = any(stage.start == 0 for stage in table[rank])
     embed, head = elements["embed"] + elements["positions"], elements["head"]
     if model.tied:
         head += embed if starts else elements["embed"]
         embed = head if any(stage.stop == model.layers for stage in table[rank]) else embed
     for stage in table[rank]:
+        routed = [0] * (stage.start == 0) + [experts[str(layer)] for layer in stage] + [0]
         sizes = [elements[str(layer)] for layer in stage]
         sizes = [embed] * (stage.start == 0) + sizes + [head] * (stage.stop == model.layers)
         for unit, size in enumerate(sizes):
@@ -123,19 +131,25 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
             if model.tied and starts and stage.stop == model.layers and unit == len(sizes) - 1:
                 gathers, reductions = gathers * plan.strategy(0, model.layers).reshard, 0
             block = 0 <= unit - (stage.start == 0) < len(stage)
-            yield _Unit(size, gathers, reductions, int(block and plan.precision.gather == "fp8"))
+            yield _Unit(size, routed[unit], gathers, reductions, int(block and plan.precision.gather == "fp8"))
 
 
-def _unit_elements(model: ModelSpec, shard: int, tensor: int) -> dict[str, int]:
+def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     """Elements of embed, positions, every layer by its number, and head on one tensor rank, with each weight's rows filled up to a multiple
-    of the shards."""
+    of the shards; apart, those of routed experts on one expert rank."""
+    shard, tensor = plan.axis_size("shard"), plan.axis_size("tensor")
+    division = Division(Part(0, tensor), Part(0, tensor * (plan.experts.expert if plan.experts else 1)))
     found: dict[str, int] = defaultdict(int)
+    experts: dict[str, int] = defaultdict(int)
     for row in parameters(model):
         part, _, rest = row.name.partition(".")
         unit = rest.partition(".")[0] if part == "layers" else part if part in ("embed", "positions") else "head"
-        rows, *others = held_shape(model, row, Part(0, tensor))
-        found[unit] += len(shard_rows(rows, shard, 0)) * shard * prod(others)
-    return found
+        rows, *others = held_shape(model, row, division)
+        if row.expert:
+            experts[unit] += rows * prod(others)
+        else:
+            found[unit] += len(shard_rows(rows, shard, 0)) * shard * prod(others)
+    return found, experts
 
 
 def _pipeline(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
@@ -170,7 +184,7 @@ def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
     """Collectives over all tokens of a micro-batch: four of a block's forward, six of its backward, which gathers anew what it did not
     keep, two of the embedding and two of the head."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    borders = _ring_borders(layout, "tensor")
+    borders = _ring_borders(layout, layout.groups("tensor"))
     collectives = 0
     for rank, stages in enumerate(table):
         for layer in (layer for stage in stages for layer in stage):
@@ -178,6 +192,20 @@ def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
             ends = 2 * (layer == 0) + 2 * (layer == model.layers - 1)
             collectives += borders[rank] * (10 + again + ends)
     return plan.batch.accumulate * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len) * collectives
+
+
+def _expert(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
+    """Each routed row to the rank of its expert and back, forward and backward, and again where forward is computed again."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    rows = _stream(model, plan, seq_len) * model.experts_per_token / layout.size("tensor")
+    total = 0.0
+    for group in layout.expert_groups():
+        across = sum(layout.crosses_nodes((a, b)) for a in group for b in group)
+        stages = table[layout.coordinates(group[0]).get("pipeline", 0)]
+        routed = [layer for stage in stages for layer in stage if model.routed(layer)]
+        travels = sum(6 if plan.strategy(layer, model.layers).recompute == "full" else 4 for layer in routed)
+        total += rows / len(group) * across * travels
+    return plan.batch.accumulate * total
 
 
 def _stream(model: ModelSpec, plan: Plan, seq_len: int) -> int:

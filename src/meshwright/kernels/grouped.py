@@ -68,7 +68,9 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = 
 # they happen to lie in memory.
 @torch.library.custom_op("meshwright::grouped_linear", mutates_args=())
 def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> Tensor:
-    return looped(x, weight, offsets) if plain else F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+    if plain or not x.shape[0]:  # no rows: a rank whose experts nobody chose
+        return looped(x, weight, offsets)
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
 
 
 @torch.library.custom_op("meshwright::grouped_linear_backward", mutates_args=())
@@ -76,7 +78,7 @@ def _grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, plain: bool
 ) -> tuple[Tensor, Tensor]:
     grad = grad.contiguous()
-    return (looped_gradients if plain else grouped_gradients)(grad, x, weight, offsets)
+    return (looped_gradients if plain or not x.shape[0] else grouped_gradients)(grad, x, weight, offsets)
 
 
 def grouped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

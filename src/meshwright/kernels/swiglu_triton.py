@@ -19,7 +19,8 @@ def fused_swiglu(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     count = out.numel()
-    _forward[(triton.cdiv(count, BLOCK),)](gate_up.contiguous(), out, count, width, BLOCK, num_warps=8)
+    if count:  # no rows reach a rank whose experts nobody chose
+        _forward[(triton.cdiv(count, BLOCK),)](gate_up.contiguous(), out, count, width, BLOCK, num_warps=8)
     return out
 
 
@@ -29,7 +30,8 @@ def fused_swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     count = grad.numel()
     grid = (triton.cdiv(count, BLOCK),)
-    _backward[grid](gate_up.contiguous(), grad.contiguous(), out, count, gate_up.shape[-1] // 2, BLOCK, num_warps=8)
+    if count:
+        _backward[grid](gate_up.contiguous(), grad.contiguous(), out, count, gate_up.shape[-1] // 2, BLOCK, num_warps=8)
     return out
 
 

@@ -48,12 +48,17 @@ class MixtureOfExperts(nn.Module):
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         loads = _loads(chosen, self.count)
-        order = order_by_expert(chosen.flatten(0, 1), loads.sum(0))
+        load = loads.sum(0)
+        order = order_by_expert(chosen.flatten(0, 1), load)
         rows = self.experts(to_groups(x.flatten(0, 1), order), order)
         y = (from_groups(rows, order) * weights.flatten(0, 1)[..., None]).sum(1).to(x.dtype).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        return Routed(y, _balance(likely, loads, self.per_token), loads.sum(0))
+        return Routed(y, _balance(likely, self.of_sequences(loads), self.per_token), load)
+
+    def of_sequences(self, loads: Tensor) -> Tensor:
+        """How often whole sequences chose each expert, `(batch, experts)`, of what the tokens here chose: all of them, on one device."""
+        return loads
 
 
 class Experts(nn.Module):
@@ -90,8 +95,11 @@ def _loads(chosen: Tensor, experts: int) -> Tensor:
 def _balance(likely: Tensor, loads: Tensor, copies: int) -> Tensor:
     """Σ over sequences of experts · Σₑ fₑ·pₑ: fₑ the share of the sequence's choices that fell on e, pₑ its mean probability.
 
+    `loads` are of whole sequences; of tokens that are part of them this is the part of the sum that they make.
+
     1 a sequence when all experts are equally loaded, up to the number of experts when one has everything. Switch's loss (Fedus et al.
     2022, equations 4–6), for each sequence alone as in DeepSeek-V2 (2024), so that it does not depend on how a batch is divided.
     """
-    share = loads.to(likely.dtype) / (likely.shape[1] * copies)
-    return loads.shape[1] * (share * likely.mean(1)).sum()
+    choices = loads.sum(1, keepdim=True)
+    share, mean = loads.to(likely.dtype) / choices, likely.sum(1) * copies / choices
+    return loads.shape[1] * (share * mean).sum()

@@ -1,5 +1,5 @@
-"""The order in which a Plan is applied to a model: cut, divide over tensor ranks, formats, recompute, compile, split the backward, shard,
-materialise, initialise.
+"""The order in which a Plan is applied to a model: cut, divide over tensor ranks, spread experts, formats, recompute, compile, split the
+backward, shard, materialise, initialise.
 
 This is the one place that fixes it. The model never learns of any of it: a block's `forward` is wrapped, its name and parameters stay.
 """
@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.kernels.linear import split_backward
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial import initial_values
 from meshwright.parallel.channels import open_channels
 from meshwright.parallel.executor import Executor
+from meshwright.parallel.experts import spread_experts
 from meshwright.parallel.fp8 import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, Streams
 from meshwright.parallel.mesh import Mesh
@@ -27,13 +27,13 @@ from meshwright.parallel.offload import HostMemory
 from meshwright.parallel.recompute import recomputing
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
-from meshwright.parallel.stages import keep_only, make_units
+from meshwright.parallel.stages import keep_only, keep_parts, make_units
 from meshwright.parallel.tensor import CopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.of_plan import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.layout import WHOLE, Box, Part, held_boxes, held_parameters, stage_table
+from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, held_boxes, held_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 
@@ -42,16 +42,16 @@ from meshwright.spec.plan import Plan, Recompute
 class Engine:
     """A model under a plan on one rank: the part of it the rank holds, and what runs it.
 
-    `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches. `tensor` is the rank's place
-    among its tensor ranks. `copied` lists by parameter the rows of this rank's tensor whose gradients another rank counts in the norm: the
-    second end's copy of a tied weight, and what tensor ranks hold alike on all of them but the first.
+    `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches. `division` says which parts
+    the rank holds of what tensor and expert ranks divide. `copied` lists by parameter the rows of this rank's tensor whose gradients
+    another rank counts in the norm: the second end's copy of a tied weight, and what tensor ranks hold alike on all of them but the first.
     """
 
     model: Decoder
     executor: Executor
     training: Schedule
     evaluating: Callable[[int], Schedule]
-    tensor: Part
+    division: Division
     copied: Mapping[str, Sequence[range]]
 
     @property
@@ -91,23 +91,25 @@ def build_engine(
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
     keep_only(model, held_parameters(spec, table, pipeline_rank))
+    division = mesh.division
+    keep_parts(model, division)
     divide_over_tensor_ranks(model, mesh)
+    spread_experts(model, mesh)
     multiply_low(model, plan, mesh.device)
     wrap_blocks(model, plan)
     if entry_of(plan.schedule.name).splits_backward:
         for block in model.layers.values():
             split_backward(block)
-    units = make_units(model, table[pipeline_rank], plan, mesh.shards)
+    units = make_units(model, table[pipeline_rank], plan, mesh)
     model.to_empty(device=mesh.device)
     passed("model")
-    tensor = mesh.part("tensor")
-    initialise_shards(model, seed, tensor)
+    initialise_shards(model, seed, division)
     passed("weights")
     tied = _tied_sum(model, table, mesh)
-    held = {name: holding.boxes for name, holding in holdings(model, tensor).items()}
-    copies = CopySums(model, held, mesh) if tensor.of > 1 else None
+    held = {name: holding.boxes for name, holding in holdings(model, division).items()}
+    copies = CopySums(model, held, mesh) if division.tensor.of > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for row in units for unit in row))
-    streams = Streams(sharded, mesh.device)
+    streams = Streams((part for unit in sharded for part in unit.parts), mesh.device)
     executor = Executor(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
@@ -120,12 +122,12 @@ def build_engine(
         tied=tied,
         routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
         copies=copies,
-        tensor=tensor.of,
+        tensor=division.tensor.of,
         scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
         host=HostMemory(mesh.device) if any(unit.offloads for row in units for unit in row) else None,
     )
     return Engine(
-        model, executor, training, partial(evaluation_schedule, plan, spec.layers), tensor, _copied(held, tied)
+        model, executor, training, partial(evaluation_schedule, plan, spec.layers), division, _copied(held, tied)
     )
 
 
@@ -165,15 +167,16 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
     """
     compiled = torch.compile(_call, fullgraph=True, dynamic=False)
     for layer, block in model.layers.items():
+        assert isinstance(block, Block)
         mode = plan.strategy(int(layer), model.spec.layers).recompute
         if plan.compile:
             block.forward = partial(compiled, type(block).forward, mode, block)
         else:
-            block.forward = recomputing(block.forward, mode)
+            block.forward = recomputing(block.forward, mode, block.routed)
 
 
-def _call(forward: Callable[..., Any], mode: Recompute, block: nn.Module, *inputs: Any) -> Any:
-    return recomputing(partial(forward, block), mode)(*inputs)
+def _call(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: Any) -> Any:
+    return recomputing(partial(forward, block), mode, block.routed)(*inputs)
 
 
 @dataclass(frozen=True)
@@ -185,16 +188,16 @@ class Holding:
     boxes: tuple[Box, ...]
 
 
-def holdings(model: Decoder, tensor: Part = WHOLE) -> dict[str, Holding]:
-    """By name, what this rank holds of each parameter of a model that was divided over tensor ranks and sharded, or was not."""
+def holdings(model: Decoder, division: Division = UNDIVIDED) -> dict[str, Holding]:
+    """By name, what this rank holds of each parameter of a model that was divided and sharded, or was not."""
     rows = {row.name: row for row in parameters(model.spec)}
-    return {name: holding(model.spec, rows[name], weight, tensor) for name, weight in model.named_parameters()}
+    return {name: holding(model.spec, rows[name], weight, division) for name, weight in model.named_parameters()}
 
 
-def holding(spec: ModelSpec, row: ParameterSpec, weight: torch.Tensor, tensor: Part) -> Holding:
+def holding(spec: ModelSpec, row: ParameterSpec, weight: torch.Tensor, division: Division) -> Holding:
     """The same of one parameter, or of a tensor laid out like it."""
     local, shard = local_part(weight)
-    return Holding(row, local, held_boxes(spec, row, tensor, shard))
+    return Holding(row, local, held_boxes(spec, row, division, shard))
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
@@ -207,9 +210,9 @@ def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
 
 
 @torch.no_grad()
-def initialise_shards(model: Decoder, seed: int, tensor: Part = WHOLE) -> None:
+def initialise_shards(model: Decoder, seed: int, division: Division = UNDIVIDED) -> None:
     """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
-    for held in holdings(model, tensor).values():
+    for held in holdings(model, division).values():
         for box in held.boxes:
             _fill(held.local.detach()[box.first_row :][: box.sizes[0]], held.row, seed, box)
 

@@ -17,6 +17,7 @@ from meshwright.kernels.fp8 import E4M3, inverse, scale_of
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.fsdp import ShardedUnit
+from meshwright.parallel.joint import JointUnit
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
 
@@ -58,7 +59,7 @@ def _refuse_other_devices(device: torch.device) -> None:
 class WeightScales:
     """The scales of one rank's fp8 weights, kept on the device."""
 
-    def __init__(self, units: Iterable[ShardedUnit], mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, units: Iterable[ShardedUnit | JointUnit], mesh: DeviceMesh, device: torch.device) -> None:
         weights = [weight for unit in units for weight in unit.linears() if weight.linear.scaling == "tensorwise"]
         self._shards = [weight.shard for weight in weights]
         self._scales = torch.ones(2, len(weights), SLOT, device=device)

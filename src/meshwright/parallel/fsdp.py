@@ -20,9 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+from torch.distributed.tensor import Shard
 
 from meshwright.kernels.fp8 import E4M3, Low, rounded_now
 from meshwright.kernels.linear import Linear
+from meshwright.models.moe import Experts
+from meshwright.spec.layout import expert_cut
 from meshwright.spec.plan import Precision
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -30,7 +33,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class ShardedUnit:
-    """The parameters of some modules, split over the ranks of a mesh, with four verbs: `unshard`, `wait`, `reshard`, `reduce`.
+    """The parameters of some modules, but for those inside that are a unit's already, split over the ranks of a mesh, with four verbs:
+    `unshard`, `wait`, `reshard`, `reduce`.
 
     `places` is how many units of the schedule use it: 2 for tied weights, whose two ends share one unit. It is dropped when all its places
     dropped it, and reduced when all have asked since it last was.
@@ -43,7 +47,12 @@ class ShardedUnit:
             reduce_dtype=DTYPES[precision.reduce],
             cast_forward_inputs=False,
         )
-        fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        experts = {weight for part in _parts(modules, Experts) for weight in part.parameters()}
+
+        def cut(weight: nn.Parameter) -> Shard:
+            return Shard(expert_cut(weight.shape, mesh.size()) if weight in experts else 0)
+
+        fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=cut)
         for module in modules:
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()
@@ -51,9 +60,15 @@ class ShardedUnit:
         self._group.gradient_divide_factor = 1.0
         self._group.force_sum_reduction_for_comms = True
         self._group.reshard_after_backward = False
+        self.talks = mesh.size() > 1
         self._places = places
         self._holders = 0
         self._asked: set[Hashable] = set()
+
+    @property
+    def parts(self) -> tuple[ShardedUnit, ...]:
+        """The units in it: itself (`parallel.joint`)."""
+        return (self,)
 
     def unshard(self, around: AbstractContextManager[None] | None = None) -> None:
         """Start to gather the weights on the communication stream; nothing when they are there or on their way.
@@ -289,6 +304,10 @@ def _replaced(group: Any, name: str, context: AbstractContextManager[None]) -> I
         yield
     finally:
         setattr(group, name, plain)
+
+
+def _parts(modules: Iterable[nn.Module], kind: type[nn.Module]) -> Iterator[nn.Module]:
+    return (part for module in modules for part in module.modules() if isinstance(part, kind))
 
 
 def _group_of(module: nn.Module) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Layout, Part
+from meshwright.spec.layout import Division, Layout, Part
 from meshwright.spec.plan import Plan
 
 Parts = tuple[tuple[int, ...], ...]
@@ -36,6 +36,7 @@ class Mesh:
         self.coordinates = layout.coordinates(world.rank)
         self._made: dict[Parts, dist.ProcessGroup] = {}
         self._shards: DeviceMesh | None = None
+        self._expert_shards: DeviceMesh | None = None
         for axis, size in layout.axes:
             if size > 1:
                 self.group_over((axis,))
@@ -79,6 +80,17 @@ class Mesh:
         return self.split(parts_over(self.layout, long), " × ".join(long)) if long else None
 
     @property
+    def division(self) -> Division:
+        """Which parts are this rank's of what tensor and expert ranks divide."""
+        together = next(group for group in self.layout.expert_groups() if self.rank in group)
+        return Division(self.part("tensor"), Part(together.index(self.rank), len(together)))
+
+    @property
+    def experts(self) -> dist.ProcessGroup | None:
+        """The ranks that hold a layer's experts together, in the order of their parts; None when that is this rank alone."""
+        return self._joint(self.layout.expert_groups(), "experts")
+
+    @property
     def one_copy(self) -> dist.ProcessGroup | None:
         """The ranks that hold one copy of the model together: those that differ along any axis but `replicate`."""
         return self.group_over([axis for axis, _ in self.layout.axes if axis != "replicate"])
@@ -109,9 +121,21 @@ class Mesh:
     def shards(self) -> DeviceMesh:
         """torch's view of the shard axis, for FSDP2."""
         if self._shards is None:
-            group = self.group("shard") or self._alone()
-            self._shards = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("shard",))
+            self._shards = self._for_fsdp(self.group("shard"))
         return self._shards
+
+    @property
+    def expert_shards(self) -> DeviceMesh:
+        """The same of the ranks that hold the same experts of one copy of the model, and split their weights."""
+        if self._expert_shards is None:
+            self._expert_shards = self._for_fsdp(self._joint(self.layout.expert_shard_groups(), "expert shards"))
+        return self._expert_shards
+
+    def _joint(self, parts: Parts, what: str) -> dist.ProcessGroup | None:
+        return self.split(parts, what) if len(parts) < self.layout.ranks else None
+
+    def _for_fsdp(self, group: dist.ProcessGroup | None) -> DeviceMesh:
+        return DeviceMesh.from_group(group or self._alone(), self.device.type, mesh_dim_names=("shard",))
 
     def _alone(self) -> dist.ProcessGroup:
         """A group of this rank: FSDP2 wants one even where there is nobody to talk to."""

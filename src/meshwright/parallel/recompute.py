@@ -1,7 +1,8 @@
 """Activation recompute: what a block's forward keeps for backward, and what backward computes again.
 
-selective keeps the results of matrix products and attention, which are dear to compute, and routers' choices; it recomputes the
-element-wise rest (Korthikanti et al. 2022); full keeps the block's input only (Chen et al. 2016).
+selective keeps the results of matrix products, attention and exchanges between ranks, which are dear to compute; it recomputes the
+element-wise rest (Korthikanti et al. 2022); full keeps the block's input only (Chen et al. 2016). Routers' choices are always kept: made
+again from other roundings, they could send a token elsewhere, and with spread experts ranks would wait for rows that never come.
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.kernels.grouped import GROUPED_OPERATOR
-from meshwright.parallel import products  # noqa: F401  # makes the operators of tensor parallelism
+from meshwright.parallel import experts, products  # noqa: F401  # make the operators named below
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
 
 
-def recomputing(forward: Forward, mode: Recompute) -> Forward:
-    """`forward` with its activations kept according to `mode`."""
+def recomputing(forward: Forward, mode: Recompute, chooses: bool = False) -> Forward:
+    """`forward` with its activations kept according to `mode`; `chooses` says that routers in it choose."""
     if mode == "none":
         return forward
+    again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     if mode == "full":
-        return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=_selective_contexts)
+        return partial(again, context_fn=_choosing_contexts) if chooses else again
+    return partial(again, context_fn=_selective_contexts)
+
+
+def _choosing_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_choices)
+
+
+def _keep_choices(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _CHOICES else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _selective_contexts() -> Any:
@@ -38,7 +48,13 @@ def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 _aten = torch.ops.aten
-_KEPT = {
+_CHOICES = {
+    _aten.topk.default,
+    _aten.sort.stable,
+    torch.ops.meshwright.exchanged_loads.default,
+    torch.ops.meshwright.summed_loads.default,
+}
+_KEPT = _CHOICES | {
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_mm.default,
@@ -48,9 +64,7 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     GROUPED_OPERATOR,
-    # A router's choice is made once: made again from other roundings, it could send a token elsewhere.
-    _aten.topk.default,
-    _aten.sort.stable,
+    torch.ops.meshwright.exchanged_rows.default,
     torch.ops.meshwright.gathered_product.default,
     torch.ops.meshwright.scattered_product.default,
 }

@@ -14,7 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
+from meshwright.parallel.experts import SpreadExperts
 from meshwright.parallel.fsdp import LoneUnit, ShardedUnit
+from meshwright.parallel.joint import JointUnit
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.layout import Division, held_shape
+from meshwright.spec.model import parameters
 from meshwright.spec.plan import Plan
 
 Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
@@ -30,7 +35,7 @@ class Unit:
     """
 
     run: Run
-    sharded: ShardedUnit
+    sharded: ShardedUnit | JointUnit
     layer: int | None = None
     offloads: bool = False
 
@@ -49,10 +54,19 @@ def keep_only(model: Decoder, held: Iterable[str]) -> None:
         model.norm = model.head = None  # type: ignore[assignment]
 
 
-def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: DeviceMesh) -> list[list[Unit]]:
-    """The units of each stage of this rank, their parameters sharded over `mesh`."""
-    ends = _ends(model, plan, mesh)
-    blocks = {name: _unit([block], plan, mesh) for name, block in model.layers.items()}
+def keep_parts(model: Decoder, division: Division) -> None:
+    """Give every parameter of a (meta) model the shape of the rank's part. Names stay."""
+    rows = {row.name: row for row in parameters(model.spec)}
+    for name, whole in list(model.named_parameters()):
+        owner, _, kind = name.rpartition(".")
+        mine = whole.new_empty(held_shape(model.spec, rows[name], division))
+        setattr(model.get_submodule(owner), kind, nn.Parameter(mine))
+
+
+def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) -> list[list[Unit]]:
+    """The units of each stage of this rank, their parameters sharded over the mesh."""
+    ends = _ends(model, plan, mesh.shards)
+    blocks = {name: _block_unit(block, plan, mesh) for name, block in model.layers.items()}
     rows = []
     for stage in stages:
         row = [
@@ -65,6 +79,15 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Device
             row.append(Unit(_head_run(model), ends["head"]))
         rows.append(row)
     return rows
+
+
+def _block_unit(block: nn.Module, plan: Plan, mesh: Mesh) -> ShardedUnit | JointUnit:
+    """A block's unit; experts that are spread over ranks are sharded by themselves, over those that hold the same ones."""
+    spread = [module for module in block.modules() if isinstance(module, SpreadExperts)]
+    if not spread:
+        return _unit([block], plan, mesh.shards)
+    # What is inside first: the unit around it then leaves it alone.
+    return JointUnit([_unit(spread, plan, mesh.expert_shards), _unit([block], plan, mesh.shards)])
 
 
 def _offloads(model: Decoder, plan: Plan, layer: int) -> bool:

@@ -22,28 +22,22 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.products import GatheredLinear, ScatteredLinear
 from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import TENSOR_CUTS, Box, Part, check_tensor, even_rows, held_shape
-from meshwright.spec.model import parameters
+from meshwright.spec.layout import TENSOR_CUTS, Box, check_tensor, even_rows
 
 PRODUCTS = {"rows": GatheredLinear, "columns": ScatteredLinear}
 
 
 def divide_over_tensor_ranks(model: Decoder, mesh: Mesh) -> None:
-    """Leave this tensor rank its part of a model that is still without memory; nothing to do on one tensor rank.
+    """Let each module compute this tensor rank's part, which a model without memory was left; nothing to do on one tensor rank.
 
     Raises BadInput when that many ranks cannot divide it.
     """
     group, part = mesh.group("tensor"), mesh.part("tensor")
     if group is None:
         return
-    if model.spec.experts:
-        raise BadInput(
-            f"plan.tensor: expected 1 for a mixture of experts, which this release trains undivided, got {part.of}"
-        )
     if expected := check_tensor(model.spec, part.of):
         raise BadInput(f"plan.tensor: expected {expected}, got {part.of}")
     spec, name = model.spec, group.group_name
-    _leave_parts(model, part)
     for block in model.layers.values():
         assert isinstance(block, Block)
         _divide_block(block, name, part.of)
@@ -57,18 +51,9 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh) -> None:
         model.head = VocabularyHead(model.head.weight, sizes, model.head.loss_chunk, part.index, name)  # type: ignore[assignment]
 
 
-def _leave_parts(model: Decoder, part: Part) -> None:
-    """Give every parameter the shape of the rank's part."""
-    rows = {row.name: row for row in parameters(model.spec)}
-    for name, whole in list(model.named_parameters()):
-        owner, _, kind = name.rpartition(".")
-        mine = whole.new_empty(held_shape(model.spec, rows[name], part))
-        setattr(model.get_submodule(owner), kind, nn.Parameter(mine))
-
-
 def _divide_block(block: Block, group: str, ranks: int) -> None:
     for name, linear in list(block.named_modules()):
-        if isinstance(linear, Linear):
+        if isinstance(linear, Linear) and name in TENSOR_CUTS:
             owner, _, last = name.rpartition(".")
             product = PRODUCTS[TENSOR_CUTS[name]](linear, group, ranks)
             setattr(block.get_submodule(owner), last, product)

@@ -58,12 +58,6 @@ class Answer:
 def untrainable(plan: Plan) -> str | None:
     """What of the plan this release can plan and simulate but not train, or None."""
     parts = [f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES]
-    parts += [f"expert {plan.experts.expert}"] if plan.experts and plan.experts.expert > 1 else []
-    parts += (
-        [f"tensor {plan.axis_size('tensor')} of a mixture of experts"]
-        if plan.experts and plan.axis_size("tensor") > 1
-        else []
-    )
     low = plan.precision.linear != "compute" or any(layer.linear not in (None, "compute") for layer in plan.layers)
     parts += ["fp8 with tensor ranks or experts"] if low and (plan.axis_size("tensor") > 1 or plan.experts) else []
     parts += list(dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer)))

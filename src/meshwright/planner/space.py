@@ -156,9 +156,7 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
                     "pipeline": pipeline, "replicate": data // shard, "shard": shard, "context_ring": ring,
                     "context_ulysses": ulysses, "tensor": tensor,
                 }  # fmt: skip
-                for expert, order in product(
-                    _experts(run, shard * ring * ulysses, trainable), orders(run.cluster, sizes)
-                ):
+                for expert, order in product(_experts(run, shard * ring * ulysses, tensor), orders(run.cluster, sizes)):
                     yield Mesh(tuple(sizes[axis] for axis in AXES), expert, order)
 
 
@@ -166,7 +164,7 @@ def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring): the axes that split one sequence's work."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
     low = (pins.linear or "compute") != "compute"
-    refused = ("tensor",) if model.experts or low else ()  # tensor ranks do not go with experts or fp8 yet
+    refused = ("tensor",) if low else ()  # tensor ranks do not go with fp8 yet
     alone = {axis: [1] for axis in AXES if trainable and (axis not in RUNNABLE_AXES or axis in refused)}
     widths = [d for d in divisors(run.cluster.ranks) if _splits_heads(run, d)]
     for tensor in _wanted(pins.tensor, alone.get("tensor", [d for d in widths if d <= domain])):
@@ -193,11 +191,12 @@ def _rings(run: RunSpec, inner: int, ulysses: int) -> list[int]:
     return [d for d in divisors(run.cluster.ranks // inner) if d <= max(1, most)]
 
 
-def _experts(run: RunSpec, ranks: int, trainable: bool) -> list[int]:
-    experts = run.model.experts
-    if not experts:
+def _experts(run: RunSpec, ranks: int, tensor: int) -> list[int]:
+    """Over how many of the ranks of one copy a layer's experts are spread; tensor ranks hold different ones too."""
+    if not run.model.experts:
         return [1]
-    return _wanted(pins_of(run).expert, [1] if trainable else [d for d in divisors(ranks) if experts % d == 0])
+    wanted = _wanted(pins_of(run).expert, divisors(ranks))
+    return [size for size in wanted if ranks % size == 0 and run.model.experts % (size * tensor) == 0]
 
 
 def _offloads(run: RunSpec, trainable: bool) -> tuple[Offload, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
-from meshwright.spec.layout import stage_table, tensor_misfit
+from meshwright.spec.layout import expert_misfit, stage_table, tensor_misfit
 from meshwright.spec.plan import DATA_AXES, SchedulePlan, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
@@ -237,7 +237,8 @@ def _tensor_misfit(run: _Run, ranks: int) -> str | None:
     heads, kv_heads, width = run("model.heads"), run("model.kv_heads"), run("model.ffn_hidden")
     if not (heads and kv_heads and width):
         return None
-    return tensor_misfit(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
+    misfit = tensor_misfit(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
+    return misfit or expert_misfit(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
 
 
 def _warmup(run: _Run) -> Iterator[Mistake]:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.spec.plan import DATA_AXES, Plan, SchedulePlan, layer_range
+from meshwright.spec.plan import DATA_AXES, FOLDED_AXES, Plan, SchedulePlan, layer_range
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,13 @@ class Layout:
 
     axes: tuple[tuple[str, int], ...]
     ranks_per_node: int
+    expert: int = 1
+    """Ranks that a layer's experts are spread over, neighbours of the shard and context axes together."""
 
     @classmethod
     def of(cls, plan: Plan, ranks_per_node: int) -> Layout:
-        return cls(tuple((axis.axis, axis.size) for axis in plan.mesh), ranks_per_node)
+        axes = tuple((axis.axis, axis.size) for axis in plan.mesh)
+        return cls(axes, ranks_per_node, plan.experts.expert if plan.experts else 1)
 
     @property
     def ranks(self) -> int:
@@ -68,6 +71,28 @@ class Layout:
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Every group of `axis`, by its lowest rank: together they hold every rank once."""
         return tuple(self.group(axis, rank) for rank in range(self.ranks) if not self.coordinates(rank).get(axis, 0))
+
+    def expert_groups(self) -> tuple[tuple[int, ...], ...]:
+        """All ranks, by those that hold a layer's experts together, each in the order of their parts: neighbours of the shard and context
+        axes taken as one, as tokens pass between them in every layer, with their tensor ranks."""
+        return self._folded(1, (*FOLDED_AXES, "tensor"))
+
+    def expert_shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        """All ranks, by those of one copy of the model that hold the same experts and split their weights."""
+        return self._folded(0, FOLDED_AXES)
+
+    def _folded(self, alike: int, inside: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All ranks, by their coordinate `alike` of the fold and those along axes that are not `inside` it."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            place, index = self.coordinates(rank), 0
+            for axis, size in self.axes:
+                if axis in FOLDED_AXES:
+                    index = index * size + place[axis]
+            shard, expert = divmod(index, self.expert)
+            outside = (at for axis, at in place.items() if axis not in inside)
+            groups.setdefault(((expert, shard)[alike], *outside), []).append(rank)
+        return tuple(map(tuple, groups.values()))
 
     def crosses_nodes(self, ranks: Iterable[int]) -> bool:
         """Whether `ranks` live on more than one node."""
@@ -200,6 +225,17 @@ class Part:
 
 WHOLE = Part()
 
+
+@dataclass(frozen=True)
+class Division:
+    """A rank's parts of what axes divide: `tensor` of every matrix, `expert` of a layer's experts. Shards divide what is left."""
+
+    tensor: Part = WHOLE
+    expert: Part = WHOLE
+
+
+UNDIVIDED = Division()
+
 Cut = Literal["rows", "columns", "whole"]
 TENSOR_CUTS: dict[str, Cut] = {
     "embed": "rows",
@@ -208,11 +244,14 @@ TENSOR_CUTS: dict[str, Cut] = {
     "mlp.gate_up": "rows",
     "mlp.up": "rows",
     "mlp.down": "columns",
+    "moe.shared.gate_up": "rows",
+    "moe.shared.up": "rows",
+    "moe.shared.down": "columns",
     "head": "rows",
 }
 """How tensor ranks divide the weights of a module (Shoeybi et al. 2019): output features or the vocabulary by rows, each fused weight's
-blocks for themselves, and input features by columns. What is not listed every rank holds whole: norms, learned positions, and the biases
-behind a product whose sum is taken over ranks."""
+blocks for themselves, and input features by columns. What is not listed every rank holds whole: norms, learned positions, routers, and the
+biases behind a product whose sum is taken over ranks. Routed experts are whole and on different ranks (`Layout.expert_groups`)."""
 
 
 @dataclass(frozen=True)
@@ -230,20 +269,37 @@ class Box:
     counts: bool = True
 
 
-def held_boxes(spec: ModelSpec, row: ParameterSpec, tensor: Part = WHOLE, shard: Part = WHOLE) -> tuple[Box, ...]:
-    """What a rank holds of one parameter: its tensor rank's part, the rows of which its shard group divides further.
+def held_boxes(
+    spec: ModelSpec, row: ParameterSpec, division: Division = UNDIVIDED, shard: Part = WHOLE
+) -> tuple[Box, ...]:
+    """What a rank holds of one parameter: its part by `division`, the rows of which its shard group divides further.
 
-    Boxes without elements are left out. `check_tensor` says which models `tensor.of` ranks can divide.
+    Boxes without elements are left out. `check_tensor` says which models `division.tensor.of` ranks can divide.
     """
-    boxes = _tensor_boxes(spec, row, tensor)
+    boxes = _divided_boxes(spec, row, division)
+    if row.expert and expert_cut(boxes[0].sizes, shard.of):
+        return (_columns_of(boxes[0], even_rows(boxes[0].sizes[1], shard.of, shard.index)),)
     mine = shard_rows(sum(box.sizes[0] for box in boxes), shard.of, shard.index)
     return tuple(_rows_of(box, mine) for box in boxes if box.first_row < mine.stop and _stop(box) > mine.start)
 
 
-def held_shape(spec: ModelSpec, row: ParameterSpec, tensor: Part) -> tuple[int, ...]:
-    """The shape of a tensor rank's part of a parameter."""
-    boxes = _tensor_boxes(spec, row, tensor)
+def expert_cut(shape: Sequence[int], shards: int) -> int:
+    """The dimension along which shards divide the experts `(experts, rows, columns)` a rank was left: whole experts where that comes out
+    even, else the rows of each one's matrix, which must; whole experts again where they do not."""
+    return int(shape[0] % shards > 0 and shape[1] % shards == 0)
+
+
+def held_shape(spec: ModelSpec, row: ParameterSpec, division: Division) -> tuple[int, ...]:
+    """The shape of a rank's part of a parameter, before shards divide it."""
+    boxes = _divided_boxes(spec, row, division)
     return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
+
+
+def _divided_boxes(spec: ModelSpec, row: ParameterSpec, division: Division) -> list[Box]:
+    if not row.expert:
+        return _tensor_boxes(spec, row, division.tensor)
+    mine = even_rows(row.shape[0], division.expert.of, division.expert.index)
+    return [Box((mine.start, *(0 for _ in row.shape[1:])), (len(mine), *row.shape[1:]))]
 
 
 def _tensor_boxes(spec: ModelSpec, row: ParameterSpec, tensor: Part) -> list[Box]:
@@ -278,6 +334,13 @@ def _rows_of(box: Box, rows: range) -> Box:
     return replace(box, offsets=at, sizes=(stop - first, *box.sizes[1:]), first_row=first - rows.start)
 
 
+def _columns_of(box: Box, columns: range) -> Box:
+    """The part of a box in `columns` of its own, along dimension 1."""
+    at, size = list(box.offsets), list(box.sizes)
+    at[1], size[1] = at[1] + columns.start, len(columns)
+    return replace(box, offsets=tuple(at), sizes=tuple(size))
+
+
 def even_rows(rows: int, parts: int, index: int) -> range:
     """The rows that part `index` of `parts` holds when none may hold two more than another."""
     return range(rows * index // parts, rows * (index + 1) // parts)
@@ -285,7 +348,8 @@ def even_rows(rows: int, parts: int, index: int) -> range:
 
 def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str | None:
     """What tensor ranks the model, and sequences of `seq_len` tokens, can be divided over, when it is not `ranks`; None when it is."""
-    return tensor_misfit(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, seq_len)
+    misfit = tensor_misfit(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, seq_len)
+    return misfit or expert_misfit(ranks, spec.experts, spec.shared_expert_hidden)
 
 
 def tensor_misfit(
@@ -302,6 +366,15 @@ def tensor_misfit(
         return f"at most model.vocab_size = {vocab_size}"
     if seq_len is not None and seq_len % ranks:
         return f"a divisor of train.seq_len = {seq_len}, as between products each rank has a part of the sequence"
+    return None
+
+
+def expert_misfit(ranks: int, experts: int, shared_hidden: int) -> str | None:
+    """The same of a mixture of experts; 0 experts are a dense model, and 0 wide is no expert for all tokens."""
+    if experts % ranks:
+        return f"a divisor of model.experts = {experts}, as tensor ranks hold different experts"
+    if shared_hidden % ranks:
+        return f"a divisor of model.shared_expert_hidden = {shared_hidden}"
     return None
 
 

@@ -22,6 +22,8 @@ Positive = Annotated[int, Bound(at_least=1)]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
+FOLDED_AXES = ("shard", "context_ring", "context_ulysses")
+"""Axes whose ranks hold one copy of the model's weights together; experts are folded over them anew (`ExpertPlan`)."""
 RUNNABLE_AXES = ("pipeline", "replicate", "shard", "tensor")
 """Axes that training obeys; the others can be planned and simulated."""
 
@@ -110,7 +112,8 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlan:
-    """How a layer's experts lie on the ranks that hold one copy of the rest: innermost of the shard and context axes together."""
+    """How a layer's experts lie on the ranks that hold one copy of the rest: the shard and context axes together, folded anew, `expert`
+    innermost. Tensor ranks hold different experts besides."""
 
     expert: Positive
     """Ranks that the experts of a layer are spread over."""

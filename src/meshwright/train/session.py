@@ -87,7 +87,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         timeline=assignment.timeline,
     )
     if not _resume(session):
-        load_initial(engine.model, run.model, run.model.init, engine.tensor)
+        load_initial(engine.model, run.model, run.model.init, engine.division)
     clock.end("load")
     if world.leads:
         _write_environment(folder)

@@ -75,7 +75,7 @@ def answered(job: SpreadJob, world: World) -> Answer:
     plan = replace(job.plan, compile=False)
     mesh = build_mesh(plan, world)
     engine = build_engine(job.model, plan, mesh, loss_chunk=4096, seed=0)
-    load_initial(engine.model, job.model, job.weights, engine.tensor)
+    load_initial(engine.model, job.model, job.weights, engine.division)
     tokens = measured = None
     if job.continuation:
         asked = job.continuation

@@ -20,7 +20,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.apply import Engine, holding, holdings
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import WHOLE, Part
+from meshwright.spec.layout import UNDIVIDED, Division
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 log = logging.getLogger("meshwright")
@@ -31,13 +31,13 @@ ReadRows = Callable[[ParameterSpec, int, int], torch.Tensor]
 
 def run_tensors(engine: Engine, optimizer: AdamW) -> dict[str, torch.Tensor | Boxed]:
     """Weights and moments by checkpoint name."""
-    spec, tensor = engine.model.spec, engine.tensor
+    spec, division = engine.model.spec, engine.division
     rows = {row.name: row for row in parameters(spec)}
 
     def given(name: str, mine: torch.Tensor) -> torch.Tensor | Boxed:
-        if tensor.of == 1:
+        if division.tensor.of == 1 and not (rows[name].expert and division.expert.of > 1):
             return mine
-        held = holding(spec, rows[name], mine, tensor)
+        held = holding(spec, rows[name], mine, division)
         return Boxed(held.local, held.boxes, torch.Size(held.row.shape))
 
     weights = {f"model.{name}": given(name, parameter.detach()) for name, parameter in engine.model.named_parameters()}
@@ -52,24 +52,24 @@ def run_state(step: int, global_batch: int, tokens: int) -> dict[str, Any]:
     return {"step": step, "samples": step * global_batch, "tokens": tokens}
 
 
-def load_initial(model: Decoder, spec: ModelSpec, init: str, tensor: Part = WHOLE) -> None:
+def load_initial(model: Decoder, spec: ModelSpec, init: str, division: Division = UNDIVIDED) -> None:
     """Start from `hf:DIR` or `checkpoint:DIR`; each rank reads only the rows it holds.
 
     Raises BadInput when the folder's weights are not this model's.
     """
     kind, _, folder = init.partition(":")
     if kind == "hf":
-        _fill(model, tensor, _hf_rows(Path(folder), spec))
+        _fill(model, division, _hf_rows(Path(folder), spec))
     elif kind == "checkpoint":
         with CheckpointReader(newest_checkpoint(Path(folder), contents=False)) as reader:
             names = reader.names("model.")
             _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
-            _fill(model, tensor, lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
+            _fill(model, division, lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
 
 
 @torch.no_grad()
-def _fill(model: Decoder, tensor: Part, read_rows: ReadRows) -> None:
-    for held in holdings(model, tensor).values():
+def _fill(model: Decoder, division: Division, read_rows: ReadRows) -> None:
+    for held in holdings(model, division).values():
         for box in held.boxes:
             values = read_rows(held.row, box.offsets[0], box.offsets[0] + box.sizes[0])
             for dim in range(1, values.dim()):

@@ -1,0 +1,142 @@
+"""Expert parallelism, put into a decoder from outside: the experts of a layer lie spread over ranks, and tokens travel to them.
+
+Each rank of a group holds a part of a layer's experts, whole ones. Its tokens, sorted by expert as the model sorts
+them, go to the ranks that hold their experts by one all-to-all, pass them there, and come back by another to where they were; backward
+does the same with gradients (GShard, Lepikhin et al. 2021). Every row arrives (dropless), so what an expert's weights gather is the sum
+over the whole group: only ranks that hold the same experts have something left to add up. Tensor ranks, each of which has a part of every
+sequence's tokens, take part: they hold different experts too.
+
+How many rows go where only the router knows. The counts travel first, and the host reads them, once a layer and forward: the sizes of
+messages are its to say. Recompute keeps them beside the router's choice and so sends the same rows again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.kernels.grouped import Order, from_groups, order_by_expert, to_groups
+from meshwright.models.decoder import Decoder
+from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.products import group_called
+from meshwright.spec.errors import BadInput
+
+ALL_TO_ALL = dist.all_to_all_single
+
+
+def spread_experts(model: Decoder, mesh: Mesh) -> None:
+    """Let tokens travel to the experts of a model of which this rank has been left its part; nothing to do where each rank has them all.
+
+    Raises BadInput where the ranks do not divide the experts.
+    """
+    if not model.spec.experts or (group := mesh.experts) is None:
+        return
+    if model.spec.experts % group.size():
+        raise BadInput(
+            f"plan.expert × plan.tensor: expected a divisor of model.experts = {model.spec.experts}, got {group.size()}"
+        )
+    tensor = mesh.group("tensor")
+    for module in list(model.modules()):
+        if isinstance(module, MixtureOfExperts):
+            module.experts = SpreadExperts(module.experts, group.group_name, group.size())
+            if tensor is not None:
+                module.of_sequences = partial(summed_loads, group=tensor.group_name)  # type: ignore[method-assign]
+
+
+class SpreadExperts(Experts):
+    """Some experts of a layer, for the tokens of all `ranks` ranks of a group, by its name, that hold the layer's experts together."""
+
+    def __init__(self, whole: Experts, group: str, ranks: int) -> None:
+        nn.Module.__init__(self)
+        self.gated, self.plain, self.group, self.ranks = whole.gated, whole.plain, group, ranks
+        for name, weight in whole.named_parameters():
+            self.register_parameter(name, weight)
+
+    def forward(self, rows: Tensor, order: Order) -> Tensor:
+        """This rank's rows `(rows, hidden)` sorted by expert, each through its own, wherever that is."""
+        load = order.offsets.diff(prepend=order.offsets.new_zeros(1))
+        here, splits = exchanged_loads(load, self.group, self.ranks)
+        arrived = exchanged_rows(rows, splits, None, False, self.group)
+        mine = order_by_expert(_expert_of_rows(here, arrived), here.sum(0))
+        passed = from_groups(super().forward(to_groups(arrived, mine), mine), mine).squeeze(1)
+        return exchanged_rows(passed, splits, rows.shape[0], True, self.group)
+
+
+def _expert_of_rows(here: Tensor, arrived: Tensor) -> Tensor:
+    """Which of this rank's experts each arrived row is for, `(rows, 1)`: rows come by rank, and in one rank's by expert."""
+    runs = here.flatten().cumsum(0)
+    places = torch.arange(arrived.shape[0], device=here.device)
+    return (torch.searchsorted(runs, places, right=True) % here.shape[1])[:, None]
+
+
+# Operators of their own: a compiler could see through neither sizes that the host reads nor what other ranks send.
+@torch.library.custom_op("meshwright::exchanged_loads", mutates_args=())
+def exchanged_loads(load: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
+    """What `load` `(experts,)`, this rank's rows by expert, and those of the other ranks mean for this one.
+
+    Rows that come from each rank for each expert here `(ranks, experts / ranks)`; and on the host `(2, ranks)`, how many rows go to each
+    rank and how many come. The host waits for the device.
+    """
+    mine = load.view(ranks, -1).contiguous()
+    here = torch.empty_like(mine)
+    ALL_TO_ALL(here, mine, group=group_called(group))
+    return here, torch.stack([mine.sum(1), here.sum(1)]).cpu()
+
+
+@exchanged_loads.register_fake
+def _(load: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
+    del group
+    return load.new_empty(ranks, load.shape[0] // ranks), torch.empty(2, ranks, dtype=torch.int64)
+
+
+@torch.library.custom_op("meshwright::summed_loads", mutates_args=())
+def summed_loads(loads: Tensor, group: str) -> Tensor:
+    """Loads `(batch, experts)` of sequences of which each rank of the group has a part of the tokens."""
+    total = loads.clone()
+    dist.all_reduce(total, group=group_called(group))
+    return total
+
+
+@summed_loads.register_fake
+def _(loads: Tensor, group: str) -> Tensor:
+    del group
+    return torch.empty_like(loads)
+
+
+@torch.library.custom_op("meshwright::exchanged_rows", mutates_args=())
+def exchanged_rows(rows: Tensor, splits: Tensor, count: int | None, back: bool, group: str) -> Tensor:
+    """The rows `(count, width)` that come for those `(rows, width)` that go: by `splits` to the ranks that hold experts, or `back` again.
+
+    `count` is None where only the splits know it.
+    """
+    go, come = splits.flip(0).tolist() if back else splits.tolist()
+    assert count is None or count == sum(come)
+    arrived = rows.new_empty(sum(come), rows.shape[1])
+    ALL_TO_ALL(arrived, rows.contiguous(), come, go, group=group_called(group))
+    return arrived
+
+
+@exchanged_rows.register_fake
+def _(rows: Tensor, splits: Tensor, count: int | None, back: bool, group: str) -> Tensor:
+    del splits, back, group
+    return rows.new_empty(torch.library.get_ctx().new_dynamic_size() if count is None else count, rows.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int | None, bool, str], output: Tensor) -> None:
+    del output
+    rows, splits, _, ctx.back, ctx.group = inputs
+    ctx.rows = rows.shape[0]
+    ctx.save_for_backward(splits)
+
+
+def _return(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (splits,) = ctx.saved_tensors
+    return exchanged_rows(grad, splits, ctx.rows, not ctx.back, ctx.group), None, None, None, None
+
+
+exchanged_rows.register_autograd(_return, setup_context=_keep)
