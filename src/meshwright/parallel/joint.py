@@ -53,6 +53,10 @@ class JointUnit:
         return self.parts[-1].reduced
 
     @property
+    def gathered(self) -> list[torch.Tensor]:
+        return [tensor for part in self.parts for tensor in part.gathered]
+
+    @property
     def whole_parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self.parts for parameter in part.whole_parameters]
 
