@@ -19,6 +19,7 @@ from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial import initial_values
 from meshwright.parallel.channels import open_channels
+from meshwright.parallel.copy_engine import gather_by_copies
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.fp8 import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, Streams
@@ -107,6 +108,9 @@ def build_engine(
     copies = CopySums(model, held, mesh) if tensor.of > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for row in units for unit in row))
     streams = Streams(sharded, mesh.device)
+    if plan.gather_engine == "copy":
+        blocks = {unit.sharded for row in units for unit in row if unit.layer is not None}
+        gather_by_copies(blocks, [unit for unit in sharded if unit not in blocks], mesh)
     executor = Executor(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
