@@ -9,7 +9,7 @@ import pytest
 from meshwright.costs.account import Formats
 from meshwright.costs.memory import FRAMEWORK_BYTES, activation_bytes, allocated, memory_by_kind, memory_by_rank
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.model import ModelSpec, layer_parameters, parameter_count
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 
 HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
@@ -251,3 +251,19 @@ def test_fp8_keeps_products_inputs_and_gathers_blocks_in_one_byte() -> None:
     assert gathered[0] - gathered[1] == LAYERS * BLOCK
     sparing = replace(low, layers=(LayerStrategy(range="0", linear="compute"), LayerStrategy(range="1-7")))
     assert activation_bytes(MODEL, TRAIN, sparing) == (TOKENS * (KEPT + (LAYERS - 1) * kept),)
+
+
+def test_copy_engines_have_a_window_for_what_they_gather() -> None:
+    """Two blocks and one of the ends in bf16, where a kernel's buffer is let go; nothing on one rank."""
+    long = [memory_by_kind(MODEL, TRAIN, replace(plan({"shard": 4}), gather_engine=how), cpu=False) for how in ENGINES]
+    assert {kind for kind in long[0] if long[0][kind] != long[1][kind]} == {"gathered"}
+    more = long[1]["gathered"] - long[0]["gathered"]
+    block = sum(row.count for row in layer_parameters(MODEL, 0))
+    assert more == pytest.approx(2 * 2 * block, rel=0.01), (
+        "the buffer of the last gather was the head's: as large as an end's slot"
+    )
+    alone = [memory_by_kind(MODEL, TRAIN, replace(plan({"shard": 1}), gather_engine=how), cpu=False) for how in ENGINES]
+    assert alone[0] == alone[1]
+
+
+ENGINES = ("kernel", "copy")

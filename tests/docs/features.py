@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, get_args
 
 from tests.distributed import (
+    test_copy_engine,
     test_equality,
     test_experts,
     test_fp8,
@@ -103,6 +104,9 @@ FEATURES: dict[str, Feature] = {
     "gradients whole": strategy(gradients="whole"),
     "recompute selective": strategy(recompute="selective"),
     "recompute full": strategy(recompute="full"),
+    "copied gathers": Feature(
+        lambda plan, spec: plan.gather_engine == "copy", lambda plan: replace(plan, gather_engine="copy")
+    ),
     "offload": strategy(offload="activations"),
     "fp8 products": Feature(
         lambda plan, spec: plan.precision.linear != "compute", precision(linear="fp8_tensorwise").ask
@@ -153,6 +157,9 @@ def compared() -> Iterator[Tested]:
             yield given["case"].plan, given["spec"] if "spec" in given else deep[given.get("tied", tied)]
     for given in parametrized(test_experts.test_float64_equals_one_device):
         yield given["case"].plan, test_experts.of_case(given["case"])
+    for given in parametrized(test_copy_engine.test_float64_equals_one_device):
+        spec, chosen = test_copy_engine.CASES[given["name"]]
+        yield test_copy_engine.copying(chosen), spec
     for given in parametrized(test_zero.test_over_shards):
         yield test_zero.by_range(test_zero.OVER_SHARDS, given["stages"]), deep[False]
     for given in parametrized(test_zero.test_beside_other_axes):

@@ -51,8 +51,10 @@ class Recorded:
         self.group = type("group", (), {"WORLD": self._Group(list(range(ranks)), rank)})
         self.calls: list[tuple[str, Any]] = []
 
-    def split_group(self, parent: object, parts: list[list[int]], *, timeout: timedelta, group_desc: str) -> _Group:
-        assert parent is None
+    def split_group(
+        self, parent: object, parts: list[list[int]], *, timeout: timedelta, pg_options: object, group_desc: str
+    ) -> _Group:
+        assert parent is None and pg_options is None and group_desc
         assert timeout == timedelta(seconds=7)
         self.calls.append(("split_group", parts))
         return self._Group(next(part for part in parts if self._rank in part), self._rank)

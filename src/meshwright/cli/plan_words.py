@@ -89,6 +89,8 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     low = "" if precision.linear == "compute" else f", linear layers in {precision.linear}"
     low += "" if precision.gather == "compute" else f", gathered in {precision.gather}"
     rows.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
+    if plan.gather_engine == "copy":
+        rows.append(("gathers", "by copy engines"))
     rows.append(("compile", "each block" if plan.compile else "no"))
     return rows
 

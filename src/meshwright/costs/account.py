@@ -21,6 +21,8 @@ RECEIVES_AHEAD = 2
 LAYERS_STAYING = 2
 """Layers whose activations stay on the device where the others' wait in host memory: the one that computes and the one on the link. Under
 a pipeline, where backwards follow forwards of other micro-batches, one more: one is on its way out while another comes back."""
+BLOCK_SLOTS = 2
+"""Blocks that copy engines have room for in their window (parallel/copy_engine.py), beside one of the ends."""
 WIDE = 4
 """Bytes of the loss's own sums (fp32)."""
 
@@ -44,6 +46,8 @@ class Formats:
     """Tokens whose logits exist at once."""
     workspace: Array = 200 << 20
     """Scratch memory of matrix products and attention."""
+    window: Array = 0
+    """1 where weights are gathered into a window that stays, by copy engines."""
     framework: Array = 3 << 30
     """Context, communicators, kernels: what no tensor takes."""
 
@@ -123,7 +127,14 @@ def _weights_there(held: Held, f: Formats) -> Array:
     blocks = np.maximum(held.kept, np.minimum(UNITS_IN_FLIGHT, held.layers)) * held.block
     blocks = blocks * f.gathered
     ends = np.where(held.ends_kept > 0, held.ends, held.head)
-    return held.gathers * (blocks + ends + np.where(held.shards > 1, held.last, 0.0)) * f.compute
+    return held.gathers * (blocks + ends) * f.compute + _buffers(held, f, held.last)
+
+
+def _buffers(held: Held, f: Formats, last: Array) -> Array:
+    """Bytes that weights are gathered into: the buffer of the `last` gather, or a window."""
+    end = np.maximum(held.head, held.ends - held.head)
+    room = np.where(f.window > 0, BLOCK_SLOTS * held.block + end, last)
+    return held.gathers * np.where(held.shards > 1, room, 0.0) * f.compute
 
 
 def _in_the_head(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
@@ -164,7 +175,7 @@ def _ended(held: Held, f: Formats) -> dict[str, Array]:
     unit = np.maximum(np.maximum(held.head, held.ends - held.head), held.block)
     return {
         "gradients": held.owned * (f.stored + f.travelling),
-        "gathered": held.gathers * unit * (f.compute + UNITS_IN_FLIGHT * f.reduce),
+        "gathered": held.gathers * unit * (f.compute + UNITS_IN_FLIGHT * f.reduce) + _buffers(held, f, 0.0 * held.last),
         "activations": f.workspace + 0.0 * held.alive,
         "logits": 0.0 * held.alive,
     }

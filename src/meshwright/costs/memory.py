@@ -21,7 +21,7 @@ from meshwright.costs.of_plan import context_size, experts_over, shard_size
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
-from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision, Recompute
+from meshwright.spec.plan import Engine, LayerStrategy, Linear, Plan, Precision, Recompute
 
 StageTable = tuple[tuple[range, ...], ...]
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
@@ -32,7 +32,9 @@ def bytes_of(number_format: str) -> int:
     return {"bf16": 2, "fp32": 4, "fp64": 8}[number_format]
 
 
-def formats(train: TrainSpec, precision: Precision, *, cpu: bool, replicas: int = 1) -> Formats:
+def formats(
+    train: TrainSpec, precision: Precision, *, cpu: bool, replicas: int = 1, engine: Engine = "kernel"
+) -> Formats:
     """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding."""
     narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
@@ -40,7 +42,7 @@ def formats(train: TrainSpec, precision: Precision, *, cpu: bool, replicas: int 
         travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
         logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
-        low=low_share(precision, precision.linear),
+        low=low_share(precision, precision.linear), window=engine == "copy",
     )  # fmt: skip
 
 
@@ -84,7 +86,8 @@ def memory_by_rank(
         held = alive[rank] if alive else times * _left_by(model, train, plan, part.layers)
         columns.append(_held(model, train, plan, part, held))
     joined = Held(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
-    found = account(joined, formats(train, plan.precision, cpu=cpu, replicas=plan.axis_size("replicate")))
+    replicas = plan.axis_size("replicate")
+    found = account(joined, formats(train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine))
     kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
     return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))
 

@@ -18,10 +18,11 @@ from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial import initial_values
 from meshwright.parallel.channels import open_channels
+from meshwright.parallel.copy_engine import gather_by_copies
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import spread_experts
 from meshwright.parallel.fp8 import WeightScales, multiply_low
-from meshwright.parallel.fsdp import DTYPES, Streams
+from meshwright.parallel.fsdp import DTYPES, ShardedUnit, Streams
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
 from meshwright.parallel.recompute import recomputing
@@ -110,6 +111,12 @@ def build_engine(
     copies = CopySums(model, held, mesh) if division.tensor.of > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for row in units for unit in row))
     streams = Streams((part for unit in sharded for part in unit.parts), mesh.device)
+    if plan.gather_engine == "copy":
+        # Experts on ranks of their own are another group's to gather.
+        blocks = dict.fromkeys(unit.sharded.parts[-1] for row in units for unit in row if unit.layer is not None)
+        gather_by_copies(
+            blocks, [unit for unit in sharded if isinstance(unit, ShardedUnit) and unit not in blocks], mesh
+        )
     executor = Executor(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),

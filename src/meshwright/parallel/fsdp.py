@@ -61,6 +61,8 @@ class ShardedUnit:
         self._group.force_sum_reduction_for_comms = True
         self._group.reshard_after_backward = False
         self.talks = mesh.size() > 1
+        self._width = DTYPES[precision.compute].itemsize
+        self._gather: Any = None
         self._places = places
         self._holders = 0
         self._asked: set[Hashable] = set()
@@ -81,8 +83,11 @@ class ShardedUnit:
 
     def wait(self) -> None:
         """Let compute wait until the weights are gathered."""
+        arrived = self._group._all_gather_result
         with self._group.use_training_state(TrainingState.FORWARD):
             self._group.wait_for_unshard()
+        if arrived is not None and self._gather is not None:
+            self._gather.copied_out(arrived.all_gather_output)
 
     def reshard(self) -> None:
         """Drop the gathered weights."""
@@ -122,6 +127,16 @@ class ShardedUnit:
         """Let compute wait for every reduction that was started."""
         self._group.finalize_backward()
         self._group.comm_ctx.all_gather_state = None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the buffer that it is gathered into, at most; uneven shards are padded."""
+        shard = sum(parameter.padded_sharded_param_size.numel() for parameter in self._group.fsdp_params)
+        return shard * self._group._all_gather_process_group.size() * self._width
+
+    def gather_through(self, gather: Any) -> None:
+        """From now on gather with this in place of FSDP2's own `AllGather`; its `copied_out` is told when a buffer is needed no longer."""
+        self._group._all_gather_comm = self._gather = gather
 
     @property
     def reduced(self) -> Any:

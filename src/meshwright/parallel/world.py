@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,13 +75,15 @@ class World:
                 f"nodes share no memory; keep it to the {self.ranks_per_node} ranks of one node"
             )
 
-    def split(self, parts: Sequence[Sequence[int]], what: str) -> dist.ProcessGroup:
+    def split(self, parts: Sequence[Sequence[int]], what: str, options: Any = None) -> dist.ProcessGroup:
         """This rank's group, where `parts` divides all ranks into groups; collective over all ranks, in one order.
 
-        NCCL splits the world's communicator once for all parts, whatever their number: no store, no barrier. `what` is for logs.
+        NCCL splits the world's communicator once for all parts, whatever their number: no store, no barrier. `what` is for logs; `options`
+        are NCCL's, left out the world's.
         """
         if self.device.type == "cuda":
-            return _present(dist.split_group(None, [list(part) for part in parts], timeout=self.limit, group_desc=what))
+            rows = [list(part) for part in parts]
+            return _present(dist.split_group(None, rows, timeout=self.limit, pg_options=options, group_desc=what))
         # Gloo cannot split. The members alone meet; torch names the group after its ranks and the number of groups made here before,
         # which is why every rank must be in exactly one part.
         mine = next(list(part) for part in parts if self.rank in part)

@@ -62,7 +62,7 @@ def untrainable(plan: Plan) -> str | None:
     parts += ["fp8 with tensor ranks or experts"] if low and (plan.axis_size("tensor") > 1 or plan.experts) else []
     parts += list(dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer)))
     if not parts:
-        return None
+        return _unreachable(plan)
     return f"this release cannot train {', '.join(parts)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
 
 
@@ -77,6 +77,17 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
         if layer.recompute == "selective" and not plan.compile:
             # Only a compiler says what it keeps in a way that can be moved; torch's own selective recompute holds it itself.
             yield "offload activations with recompute selective where blocks are not compiled"
+
+
+def _unreachable(plan: Plan) -> str | None:
+    """Why weights cannot be gathered as the plan has it, or None."""
+    over = next((axis for axis in plan.mesh if axis.axis == "shard" and axis.crosses == "node"), None)
+    if plan.gather_engine == "kernel" or over is None:
+        return None
+    return (
+        f"plan.gather_engine = copy: the {over.size} ranks of the shard axis are on several nodes, which share no memory; expected it "
+        "inside a node (lower plan.shard), or plan.gather_engine = kernel"
+    )
 
 
 def peak_bytes(plan: Plan) -> int:

@@ -59,6 +59,7 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
         layers=pins.layers or (_layer("all", strategy.rich, strategy),),
         precision=precision_of(run),
+        gather_engine=pins.gather_engine or "kernel",
         compile=compiles(run),
     )
     if pins.layers or strategy.rich == strategy.lean:

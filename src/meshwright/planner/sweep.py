@@ -254,5 +254,6 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 
 def _memory(run: RunSpec, layout: Layouts) -> np.ndarray:
-    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
+    engine = pins_of(run).gather_engine or "kernel"
+    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, engine=engine)
     return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))

@@ -18,6 +18,7 @@ Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
+Engine = Literal["kernel", "copy"]
 Positive = Annotated[int, Bound(at_least=1)]
 
 DATA_AXES = ("replicate", "shard")
@@ -175,6 +176,9 @@ class Plan:
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
     """Number formats."""
+    gather_engine: Engine = "kernel"
+    """What gathers weights along the shard axis. kernel: the communication library's, on some of a device's multiprocessors. copy: the
+    devices' copy engines, which leaves multiprocessors to compute; for a shard axis inside a node."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
@@ -256,6 +260,8 @@ class PlanPins:
     """Number format of the gradient sum."""
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum over replicas."""
+    gather_engine: Engine | None = None
+    """What gathers weights along the shard axis; left out, kernels."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 

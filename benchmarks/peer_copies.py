@@ -1,0 +1,249 @@
+"""Gathers and sums out of peers' memory, for the benchmark of ways to gather (gathers.py).
+
+The ranks of one host lay what others need into memory that all of them map, and copy what they need out of theirs. Copies are ordered by
+flags in the same memory, written and waited for in stream order: by 4-byte copies to the peers and the driver's stream memory operations
+(CUDA driver API, "Stream Memory Operations"), so neither the host nor a kernel waits. A slot is written again only when every peer has
+taken its last contents. On 2 H200s its gathers were slower than NCCL's copy engines, its sums faster than NCCL's
+(docs/parallelism/gathers.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+STAGED = 256 << 20
+"""Bytes of all ranks' numbers that a sum has before it at a time."""
+ALIGNED = 256
+"""Bytes: where a slot may begin, so that copies run at full width."""
+READY, TAKEN = 0, 1
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""(target, source)."""
+Event = Any
+WAIT, WRITE = 1, 2
+AT_LEAST = 0
+
+
+class Ring:
+    """`slots` slots of `size` bytes each in a window from byte `first` on, used in turn by all ranks alike; `flags` are its two flags."""
+
+    def __init__(self, window: DeviceWindow, first: int, size: int, slots: int, flags: tuple[int, int]) -> None:
+        self.window, self._first, self._size, self._slots, self._flags = window, first, size, slots, flags
+        self._uses = 0
+
+    def begin(self) -> None:
+        """Take the next slot: the current stream waits until every peer has taken what was in it."""
+        self._uses += 1
+        if self._uses > self._slots:
+            self.window.hear(self._flags[TAKEN], self._uses - self._slots)
+
+    def ready(self) -> None:
+        """Tell peers that this rank's slot is written, and let the current stream wait until theirs are."""
+        self.window.tell(self._flags[READY], self._uses)
+        self.window.hear(self._flags[READY], self._uses)
+
+    def taken(self) -> None:
+        """Tell peers that this rank has copied what it needs out of their slots."""
+        self.window.tell(self._flags[TAKEN], self._uses)
+
+    def slot(self, owner: int, start: int, like: Tensor) -> Tensor:
+        """As many numbers as `like` has, from number `start` of `owner`'s slot in use."""
+        size = like.element_size()
+        first = self._first + (self._uses - 1) % self._slots * self._size
+        return self.window.bytes_of(owner, first + start * size, like.numel() * size).view(like.dtype)
+
+
+class Copies:
+    """Copies out of peers' memory, spread over `streams` streams beside the current one."""
+
+    def __init__(self, device: torch.device, streams: int) -> None:
+        count = streams if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(count)]
+
+    def run(self, pairs: Pairs) -> None:
+        """Copy every (target, source); the current stream goes on when all are there."""
+        self.join(self.start(pairs))
+
+    def start(self, pairs: Pairs) -> list[Event]:
+        """Begin to copy when the current stream comes to here, which goes on; `join` takes what this returns."""
+        if not self._streams:
+            for target, source in pairs:
+                target.copy_(source)
+            return []
+        begin = torch.cuda.current_stream().record_event()
+        shares = spread(pairs, len(self._streams))
+        return [self._copy(stream, begin, share) for stream, share in zip(self._streams, shares, strict=True)]
+
+    def _copy(self, stream: torch.cuda.Stream, begin: Event, pairs: Pairs) -> Event:
+        stream.wait_event(begin)
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def join(self, started: Sequence[Event]) -> None:
+        """Let the current stream wait for copies."""
+        for event in started:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def spread(pairs: Pairs, count: int) -> list[Pairs]:
+    """Copies for `count` streams: every so many to each, or a part of every copy where there are fewer copies than streams."""
+    if len(pairs) >= count:
+        return [pairs[number::count] for number in range(count)]
+    parts = [[one.tensor_split(count) for one in pair] for pair in pairs]
+    return [[(target[number], source[number]) for target, source in parts] for number in range(count)]
+
+
+class PeerGather:
+    """An all-gather, through a window: each rank lays its shard down and copies those of the others."""
+
+    def __init__(self, ring: Ring, copies: Copies) -> None:
+        self._ring, self._copies = ring, copies
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> None:
+        """Fill `output_tensor` `(ranks × n,)` with every rank's `input_tensor` `(n,)`, in rank order."""
+        ring, window = self._ring, self._ring.window
+        ring.begin()
+        ring.slot(window.rank, 0, input_tensor).copy_(input_tensor)
+        ring.ready()
+        rows = output_tensor.view(window.ranks, -1)
+        self._copies.run([(rows[peer], ring.slot(peer, 0, input_tensor)) for peer in others(window)])
+        ring.taken()
+        if rows[window.rank].data_ptr() != input_tensor.data_ptr():
+            rows[window.rank].copy_(input_tensor)
+
+
+class PeerReduce:
+    """A reduce-scatter, through a window: each rank copies its part of every peer's gradient, and adds them up in rank order.
+
+    What is summed is given out by `allocate`, in the window, so that nothing need be copied there.
+    """
+
+    def __init__(self, ring: Ring, copies: Copies) -> None:
+        self._ring, self._copies = ring, copies
+        self._given: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The input first, `(ranks × n,)`, then the output `(n,)`."""
+        if self._given is not None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._ring.begin()
+        shape_only = torch.empty((), dtype=dtype, device=device).expand(*size)
+        self._given = self._ring.slot(self._ring.window.rank, 0, shape_only)
+        return self._given
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, op: Any = None, async_op: bool = False
+    ) -> None:
+        """Set `output_tensor` `(n,)` to the sum over ranks of their `input_tensor` `(ranks × n,)`'s part for this one."""
+        given, self._given = self._given, None
+        assert given is not None and given.data_ptr() == input_tensor.data_ptr(), "only what was given out is summed"
+        self._ring.ready()
+        # While one piece is added up the next is copied, into the other of two tables.
+        pieces = output_tensor.split(max(1, STAGED // output_tensor.element_size() // self._ring.window.ranks))
+        tables = [pieces[0].new_empty(self._ring.window.ranks, len(pieces[0])) for _ in pieces[:2]]
+        under_way = self._start(tables[0], pieces[0], output_tensor)
+        for number, piece in enumerate(pieces):
+            arriving, under_way = under_way, []
+            if number + 1 < len(pieces):
+                under_way = self._start(tables[(number + 1) % 2], pieces[number + 1], output_tensor)
+            self._copies.join(arriving)
+            torch.sum(tables[number % 2][:, : len(piece)], 0, out=piece)  # bf16 is added up in fp32 and rounded once
+        self._ring.taken()
+
+    def _start(self, table: Tensor, piece: Tensor, output: Tensor) -> list[Event]:
+        """Begin to copy every rank's numbers for `piece` of `output` into the rows of `table`."""
+        ring, window = self._ring, self._ring.window
+        start = window.rank * output.numel() + int(piece.storage_offset() - output.storage_offset())
+        started = self._copies.start([(table[p, : len(piece)], ring.slot(p, start, piece)) for p in others(window)])
+        table[window.rank, : len(piece)].copy_(ring.slot(window.rank, start, piece))
+        return started
+
+
+def others(window: DeviceWindow) -> list[int]:
+    """The peers of a rank, beginning with its neighbour: at any time each rank is read by one other."""
+    return [(window.rank + step) % window.ranks for step in range(1, window.ranks)]
+
+
+class DeviceWindow:
+    """A window of CUDA devices of one host that map each other's memory. Collective over `group`, and waits for the device once."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int, flags: int, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.rank, self.ranks = group.rank(), group.size()
+        self._words = flags * self.ranks
+        self._front = aligned(4 * self._words)
+        memory = symmetric.empty(self._front + size, dtype=torch.uint8, device=device)
+        memory[: self._front].zero_()
+        torch.cuda.synchronize(device)  # flags are zero before a peer can write one
+        self._handle = symmetric.rendezvous(memory, group.group_name)
+        self._memory = [self._handle.get_buffer(peer, memory.shape, torch.uint8) for peer in range(self.ranks)]
+        self._memory[self.rank] = memory
+        self._flags = [whole[: 4 * self._words].view(torch.int32) for whole in self._memory]
+
+    def bytes_of(self, owner: int, first: int, count: int) -> Tensor:
+        return self._memory[owner][self._front + first :][:count]
+
+    def tell(self, flag: int, value: int) -> None:
+        word = flag * self.ranks + self.rank
+        mine = self._flags[self.rank][word : word + 1]
+        write(mine, value)
+        for peer in others(self):
+            self._flags[peer][word : word + 1].copy_(mine, non_blocking=True)
+
+    def hear(self, flag: int, value: int) -> None:
+        first = flag * self.ranks
+        wait_at_least([self._flags[self.rank][first + peer : first + peer + 1] for peer in others(self)], value)
+
+
+class _Operation(ctypes.Structure):
+    """One operation on a 32-bit word, as the driver lays it out."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
+
+
+def write(word: Tensor, value: int) -> None:
+    """Set `word` `(1,)`, int32 on this device, to `value` when the current stream comes to it."""
+    _give([_Operation(kind=WRITE, address=word.data_ptr(), value=value)])
+
+
+def wait_at_least(words: Sequence[Tensor], value: int) -> None:
+    """Let the current stream wait until each of `words`, int32 `(1,)` on this device, is at least `value` (compared round the wrap)."""
+    _give([_Operation(kind=WAIT, address=word.data_ptr(), value=value, flags=AT_LEAST) for word in words])
+
+
+def _give(operations: Sequence[_Operation]) -> None:
+    count = len(operations)
+    stream = torch.cuda.current_stream().cuda_stream
+    error = _driver().cuStreamBatchMemOp_v2(
+        ctypes.c_void_p(stream), ctypes.c_uint(count), (_Operation * count)(*operations), ctypes.c_uint(0)
+    )
+    if error:
+        raise RuntimeError(f"the driver refused a stream memory operation: CUDA error {error}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED

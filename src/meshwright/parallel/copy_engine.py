@@ -1,0 +1,128 @@
+"""Weights gathered by the devices' copy engines, which leaves their multiprocessors to compute.
+
+Under its zero-CTA policy NCCL moves an all-gather by copies between devices instead of a kernel, where the ranks of the communicator map
+each other's memory and the buffers lie in a window that all of them registered. So gathers get a communicator of their own with that
+policy, and a few slots in one window, which are made once: what a rank lays a unit into must lie at the same place of the window on all
+ranks, and only the order of calls, alike on all of them, says which slot is next. A unit that finds no slot is gathered from ordinary
+memory, by a kernel. (NCCL 2.28, zero-CTA policy; PyTorch, "Copy Engine Collectives".)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.parallel.fsdp import ShardedUnit
+from meshwright.parallel.mesh import Mesh, parts_over
+from meshwright.parallel.products import ALL_GATHER
+from meshwright.spec.errors import BadInput
+
+BLOCK_SLOTS = 2
+"""The unit that compute waits for next, and the one behind it."""
+ALIGNED = 4096
+"""Bytes: where a slot begins; NCCL asks it of windows."""
+
+
+def gather_by_copies(blocks: Iterable[ShardedUnit], ends: Iterable[ShardedUnit], mesh: Mesh) -> None:
+    """Let units be gathered by copy engines: two slots for blocks, and one for the ends. Collective over all ranks of the job; to be called
+    once there are `Streams`. Nothing to do on one rank; processors copy as they always do.
+
+    Raises BadInput where the shard axis leaves a node, devices cannot map each other's memory, or NCCL has no such policy.
+    """
+    blocks, ends = list(blocks), list(ends)
+    group = _group(mesh)
+    if group is None:
+        return
+    sizes = BLOCK_SLOTS * [max(unit.gathered_bytes for unit in blocks)]
+    sizes += [max(unit.gathered_bytes for unit in ends)] if ends else []
+    gather = CopyGather(group, sizes, mesh.device)
+    for unit in (*blocks, *ends):
+        unit.gather_through(gather)
+
+
+@dataclass
+class Slot:
+    """A part of the window; `copied` is the event after which its last contents are no longer needed."""
+
+    memory: Tensor
+    given: bool = False
+    copied: Any = None
+
+
+class CopyGather:
+    """FSDP2's all-gather on `group`, into slots of `sizes` bytes."""
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> None:
+        self._group, self._cuda = group, device.type == "cuda"
+        room = [-(-size // ALIGNED) * ALIGNED for size in sorted(sizes)]
+        memory, self._pool = _registered(group, sum(room), device)
+        self._slots = [Slot(part) for part in memory.split(room)]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The smallest slot that is free, which the current stream may write from here on; ordinary memory when there is none."""
+        count = math.prod(size) * dtype.itemsize
+        slot = next((slot for slot in self._slots if not slot.given and len(slot.memory) >= count), None)
+        if slot is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        slot.given = True
+        if slot.copied is not None:
+            torch.cuda.current_stream().wait_event(slot.copied)
+        return slot.memory[:count].view(dtype).view(*size)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        """Fill `output_tensor` `(ranks × n,)` with every rank's `input_tensor` `(n,)`, which is its own part of it."""
+        return ALL_GATHER(output_tensor, input_tensor, group=self._group, async_op=async_op)
+
+    def copied_out(self, output: Tensor) -> None:
+        """Take back what `allocate` gave: the current stream has copied it out when it comes to here."""
+        for slot in self._slots:
+            if slot.memory.data_ptr() == output.data_ptr():
+                slot.given = False
+                slot.copied = torch.cuda.current_stream().record_event() if self._cuda else None
+
+
+def _group(mesh: Mesh) -> dist.ProcessGroup | None:
+    shards = mesh.group("shard")
+    if shards is None:
+        return None
+    ranks = dist.get_process_group_ranks(shards)
+    mesh.world.refuse_across_nodes(ranks, "plan.gather_engine = copy")
+    if mesh.device.type == "cpu":
+        return shards
+    _refuse_unmapped(mesh, ranks)
+    library: Any = dist.ProcessGroupNCCL
+    if not hasattr(library, "NCCL_CTA_POLICY_ZERO"):
+        raise BadInput("plan.gather_engine = copy: this NCCL has no zero-CTA policy; expected NCCL 2.28 or later")
+    options = library.Options()
+    options.config.cta_policy = library.NCCL_CTA_POLICY_ZERO
+    return mesh.world.split(parts_over(mesh.layout, ("shard",)), "gathers by copies", options)
+
+
+def _refuse_unmapped(mesh: Mesh, ranks: Sequence[int]) -> None:
+    here = mesh.device.index
+    for rank in ranks:
+        peer = here + rank - mesh.rank  # consecutive ranks of a host have consecutive devices
+        if rank != mesh.rank and not torch.cuda.can_device_access_peer(here, peer):
+            raise BadInput(
+                f"plan.gather_engine = copy: device {here} cannot map the memory of device {peer}; expected devices joined by NVLink or "
+                "another peer-to-peer link; leave plan.gather_engine out"
+            )
+
+
+def _registered(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, Any]:
+    """`size` bytes in a window of the group's communicator, and the pool that keeps them."""
+    if device.type == "cpu":
+        return torch.empty(size, dtype=torch.uint8), None
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # a window needs its communicator to be there
+    backend: Any = group._get_backend(device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+    backend.register_mem_pool(pool, symm=True)
+    return memory, pool

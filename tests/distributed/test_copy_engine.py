@@ -1,0 +1,91 @@
+"""Gathers into slots that are used again, against one device.
+
+On processors the copies are Gloo's; slots, their order and what is refused are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.parallel.copy_engine import CopyGather
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import Plan
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, plan, sharded
+from tests.distributed.test_experts import EVEN
+from tests.distributed.test_fp8 import LAYOUT_BOUND, as_truth, first_step, low
+from tests.distributed.test_schedules import DEEP, Case
+
+
+def copying(chosen: Plan) -> Plan:
+    return replace(chosen, gather_engine="copy")
+
+
+CASES = {
+    "fsdp 2, accumulate 4, tied": (GPT, plan(1, 2, 1)),
+    "fsdp 4, keep gathered": (LLAMA, plan(1, 4, 1, reshard=False)),
+    "hsdp 2x2, accumulate 2": (LLAMA, plan(2, 2, 1)),
+    "zbv 2 x fsdp 2": (DEEP, Case("zbv", pipeline=2, shard=2, micro=2).plan),
+    "experts on ranks of their own, fsdp 2": (EVEN, Case("1f1b", shard=2, expert=2).plan),
+    "layered, fsdp 2": (DEEP, Case("breadth_first", shard=2).plan),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float64_equals_one_device(pool: Pool, name: str) -> None:
+    spec, chosen = CASES[name]
+    compare(pool.run(sharded, chosen.ranks, spec, copying(chosen)), one_device(spec), 1e-9)
+
+
+def test_weights_travel_in_fp8(pool: Pool) -> None:
+    chosen = low(plan(1, 2, 2))
+    compare(
+        first_step(pool, LLAMA, copying(chosen)), as_truth(first_step(pool, LLAMA, chosen)), LAYOUT_BOUND, weights=False
+    )
+
+
+def counted(world, chosen: Plan, early: bool) -> tuple[list[dict[str, Any]], int, int]:
+    """A run's steps, how many buffers it took and how many of them were slots; `early` gives slots back before they were copied out."""
+    plain = CopyGather.allocate
+    found = [0, 0]
+
+    def counting(self: CopyGather, *args: Any, **options: Any) -> torch.Tensor:
+        output = plain(self, *args, **options)
+        found[0] += 1
+        for slot in self._slots:
+            found[1] += slot.memory.data_ptr() == output.data_ptr()
+            slot.given = slot.given and not early
+        return output
+
+    CopyGather.allocate = counting  # type: ignore[method-assign]
+    try:
+        return sharded(world, LLAMA, chosen, 1.0, 1), *found
+    finally:
+        CopyGather.allocate = plain  # type: ignore[method-assign]
+
+
+def test_every_gather_finds_a_slot_and_none_is_taken_early(pool: Pool) -> None:
+    chosen = copying(plan(1, 2, 4))
+    seen = pool.run(counted, 2, chosen, False)
+    compare([steps for steps, _, _ in seen], one_device(LLAMA)[:1], 1e-9)
+    assert all(taken == slots > 0 for _, taken, slots in seen)
+    with pytest.raises(AssertionError):
+        compare([steps for steps, _, _ in pool.run(counted, 2, chosen, True)], one_device(LLAMA)[:1], 1e-9)
+
+
+def refused(world) -> str:
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    chosen = copying(plan(1, world.ranks, 1))
+    with pytest.raises(BadInput) as error:
+        build_engine(LLAMA, chosen, build_mesh(chosen, replace(world, node_ranks=1)), loss_chunk=5, seed=0)
+    return str(error.value)
+
+
+def test_nodes_played_on_one_host_share_no_memory(pool: Pool) -> None:
+    assert all("plan.gather_engine = copy between rank 0" in text for text in pool.run(refused, 2))

@@ -1,0 +1,37 @@
+"""Gathers by copy engines on two GPUs: NCCL takes them, and runs train as with kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.gpu.test_layouts import LAYOUT_BOUND, losses
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "shard 2": ["plan.reshard=true", "plan.micro_batch=1"],
+    "shard 2, kept": ["plan.reshard=false", "plan.micro_batch=2"],
+    "shard 2, gathered in fp8": ["plan.linear=fp8_tensorwise"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_train_alike(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("needs 2 GPUs that map each other's memory")
+    words = ["plan.shard=2", *CASES[name]]
+    kernels = losses(tmp_path, "kernel", 2, [*words, "plan.gather_engine=kernel"])
+    for key, value in (
+        ("NCCL_DEBUG", "INFO"),
+        ("NCCL_DEBUG_SUBSYS", "TUNING,COLL"),
+        ("NCCL_DEBUG_FILE", f"{tmp_path}/nccl.%p"),
+    ):
+        monkeypatch.setenv(key, value)
+    copies = losses(tmp_path, "copy", 2, [*words, "plan.gather_engine=copy"])
+    assert copies[0] == kernels[0], "the first loss is made of gathered weights alone"
+    assert copies == pytest.approx(kernels, rel=LAYOUT_BOUND)
+    said = "\n".join(file.read_text(errors="replace") for file in tmp_path.glob("nccl.*"))
+    by_kernel = [line for line in said.splitlines() if "AllGather" in line and "RING" in line]
+    assert "AllGather" in said and not by_kernel, by_kernel[:2]
