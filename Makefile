@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test lint docs features bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all lint docs features bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
 
 test: $(VENV)/.installed-test lint
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-test
