@@ -180,6 +180,9 @@ def test_experts_are_folded_from_the_ranks_of_one_copy() -> None:
     with_tensor = Layout((("shard", 4), ("tensor", 2)), 8, expert=2)
     assert with_tensor.expert_groups() == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert with_tensor.expert_shard_groups() == ((0, 4), (1, 5), (2, 6), (3, 7))
+    with_context = Layout((("shard", 2), ("context_ring", 2), ("tensor", 2)), 8, expert=2)
+    assert with_context.expert_groups() == with_tensor.expert_groups()
+    assert with_context.expert_shard_groups() == with_tensor.expert_shard_groups()
     outside = Layout((("shard", 4), ("pipeline", 2)), 8, expert=2)
     assert outside.expert_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
 
