@@ -52,6 +52,8 @@ CASES = [
 EVEN = replace(MIXTRAL, experts=8)
 SHARED = replace(QWEN3_MOE, experts=8, heads=4, kv_heads=2, head_dim=2)
 TIED = replace(EVEN, tied=True)
+LATE = replace(SHARED, tied=True, first_dense_layers=2)
+"""Of its layers the first pipeline rank of two has dense ones only, and makes the groups of expert ranks with the others all the same."""
 SPREAD = [
     (EVEN, Case("1f1b", shard=2, expert=2, micro=4)),
     (SHARED, Case("1f1b", shard=2, expert=2, recompute="full")),
@@ -59,7 +61,7 @@ SPREAD = [
     (EVEN, Case("1f1b", shard=4, expert=4, reshard=False)),
     (EVEN, Case("1f1b", replicate=2, shard=2, expert=2, gradients="whole")),
     (TIED, Case("breadth_first", shard=2, expert=2, gradients="whole", recompute="full")),
-    (SHARED, Case("1f1b", pipeline=2, shard=2, expert=2)),
+    (LATE, Case("1f1b", pipeline=2, shard=2, expert=2)),
     (SHARED, Case("zbv", pipeline=2, shard=2, expert=2, recompute="selective")),
     (EVEN, Case("zbv", pipeline=2, shard=2, expert=2, order=("shard", "pipeline", "replicate", "tensor"))),
     (SHARED, Case("1f1b", tensor=2, micro=4)),
