@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from meshwright.costs.traffic import cross_node_bytes
 from meshwright.schedules.counts import collectives_of
 from meshwright.schedules.expand import expand
 from meshwright.schedules.registry import build
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.model import ModelSpec, parameter_count, parameters
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
@@ -100,6 +97,7 @@ def test_a_pipeline_sends_activations_down_and_gradients_up() -> None:
         "tied": 0,
         "tensor": 0,
         "expert": 0,
+        "context": 0,
     }
     assert crossing(TIED, two_nodes)["tied"] == 2 * TIED.vocab_size * TIED.hidden * 4
     four_stages = plan(("pipeline", 4), ("shard", 2))
@@ -117,9 +115,20 @@ def test_a_shard_axis_outside_the_pipeline_crosses_nodes_in_every_stage() -> Non
     assert found["pipeline"] == 0
 
 
-def test_other_axes_are_not_counted() -> None:
-    with pytest.raises(BadInput, match="the plan has context_ring too"):
-        crossing(MODEL, plan(("shard", 4), ("context_ring", 2)))
+def test_context_ranks_shard_weights_and_send_keys_and_heads() -> None:
+    """Eight ranks, four to a node. Neighbours of a ring of two are on either node, and so are the two that exchange heads."""
+    inside = crossing(MODEL, plan(("shard", 4), ("context_ring", 2), gradients="whole"))
+    assert inside["context"] == 0
+    padded = crossing(MODEL, plan(("shard", 8), gradients="whole"))
+    assert (inside["reduce"], inside["gather"]) == (padded["reduce"], padded["gather"])
+    tokens, query, kv = 2 * SEQ / 2, MODEL.heads * MODEL.head_dim, 2 * MODEL.kv_heads * MODEL.head_dim
+    ring = crossing(MODEL, plan(("context_ring", 2), ("shard", 4)))
+    passed = (
+        2 * tokens * kv * (2 * 2 + 2 * 4)
+    )  # both ways: keys and values forward and backward, sums in fp32 and home again
+    assert ring["context"] == 4 * 8 * 8 * passed
+    heads = crossing(MODEL, plan(("context_ulysses", 2), ("shard", 4)))
+    assert heads["context"] == 4 * 8 * 8 * 2 * tokens * (2 * query + kv) / 2 * 2 * 2
 
 
 def test_tensor_ranks_divide_weights_and_messages_and_send_tokens_inside_of_layers() -> None:
@@ -139,23 +148,24 @@ def test_tensor_ranks_divide_weights_and_messages_and_send_tokens_inside_of_laye
 
 def test_tokens_travel_to_experts_and_their_weights_among_those_that_hold_the_same() -> None:
     """Eight ranks, four to a node. With four expert ranks, inside a node, each expert's two halves lie on two nodes; with eight, half of
-    all rows cross, whole experts stay where they are, and only the rest of the weights is gathered."""
+    all rows cross, whole experts stay where they are, and only the rest of the weights is gathered. Context ranks are as good as shards."""
     model = replace(MODEL, experts=16, experts_per_token=2, expert_hidden=16)
     rows = [row for row in parameters(model) if row.expert]
     routed, rest = sum(row.count for row in rows), parameter_count(model) - sum(row.count for row in rows)
     gathered = {}
     for expert, rows_across in ((4, 0.0), (8, 0.5)):
-        for axes in ((("shard", 8),), (("shard", 4), ("tensor", 2))):
+        for axes in ((("shard", 8),), (("shard", 4), ("tensor", 2)), (("shard", 4), ("context_ring", 2))):
             chosen = plan(*axes, gradients="whole", recompute="selective")
-            size = expert // chosen.axis_size("tensor")
-            fold = ExpertPlan(expert=size, expert_shard=chosen.axis_size("shard") // size)
+            tensor, ring = chosen.axis_size("tensor"), chosen.axis_size("context_ring")
+            size = expert // tensor
+            fold = ExpertPlan(expert=size, expert_shard=8 // tensor // size)
             found = crossing(model, replace(chosen, experts=fold))
-            row_bytes = 2 * SEQ * 2 * model.hidden * 2 / chosen.axis_size("tensor")
+            row_bytes = 2 * SEQ * 2 * model.hidden * 2 / tensor / ring
             assert found["expert"] == 8 * model.layers * 4 * 8 * row_bytes * rows_across
-            gathered[expert, len(axes)] = found["reduce"]
-    assert gathered[8, 1] == 2 * (7 / 8 * 4 * rest)
-    assert gathered[4, 1] - gathered[8, 1] == 4 * 2 * (1 / 2 * 4 * routed / 4)
-    assert gathered[4, 2] - gathered[8, 2] == 4 * 2 * (1 / 2 * 4 * routed / 4)
+            gathered[expert, axes[-1][0]] = found["reduce"]
+    assert gathered[8, "shard"] == 2 * (7 / 8 * 4 * rest)
+    for axis in ("shard", "tensor", "context_ring"):
+        assert gathered[4, axis] - gathered[8, axis] == 4 * 2 * (1 / 2 * 4 * routed / 4)
 
 
 def test_tied_ends_are_one_unit_on_one_rank_and_two_on_two() -> None:

@@ -15,6 +15,7 @@ from meshwright.observe.metrics import MetricsWriter
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import DATA_AXES
 from meshwright.spec.run import Assignment
 from meshwright.train.evaluate import Evaluation, evaluate
 from meshwright.train.join import agreed_assignment
@@ -103,7 +104,9 @@ def run(
             error = (type(raised).__name__, str(raised))
     tensors = _whole(session) if session.mesh.data_rank == 0 else _whole(session, keep=False)
     steps = assignment.plan.batch.accumulate * len(reporter.steps)
-    place = session.mesh.coordinate("pipeline") * session.mesh.axis_size("tensor") + session.mesh.coordinate("tensor")
+    place = 0
+    for axis, size in session.mesh.layout.axes:
+        place = place if axis in DATA_AXES else place * size + session.mesh.coordinate(axis)
     return Seen(began, place, error, reporter.steps, reporter.validations, indices[:steps], tensors)
 
 

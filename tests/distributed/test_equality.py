@@ -7,6 +7,7 @@ valid tokens of the global batch. Ranks hold different numbers of valid tokens o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -47,20 +48,21 @@ BF16_LAYOUT_BOUND = 1e-5
 
 
 def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens, targets, positions, documents `(BATCH, SEQ)`; later rows have fewer valid targets, documents begin anywhere."""
+    """tokens, targets, positions, documents `(BATCH, spec.max_seq_len)`; later rows have fewer valid targets, documents begin anywhere."""
+    seq = spec.max_seq_len
     draw = torch.Generator().manual_seed(step)
-    tokens = torch.randint(spec.vocab_size, (BATCH, SEQ), generator=draw)
-    targets = torch.randint(spec.vocab_size, (BATCH, SEQ), generator=draw)
-    targets[torch.rand(BATCH, SEQ, generator=draw) < torch.linspace(0, 0.9, BATCH)[:, None]] = -1
-    documents = (torch.rand(BATCH, SEQ, generator=draw) < 0.3).long().cumsum(1)
+    tokens = torch.randint(spec.vocab_size, (BATCH, seq), generator=draw)
+    targets = torch.randint(spec.vocab_size, (BATCH, seq), generator=draw)
+    targets[torch.rand(BATCH, seq, generator=draw) < torch.linspace(0, 0.9, BATCH)[:, None]] = -1
+    documents = (torch.rand(BATCH, seq, generator=draw) < 0.3).long().cumsum(1)
     starts = torch.cat([torch.ones(BATCH, 1, dtype=torch.bool), documents[:, 1:] != documents[:, :-1]], 1)
-    index = torch.arange(SEQ).expand(BATCH, SEQ)
+    index = torch.arange(seq).expand(BATCH, seq)
     return tokens, targets, index - torch.where(starts, index, 0).cummax(1).values, documents
 
 
 @cache
-def one_device(spec: ModelSpec) -> list[dict[str, Any]]:
-    """What every step should give, in float64 on one device."""
+def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
+    """What every step should give, in float64 on one device; without `masked` documents, each row is one."""
     model = Decoder(spec, plain=True).double()
     rows = {row.name: row for row in parameters(spec)}
     with torch.no_grad():
@@ -75,7 +77,8 @@ def one_device(spec: ModelSpec) -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
     seen = []
     for step in range(STEPS):
-        tokens, targets, positions, documents = batch(step, spec)
+        tokens, targets, *packed = batch(step, spec)
+        positions, documents = packed if masked else (None, None)
         optimizer.zero_grad()
         loss, balance = model.losses(tokens, targets, positions=positions, documents=documents)
         loss = loss / (targets >= 0).sum()
@@ -88,7 +91,9 @@ def one_device(spec: ModelSpec) -> list[dict[str, Any]]:
     return seen
 
 
-def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int = STEPS) -> list[dict[str, Any]]:
+def sharded(
+    world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int = STEPS, masked: bool = True
+) -> list[dict[str, Any]]:
     """The same steps as the trainer runs them; `factor` is a deliberate error in the token count."""
     from meshwright.data.loader import MicroBatch
     from meshwright.optim.adamw import AdamW
@@ -109,6 +114,8 @@ def sharded(world, spec: ModelSpec, plan: Plan, factor: float = 1.0, steps: int 
         first = mesh.data_rank * share
         mine = [tensor[first : first + share].split(micro) for tensor in batch(step, spec)]
         batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+        if not masked:
+            batches = [replace(batch, positions=None, documents=None) for batch in batches]
         valid = count_valid(batches, 0, mesh)[0] * factor
         loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
         mine, copies = local_gradients(model, engine.copied)

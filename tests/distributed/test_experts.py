@@ -52,6 +52,8 @@ CASES = [
 EVEN = replace(MIXTRAL, experts=8)
 SHARED = replace(QWEN3_MOE, experts=8, heads=4, kv_heads=2, head_dim=2)
 TIED = replace(EVEN, tied=True)
+LATE = replace(SHARED, tied=True, first_dense_layers=2)
+"""Of its layers the first pipeline rank of two has dense ones only, and makes the groups of expert ranks with the others all the same."""
 SPREAD = [
     (EVEN, Case("1f1b", shard=2, expert=2, micro=4)),
     (SHARED, Case("1f1b", shard=2, expert=2, recompute="full")),
@@ -59,7 +61,7 @@ SPREAD = [
     (EVEN, Case("1f1b", shard=4, expert=4, reshard=False)),
     (EVEN, Case("1f1b", replicate=2, shard=2, expert=2, gradients="whole")),
     (TIED, Case("breadth_first", shard=2, expert=2, gradients="whole", recompute="full")),
-    (SHARED, Case("1f1b", pipeline=2, shard=2, expert=2)),
+    (LATE, Case("1f1b", pipeline=2, shard=2, expert=2)),
     (SHARED, Case("zbv", pipeline=2, shard=2, expert=2, recompute="selective")),
     (EVEN, Case("zbv", pipeline=2, shard=2, expert=2, order=("shard", "pipeline", "replicate", "tensor"))),
     (SHARED, Case("1f1b", tensor=2, micro=4)),
@@ -237,6 +239,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         Case("zbv", pipeline=2, shard=2, recompute="selective"),
         Case("1f1b", shard=2, expert=2, recompute="full"),
         Case("1f1b", shard=2, expert=2, tensor=2, recompute="selective", micro=2),
+        Case("1f1b", ring=2, ulysses=2, expert=2, recompute="full", micro=2),
     ],
     ids=str,
 )
@@ -288,7 +291,8 @@ def opened_under(pool: Pool, tiny: Path, runs: Path, *overrides: str) -> dict[st
 
 
 def test_experts_change_ranks_between_two_starts(pool: Pool, tmp_path: Path) -> None:
-    """From two expert ranks to four shards, and from four ranks that split halves of them to tensor ranks: bit for bit."""
+    """From two expert ranks to four shards, then to four ranks, of two context ranks each, that split halves of them; and on to tensor
+    ranks: bit for bit."""
     tiny, runs = make_tiny(tmp_path / "data"), tmp_path / "runs"
     spread, cut = [*ranks(2), "plan.expert=2"], [*ranks(4), "plan.expert=1"]
     both = [*ranks(4), "plan.expert=2"]
@@ -296,9 +300,11 @@ def test_experts_change_ranks_between_two_starts(pool: Pool, tmp_path: Path) -> 
     assert same_bits(opened_under(pool, tiny, runs, *cut, *SMALL), held(first))
     second = trained(pool, tiny, runs, *cut, *SMALL, stop_at=5)
     assert same_bits(opened_under(pool, tiny, runs, *spread, *SMALL), held(second))
-    third = trained(pool, tiny, runs, *both, *SMALL, stop_at=7)
+    with_context = ["cluster.gpus_per_node=4", "plan.shard=2", "plan.context_ring=2", "plan.expert=2"]
     with_tensor = ["cluster.gpus_per_node=4", "plan.shard=2", "plan.tensor=2", "plan.expert=2"]
+    third = trained(pool, tiny, runs, *with_context, *SMALL, stop_at=7)
     assert same_bits(opened_under(pool, tiny, runs, *with_tensor, *SMALL), held(third))
+    assert same_bits(opened_under(pool, tiny, runs, *both, *SMALL), held(third))
     fourth = trained(pool, tiny, runs, *with_tensor, *SMALL, stop_at=9)
     assert same_bits(opened_under(pool, tiny, runs, *spread, *SMALL), held(fourth))
     export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")

@@ -31,6 +31,8 @@ CASES = [
 ]
 TENSOR = [Case("1f1b", tensor=2), Case("zbv", pipeline=2, tensor=2, reshard=False)]
 """Texts are filled up to a multiple of the tensor ranks; positions are, so the first text moves on where one device's does."""
+CONTEXT = [Case("1f1b", ring=2, pipeline=2), Case("1f1b", ulysses=2, shard=2)]
+"""The same, and a text's last token is on one of the context ranks."""
 
 
 def alone(spec: ModelSpec, how: Sampling, dtype: torch.dtype = torch.float64) -> list[list[int]]:
@@ -57,7 +59,7 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT], ids=["llama", "gpt2-tied"])
-@pytest.mark.parametrize("case", [*CASES, *TENSOR], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *TENSOR, *CONTEXT], ids=str)
 def test_tokens_are_those_of_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     for how in (GREEDY, DRAWN):
         truth = alone(spec, how)

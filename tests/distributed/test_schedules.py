@@ -33,16 +33,21 @@ class Case:
     recompute: str = "none"
     stages: tuple[tuple[str, ...], ...] = ()
     compile: bool = False
+    ring: int = 1
+    ulysses: int = 1
     tensor: int = 1
     expert: int = 1
     offload: str = "none"
-    order: tuple[str, ...] = ("pipeline", "replicate", "shard", "tensor")
+    order: tuple[str, ...] = ("pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor")
     """Axes, outermost first."""
 
     @property
     def plan(self) -> Plan:
-        sizes = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
-        data = self.replicate * self.shard
+        sizes = {
+            "pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "context_ring": self.ring,
+            "context_ulysses": self.ulysses, "tensor": self.tensor,
+        }  # fmt: skip
+        data, held = self.replicate * self.shard, self.shard * self.ring * self.ulysses
         axes = [MeshAxis(axis=name, size=sizes[name]) for name in self.order]  # type: ignore[arg-type]
         return Plan(
             mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard"),
@@ -54,7 +59,7 @@ class Case:
                 ),
             ),
             precision=Precision(compute="fp64", reduce="fp64"),
-            experts=ExpertPlan(expert=self.expert, expert_shard=self.shard // self.expert) if self.expert > 1 else None,
+            experts=ExpertPlan(expert=self.expert, expert_shard=held // self.expert) if self.expert > 1 else None,
             compile=self.compile,
         )
 

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, get_args
 
 from tests.distributed import (
+    test_context,
     test_copy_engine,
     test_equality,
     test_experts,
@@ -96,6 +97,8 @@ FEATURES: dict[str, Feature] = {
     "shards": axis("shard"),
     "replicas": axis("replicate"),
     "tensor": axis("tensor"),
+    "context ring": axis("context_ring"),
+    "Ulysses": axis("context_ulysses"),
     "experts": Feature(
         lambda plan, spec: spec.experts > 0, lambda plan: replace(plan, experts=ExpertPlan(expert=1, expert_shard=1))
     ),
@@ -149,6 +152,9 @@ def compared() -> Iterator[Tested]:
         (test_tensor.test_up_to_four_ranks, None),
         (test_tensor.test_eight_ranks, None),
         (test_tensor.test_compiled, None),
+        (test_context.test_up_to_four_ranks, None),
+        (test_context.test_eight_ranks, None),
+        (test_context.test_compiled, None),
         (test_offload.test_float64_equals_one_device, None),
         (test_offload.test_compiled, None),
         (test_experts.test_experts_on_ranks_of_their_own_equal_one_device, None),

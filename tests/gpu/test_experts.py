@@ -40,6 +40,8 @@ CASES = {
     "tensor 2": (2, ["plan.tensor=2", "plan.recompute=selective"]),
     "expert 2 x tensor 2": (4, ["plan.expert=2", "plan.shard=2", "plan.tensor=2"]),
     "expert 2 x expert shard 2": (4, ["plan.expert=2", "plan.shard=4"]),
+    "expert 2 over context ring 2": (2, ["plan.expert=2", "plan.context_ring=2"]),
+    "expert 2 x context ulysses 2": (4, ["plan.expert=2", "plan.shard=2", "plan.context_ulysses=2"]),
     "expert 2 x pipeline 2, split backward": (
         4,
         ["plan.expert=2", "plan.shard=2", "plan.pipeline=2", "plan.schedule=zb_h1", "plan.micro_batch=1"],

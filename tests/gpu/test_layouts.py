@@ -31,6 +31,20 @@ CASES = {
     "tensor 2 x shard 2, recompute selective": (4, ["plan.tensor=2", "plan.shard=2", "plan.recompute=selective"]),
     "tensor 2 x pipeline 2": (4, ["plan.tensor=2", "plan.pipeline=2", "plan.schedule=1f1b", "plan.micro_batch=1"]),
     "tensor 8, two ranks a key/value head": (8, ["plan.tensor=8"]),
+    "context ring 2": (2, ["plan.context_ring=2"]),
+    "context ring 2, several sequences, not compiled": (
+        2,
+        ["plan.context_ring=2", "plan.micro_batch=4", "plan.compile=false"],
+    ),
+    "context ring 2, recompute selective": (2, ["plan.context_ring=2", "plan.recompute=selective"]),
+    "ulysses 2": (2, ["plan.context_ulysses=2"]),
+    "ulysses 2, recompute full, not compiled": (
+        2,
+        ["plan.context_ulysses=2", "plan.recompute=full", "plan.compile=false"],
+    ),
+    "ring 2 x ulysses 2": (4, ["plan.context_ring=2", "plan.context_ulysses=2"]),
+    "ring 2 x tensor 2": (4, ["plan.context_ring=2", "plan.tensor=2"]),
+    "ulysses 8, two ranks a key/value head": (8, ["plan.context_ulysses=8"]),
     "recompute full": (1, ["plan.recompute=full"]),
     "recompute selective": (1, ["plan.recompute=selective"]),
     "not compiled": (1, ["plan.compile=false"]),
@@ -66,4 +80,5 @@ def test_document_masks_agree_with_the_plain_kernels(tmp_path: Path) -> None:
     on_cpu = losses(tmp_path, "cpu", 1, [*masked, "cluster.gpu=cpu"])
     assert on_gpu == pytest.approx(on_cpu, rel=1e-2)
     if torch.cuda.device_count() >= 2:
-        assert losses(tmp_path, "two", 2, masked) == pytest.approx(on_gpu, rel=LAYOUT_BOUND)
+        for name, axis in (("two", "shard"), ("ring", "context_ring"), ("ulysses", "context_ulysses")):
+            assert losses(tmp_path, name, 2, [*masked, f"plan.{axis}=2"]) == pytest.approx(on_gpu, rel=LAYOUT_BOUND)

@@ -92,6 +92,27 @@ def test_block_mask_gives_the_same_as_the_dense_one(kind, window, seq):
     assert torch.allclose(got.transpose(1, 2), expected, rtol=0, atol=2e-6)
 
 
+QUERIES = torch.cat((torch.arange(70, 200), torch.arange(340, 470)))
+"""A rank's two chunks of 500 tokens, whose border lies inside a block."""
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(("kind", "window"), [("rising", None), ("any order", 100), ("none", 100)])
+def test_a_mask_for_some_queries_has_their_rows(kind, window):
+    documents = documents_of(kind, 2, 500)
+    dense = make_mask(documents, window, 500, CPU, plain=True).dense
+    mine = make_mask(documents, window, 500, CPU, queries=QUERIES, plain=True)
+    assert torch.equal(mine.dense, dense[..., QUERIES, :])
+    q, k, v = (t.detach().float() for t in inputs(seq=500, head_dim=16))
+    expected = attention(q, k, v, make_mask(documents, window, 500, CPU, plain=True), plain=True)[:, QUERIES]
+    blocks = block_mask(documents, window, 500, CPU, QUERIES)
+    with torch.no_grad():
+        asked = q[:, QUERIES].transpose(1, 2)
+        got = flex_attention(asked, k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks, enable_gqa=True)
+    assert torch.allclose(got.transpose(1, 2), expected, rtol=0, atol=2e-6)
+    assert torch.allclose(attention(q[:, QUERIES], k, v, mine, plain=True), expected, rtol=0, atol=2e-6)
+
+
 def test_block_mask_skips_what_no_pair_needs():
     documents = torch.arange(4).repeat_interleave(256)[None]
     whole = torch.zeros(1, 1024, dtype=torch.long)

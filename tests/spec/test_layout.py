@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.spec.layout import STAGES_PER_RANK, V_SCHEDULES, Layout, balanced_stages, shard_rows, stage_table
+from meshwright.spec.layout import (
+    STAGES_PER_RANK,
+    V_SCHEDULES,
+    Layout,
+    Part,
+    balanced_stages,
+    context_misfit,
+    held_tokens,
+    shard_rows,
+    stage_table,
+)
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, SchedulePlan
 
 LAYOUTS = st.builds(
@@ -170,5 +180,40 @@ def test_experts_are_folded_from_the_ranks_of_one_copy() -> None:
     with_tensor = Layout((("shard", 4), ("tensor", 2)), 8, expert=2)
     assert with_tensor.expert_groups() == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert with_tensor.expert_shard_groups() == ((0, 4), (1, 5), (2, 6), (3, 7))
+    with_context = Layout((("shard", 2), ("context_ring", 2), ("tensor", 2)), 8, expert=2)
+    assert with_context.expert_groups() == with_tensor.expert_groups()
+    assert with_context.expert_shard_groups() == with_tensor.expert_shard_groups()
     outside = Layout((("shard", 4), ("pipeline", 2)), 8, expert=2)
     assert outside.expert_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_context_ranks_hold_every_token_once_in_rising_order(ring: int, ulysses: int, times: int) -> None:
+    seq = 2 * ring * ulysses * times
+    held = {
+        (r, u): [token for part in held_tokens(seq, Part(r, ring), Part(u, ulysses)) for token in part]
+        for r in range(ring)
+        for u in range(ulysses)
+    }
+    assert sorted(token for mine in held.values() for token in mine) == list(range(seq))
+    assert all(mine == sorted(mine) and len(mine) == seq // (ring * ulysses) for mine in held.values())
+    for r in range(ring):
+        together = [token for u in range(ulysses) for token in held[r, u]]
+        assert together == [token for part in held_tokens(seq, Part(r, ring)) for token in part]
+        if ring > 1:  # as many scores under the causal mask as any other
+            assert sum(token + 1 for token in together) * ring == seq * (seq + 1) / 2
+
+
+def test_what_context_ranks_cannot_divide_is_named() -> None:
+    assert context_misfit(1, 1, 3, 8, 2, 7) is None
+    assert context_misfit(4, 2, 2, 8, 2, 64) is None
+    assert context_misfit(4, 1, 1, 8, 2, 24) is None
+    for wrong, axis, expected in (
+        ((1, 3, 1, 8, 2, 24), "context_ulysses", "model.heads = 8"),
+        ((1, 4, 2, 12, 12, 24), "context_ulysses", "model.heads = 12 ÷ tensor 2"),
+        ((1, 4, 1, 12, 6, 24), "context_ulysses", "a divisor or a multiple of model.kv_heads = 6"),
+        ((4, 1, 1, 8, 2, 28), "context_ring", "a multiple of 8"),
+        ((1, 2, 2, 8, 2, 6), "context_ulysses", "a multiple of 4"),
+    ):
+        found = context_misfit(*wrong)
+        assert found is not None and found[0] == axis and expected in found[1]

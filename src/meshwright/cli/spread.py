@@ -81,13 +81,16 @@ def _model_in(folder: Path) -> tuple[ModelSpec, str]:
 
 def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) -> None:
     from meshwright.planner.candidate import untrainable
-    from meshwright.spec.layout import check_tensor, stage_table
+    from meshwright.spec.layout import check_context, check_tensor, stage_table
     from meshwright.spec.plan import layer_range
 
     if refused := untrainable(plan):
         raise BadInput(f"{file}: {refused}")
     if expected := check_tensor(model, plan.axis_size("tensor"), seq_len):
         raise BadInput(f"{file} is not for this model: expected {expected}, got {plan.axis_size('tensor')}")
+    if wrong := check_context(model, plan, seq_len):
+        axis, expected = wrong
+        raise BadInput(f"{file} is not for this model: {axis}: expected {expected}, got {plan.axis_size(axis)}")
     try:
         stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
         covered = {layer for strategy in plan.layers for layer in layer_range(strategy.range, model.layers)}

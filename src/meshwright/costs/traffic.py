@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 from math import prod
 
 from meshwright.costs.memory import bytes_of
-from meshwright.spec.errors import BadInput
+from meshwright.costs.of_plan import context_size, shard_size
 from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.plan import RUNNABLE_AXES, Plan
+from meshwright.spec.plan import SHARD_AXES, Plan
 
 Counts = Mapping[tuple[int, int], tuple[int, int]]
 """(stage, unit) → gathers and reductions in one step (`schedules.counts.collectives_of` the plan's schedule)."""
@@ -28,9 +28,9 @@ class CrossNodeBytes:
     """Bytes across nodes in one step, by what moves them."""
 
     gather: float
-    """Parameters gathered over the shard axis."""
+    """Parameters gathered over shard and context ranks."""
     reduce: float
-    """Gradients reduced over the shard axis."""
+    """Gradients reduced over shard and context ranks."""
     replicas: float
     """Gradients summed over replicas."""
     pipeline: float
@@ -41,10 +41,13 @@ class CrossNodeBytes:
     """Tokens gathered and sums scattered inside of layers."""
     expert: float
     """Tokens on their way to their experts and back, if every expert gets as many."""
+    context: float
+    """Keys, values and heads of sequences that are spread over ranks, and their gradients."""
 
     @property
     def total(self) -> float:
-        return self.gather + self.reduce + self.replicas + self.pipeline + self.tied + self.tensor + self.expert
+        inside = self.tensor + self.expert + self.context
+        return self.gather + self.reduce + self.replicas + self.pipeline + self.tied + inside
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,16 @@ class _Unit:
     """Bytes of its gathered elements, where they are not in the compute format."""
 
 
-def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: Counts) -> CrossNodeBytes:
-    """What one training step of `plan` moves between the nodes of `layout`, at `seq_len` tokens a sequence.
-
-    Raises BadInput for a plan with an axis that is not counted here.
-    """
-    other = next((axis for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES), None)
-    if other is not None:
-        raise BadInput(f"bytes across nodes are known for {', '.join(RUNNABLE_AXES)}; the plan has {other.axis} too")
-    shard, precision = layout.size("shard"), plan.precision
-    rings = {axis: _ring_borders(layout, layout.groups(axis)) for axis in ("shard", "replicate")}
-    rings["expert"] = _ring_borders(layout, layout.expert_shard_groups())
+def cross_node_bytes(
+    model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: Counts, *, masked: bool = False
+) -> CrossNodeBytes:
+    """What a step of `plan` moves between the nodes of `layout`, at `seq_len` tokens a sequence, `masked` or not to its documents."""
+    shard, precision = shard_size(plan), plan.precision
+    rings = {
+        "shard": _ring_borders(layout, layout.groups(*SHARD_AXES)),
+        "replicate": _ring_borders(layout, layout.groups("replicate")),
+        "expert": _ring_borders(layout, layout.expert_shard_groups()),
+    }
     copies = shard // layout.expert
     along_shard, along_replicas, along_copies = map(_ring_share, (shard, layout.size("replicate"), copies))
     gather = reduce = replicas = 0.0
@@ -92,6 +94,7 @@ def cross_node_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int,
         tied=_tied(model, plan, layout),
         tensor=_tensor(model, plan, layout, seq_len),
         expert=_expert(model, plan, layout, seq_len),
+        context=_context(model, plan, layout, seq_len, masked=masked),
     )
 
 
@@ -137,7 +140,7 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
 def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     """Elements of embed, positions, every layer by its number, and head on one tensor rank, with each weight's rows filled up to a multiple
     of the shards; apart, those of routed experts on one expert rank."""
-    shard, tensor = plan.axis_size("shard"), plan.axis_size("tensor")
+    shard, tensor = shard_size(plan), plan.axis_size("tensor")
     division = Division(Part(0, tensor), Part(0, tensor * (plan.experts.expert if plan.experts else 1)))
     found: dict[str, int] = defaultdict(int)
     experts: dict[str, int] = defaultdict(int)
@@ -176,7 +179,7 @@ def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
     if not model.tied or first == last:
         return 0.0
     stored = bytes_of(plan.precision.stored)
-    holders = layout.size("shard") * layout.size("tensor")
+    holders = shard_size(plan) * layout.size("tensor")
     return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / holders * stored
 
 
@@ -208,6 +211,40 @@ def _expert(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
     return plan.batch.accumulate * total
 
 
+def _context(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool) -> float:
+    """A block's exchange of heads and back, in both directions; and its keys and values round the ring, forward and backward, with the sums
+    of their gradients behind them. `masked` documents have them gathered in both, and their gradients scattered."""
+    ring, ulysses, width = layout.size("context_ring"), layout.size("context_ulysses"), layout.size("tensor")
+    tokens, compute = plan.batch.micro_batch * seq_len / ring / ulysses, bytes_of(plan.precision.compute)
+    heads, kv_heads = model.heads / width, max(1, model.kv_heads // width)
+    repeated = max(ulysses, kv_heads)  # fewer key/value heads than ranks: several ranks get the same one
+    exchanged = tokens * (2 * heads + 2 * repeated) * model.head_dim / ulysses * compute
+    held = tokens * 2 * repeated * model.head_dim
+    masked = masked or model.sliding_window is not None
+    total = 0.0
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    pairs, borders = _pairs_apart(layout, "context_ulysses"), _ring_borders(layout, layout.groups("context_ring"))
+    for rank, stages in enumerate(table):
+        for mode in (plan.strategy(layer, model.layers).recompute for stage in stages for layer in stage):
+            total += pairs[rank] * exchanged * (2 + (mode != "none"))
+            if masked:
+                collectives = 2 + (plan.compile or mode != "none")
+                total += borders[rank] * (ring - 1) * held * compute * collectives
+            else:
+                passes = 2 + (mode == "full")
+                total += borders[rank] * held * (passes * (ring - 1) * compute + ring * max(4, compute))
+    return plan.batch.accumulate * total
+
+
+def _pairs_apart(layout: Layout, axis: str) -> dict[int, int]:
+    """By pipeline rank, how many ordered pairs of ranks along `axis` live on different nodes."""
+    found: dict[int, int] = defaultdict(int)
+    for group in layout.groups(axis):
+        place = layout.coordinates(group[0]).get("pipeline", 0)
+        found[place] += sum(layout.crosses_nodes(pair) for pair in permutations(group, 2))
+    return found
+
+
 def _stream(model: ModelSpec, plan: Plan, seq_len: int) -> int:
-    """Bytes of all tokens of a micro-batch between two blocks."""
-    return plan.batch.micro_batch * seq_len * model.hidden * bytes_of(plan.precision.compute)
+    """Bytes of a context rank's tokens of a micro-batch between two blocks."""
+    return plan.batch.micro_batch * seq_len // context_size(plan) * model.hidden * bytes_of(plan.precision.compute)

@@ -47,7 +47,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None
     """Causal attention of q `(batch, seq, heads, head_dim)` over k and v `(batch, seq, kv_heads, head_dim)`.
 
     The result is shaped like q. `kv_heads` divides `heads`; consecutive query heads share a key/value head. Scores are
-    scaled by 1/√head_dim. The plain twin needs a mask made with `plain=True`.
+    scaled by 1/√head_dim. The plain twin needs a mask made with `plain=True`. With a mask made for some `queries` only, q has
+    these and k and v the whole sequence.
     """
     if plain:
         return _plain_attention(q, k, v, mask)
@@ -63,69 +64,89 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None
 
 
 def make_mask(
-    documents: Tensor | None, window: int | None, seq: int, device: torch.device, *, plain: bool = False
+    documents: Tensor | None,
+    window: int | None,
+    seq: int,
+    device: torch.device,
+    *,
+    queries: Tensor | None = None,
+    plain: bool = False,
 ) -> AttentionMask | None:
     """The mask of `seq` tokens, or None when causality says it all.
 
     documents `(batch, seq)` numbers the document of each token: a token sees its own document only. `window` is how
-    many tokens it sees, itself included. `plain` asks for the dense form on every device (the plain twin, and fp64,
-    which flex attention lacks).
+    many tokens it sees, itself included. `queries` `(n,)` are the places of those that ask, rising; None is all of them.
+    `plain` asks for the dense form on every device (the plain twin, and fp64, which flex attention lacks).
     """
     if window is not None and window >= seq:
         window = None
     if documents is None and window is None:
         return None
-    rule = _rule(documents, window)
     if device.type == "cuda" and not plain:
-        return AttentionMask(blocks=block_mask(documents, window, seq, device))
+        return AttentionMask(blocks=block_mask(documents, window, seq, device, queries))
     batch = torch.arange(1 if documents is None else documents.shape[0], device=device)
-    token = torch.arange(seq, device=device)
-    return AttentionMask(dense=rule(batch[:, None, None, None], batch, token[:, None], token))
+    key = torch.arange(seq, device=device)
+    query = key if queries is None else torch.arange(len(queries), device=device)
+    return AttentionMask(
+        dense=_rule(documents, window, queries)(batch[:, None, None, None], batch, query[:, None], key)
+    )
 
 
-def block_mask(documents: Tensor | None, window: int | None, seq: int, device: torch.device) -> BlockMask:
+def block_mask(
+    documents: Tensor | None, window: int | None, seq: int, device: torch.device, queries: Tensor | None = None
+) -> BlockMask:
     """The block mask of flex attention, from each block's extremes alone: no (seq, seq) tensor is made.
 
     A block is skipped when its borders rule out every pair, is taken whole when they admit every pair, and is looked
     into otherwise; so document numbers may come in any order, and rising ones skip the most.
     """
-    first = torch.arange(-(-seq // BLOCK), device=device) * BLOCK
-    last = (first + BLOCK).clamp(max=seq) - 1
-    some, every = first <= last[:, None], last < first[:, None]
+    first, last = _ends(torch.arange(seq, device=device))
+    asked_first, asked_last = (first, last) if queries is None else _ends(queries)
+    asked_first, asked_last = asked_first[:, None], asked_last[:, None]
+    some, every = first <= asked_last, last < asked_first
     if window is not None:
-        some = some & (first[:, None] - last < window)
-        every = every & (last[:, None] - first < window)
+        some = some & (asked_first - last < window)
+        every = every & (asked_last - first < window)
     some, every = some[None, None], every[None, None]
     if documents is not None:
-        low, high = _extremes(documents, seq)
-        some = some & (low[..., :, None] <= high[..., None, :]) & (low[..., None, :] <= high[..., :, None])
-        one = low == high
-        every = every & one[..., :, None] & one[..., None, :] & (low[..., :, None] == low[..., None, :])
+        low, high = _extremes(documents)
+        asked_low, asked_high = (low, high) if queries is None else _extremes(documents[:, queries])
+        asked_low, asked_high = asked_low[..., :, None], asked_high[..., :, None]
+        some = some & (asked_low <= high[..., None, :]) & (low[..., None, :] <= asked_high)
+        one, asked_one = (low == high)[..., None, :], asked_low == asked_high
+        every = every & asked_one & one & (asked_low == low[..., None, :])
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every),
         *_listed(some & every),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_rule(documents, window),
-        seq_lengths=(seq, seq),
+        mask_mod=_rule(documents, window, queries),
+        seq_lengths=(seq if queries is None else len(queries), seq),
     )
 
 
-def _rule(documents: Tensor | None, window: int | None) -> Rule:
+def _rule(documents: Tensor | None, window: int | None, queries: Tensor | None) -> Rule:
     """Whether query may see key; all arguments are index tensors that broadcast together."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = key <= query
+        place = query if queries is None else queries[query]
+        allowed = key <= place
         if window is not None:
-            allowed = allowed & (query - key < window)
+            allowed = allowed & (place - key < window)
         if documents is not None:
-            allowed = allowed & (documents[batch, query] == documents[batch, key])
+            allowed = allowed & (documents[batch, place] == documents[batch, key])
         return allowed
 
     return sees
 
 
-def _extremes(documents: Tensor, seq: int) -> tuple[Tensor, Tensor]:
+def _ends(places: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last of rising places `(n,)` in each block."""
+    return places[::BLOCK], torch.cat((places[BLOCK - 1 :: BLOCK], places[-1:]))[: -(-len(places) // BLOCK)]
+
+
+def _extremes(documents: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest and highest document number in each block, `(batch, 1, blocks)`; its last token fills the last block."""
+    seq = documents.shape[1]
     blocks = -(-seq // BLOCK)
     filler = documents[:, -1:].expand(-1, blocks * BLOCK - seq)
     filled = torch.cat((documents, filler), dim=1).view(-1, 1, blocks, BLOCK)

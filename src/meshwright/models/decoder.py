@@ -7,6 +7,7 @@ values; gate and up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -102,9 +103,21 @@ class Decoder(nn.Module):
         self._check_length(tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = self.mask(documents, tokens.shape[1], tokens.device, dtype)
+        return SharedInputs(positions, self.rope(positions, dtype), mask)
+
+    def mask(
+        self,
+        documents: Tensor | None,
+        seq: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        queries: Tensor | None = None,
+    ) -> AttentionMask | None:
+        """The attention mask of sequences of `seq` tokens, for the queries at the given places (None: all)."""
         dense = self.plain or dtype == torch.float64
-        mask = make_mask(documents, self.spec.sliding_window, tokens.shape[1], tokens.device, plain=dense)
-        return SharedInputs(positions, self._rope(positions, dtype), mask)
+        return make_mask(documents, self.spec.sliding_window, seq, device, queries=queries, plain=dense)
 
     def embedded(self, tokens: Tensor, shared: SharedInputs) -> Tensor:
         """The first block's input `(batch, seq, hidden)`."""
@@ -116,7 +129,8 @@ class Decoder(nn.Module):
         tied = self.embed.weight if self.spec.tied else None
         return self.head(self.norm(x), targets, tied)
 
-    def _rope(self, positions: Tensor, dtype: torch.dtype) -> Tables | None:
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> Tables | None:
+        """The rotary tables of `positions`; None for a model without."""
         if self.spec.positions != "rope":
             return None
         return rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, dtype)
@@ -160,7 +174,12 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads."""
+    """Causal self-attention with grouped key/value heads.
+
+    `attend` is where sequences that are spread over ranks are put together (`parallel.context`).
+    """
+
+    attend: Callable[..., Tensor]
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
@@ -172,6 +191,7 @@ class Attention(nn.Module):
             self.k_norm = Norm("rmsnorm", spec.head_dim, spec.norm_eps, plain)
         self.qk_norm = spec.qk_norm
         self.out = Linear(width, spec.hidden, bias=spec.bias)
+        self.attend = attention
 
     def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
@@ -180,7 +200,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        return self.out(attention(q, k, v, mask, plain=self.plain).flatten(-2))
+        return self.out(self.attend(q, k, v, mask, plain=self.plain).flatten(-2))
 
 
 class Norm(nn.Module):

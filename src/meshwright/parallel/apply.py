@@ -1,5 +1,5 @@
-"""The order in which a Plan is applied to a model: cut, divide over tensor ranks, spread experts, formats, recompute, compile, split the
-backward, shard, materialise, initialise.
+"""The order in which a Plan is applied to a model: cut, divide over tensor ranks, then context ranks, spread experts, formats, recompute,
+compile, split the backward, shard, materialise, initialise.
 
 This is the one place that fixes it. The model never learns of any of it: a block's `forward` is wrapped, its name and parameters stay.
 """
@@ -18,9 +18,10 @@ from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial import initial_values
 from meshwright.parallel.channels import open_channels
+from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import gather_by_copies
 from meshwright.parallel.executor import Executor
-from meshwright.parallel.experts import spread_experts
+from meshwright.parallel.experts import count_whole_sequences, spread_experts
 from meshwright.parallel.fp8 import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, ShardedUnit, Streams
 from meshwright.parallel.mesh import Mesh
@@ -95,7 +96,9 @@ def build_engine(
     division = mesh.division
     keep_parts(model, division)
     divide_over_tensor_ranks(model, mesh)
+    context = divide_sequences(model, plan, mesh)
     spread_experts(model, mesh)
+    count_whole_sequences(model, mesh)
     multiply_low(model, plan, mesh.device)
     wrap_blocks(model, plan)
     if entry_of(plan.schedule.name).splits_backward:
@@ -130,6 +133,7 @@ def build_engine(
         routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
         copies=copies,
         tensor=division.tensor.of,
+        context=context,
         scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
         host=HostMemory(mesh.device) if any(unit.offloads for row in units for unit in row) else None,
     )

@@ -22,6 +22,7 @@ from meshwright.parallel.fsdp import ShardedUnit
 from meshwright.parallel.mesh import Mesh, parts_over
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import SHARD_AXES
 
 BLOCK_SLOTS = 2
 """The unit that compute waits for next, and the one behind it."""
@@ -33,7 +34,7 @@ def gather_by_copies(blocks: Iterable[ShardedUnit], ends: Iterable[ShardedUnit],
     """Let units be gathered by copy engines: two slots for blocks, and one for the ends. Collective over all ranks of the job; to be called
     once there are `Streams`. Nothing to do on one rank; processors copy as they always do.
 
-    Raises BadInput where the shard axis leaves a node, devices cannot map each other's memory, or NCCL has no such policy.
+    Raises BadInput where shard and context ranks leave a node, devices cannot map each other's memory, or NCCL has no such policy.
     """
     blocks, ends = list(blocks), list(ends)
     group = _group(mesh)
@@ -88,7 +89,7 @@ class CopyGather:
 
 
 def _group(mesh: Mesh) -> dist.ProcessGroup | None:
-    shards = mesh.group("shard")
+    shards = mesh.group_over(SHARD_AXES)
     if shards is None:
         return None
     ranks = dist.get_process_group_ranks(shards)
@@ -101,7 +102,7 @@ def _group(mesh: Mesh) -> dist.ProcessGroup | None:
         raise BadInput("plan.gather_engine = copy: this NCCL has no zero-CTA policy; expected NCCL 2.28 or later")
     options = library.Options()
     options.config.cta_policy = library.NCCL_CTA_POLICY_ZERO
-    return mesh.world.split(parts_over(mesh.layout, ("shard",)), "gathers by copies", options)
+    return mesh.world.split(parts_over(mesh.layout, SHARD_AXES), "gathers by copies", options)
 
 
 def _refuse_unmapped(mesh: Mesh, ranks: Sequence[int]) -> None:

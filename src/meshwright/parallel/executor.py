@@ -20,6 +20,7 @@ from meshwright.kernels.linear import WeightQueue, deferring
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
 from meshwright.parallel.channels import Channels, Transfer
+from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.fp8 import WeightScales
 from meshwright.parallel.fsdp import Streams
 from meshwright.parallel.offload import HostMemory, Moves, Visit, addresses, handed_in
@@ -40,7 +41,8 @@ Closing = Mapping[Kind, Callable[[], None]]
 class Executor:
     """Runs steps of one rank. `stages` maps the virtual stages of this pipeline rank to their units.
 
-    Between units a rank has one of `tensor` parts of every sequence.
+    It is given whole sequences and takes this rank's part where `context` ranks divide them. Between units a rank has one of `tensor` parts
+    of that.
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class Executor:
         routing: Routing | None = None,
         copies: CopySums | None = None,
         tensor: int = 1,
+        context: SplitSequences | None = None,
         scales: WeightScales | None = None,
         host: HostMemory | None = None,
     ) -> None:
         self.model, self.stages, self.rank = model, stages, rank
         self.dtype, self.device, self.routing, self.tensor = dtype, device, routing, tensor
         self._streams, self._channels, self._replicas, self._tied = streams, channels, replicas, tied
-        self._copies = copies
+        self._copies, self.context = copies, context
         self._scales, self.host = scales, host
 
     def play(
@@ -89,7 +92,9 @@ class Executor:
         """
         play = _Play(self, schedule, batches, recorder, None, {})
         play.run()
-        return play.logits
+        if self.context is None:
+            return play.logits
+        return {number: self.context.joined(part) for number, part in play.logits.items()}
 
 
 class _Play:
@@ -104,7 +109,8 @@ class _Play:
         valid: Tensor | None,
         closing: Closing,
     ) -> None:
-        self.on, self.schedule, self.batches, self.recorder = executor, schedule, batches, recorder
+        self.on, self.schedule, self.recorder = executor, schedule, recorder
+        self.batches = batches if executor.context is None else [executor.context.part_of(batch) for batch in batches]
         self.valid, self.closing = valid, closing
         self.rank_of = schedule.rank_of
         self.row = schedule.actions[executor.rank]
@@ -282,8 +288,11 @@ class _Play:
 
     def shared_inputs(self, number: int) -> SharedInputs:
         if number not in self.shared:
-            batch = self.batches[number]
-            self.shared[number] = self.on.model.shared(batch.tokens, batch.positions, batch.documents, self.on.dtype)
+            batch, context, dtype = self.batches[number], self.on.context, self.on.dtype
+            if context is None:
+                self.shared[number] = self.on.model.shared(batch.tokens, batch.positions, batch.documents, dtype)
+            else:
+                self.shared[number] = context.shared(batch, dtype)
         return self.shared[number]
 
     def backward(self, action: Action, queue: WeightQueue | None = None) -> None:

@@ -3,8 +3,8 @@
 Each rank of a group holds a part of a layer's experts, whole ones. Its tokens, sorted by expert as the model sorts
 them, go to the ranks that hold their experts by one all-to-all, pass them there, and come back by another to where they were; backward
 does the same with gradients (GShard, Lepikhin et al. 2021). Every row arrives (dropless), so what an expert's weights gather is the sum
-over the whole group: only ranks that hold the same experts have something left to add up. Tensor ranks, each of which has a part of every
-sequence's tokens, take part: they hold different experts too.
+over the whole group: only ranks that hold the same experts have something left to add up. Context and tensor ranks, each of which has a
+part of every sequence's tokens, take part: context ranks as shards do, tensor ranks by holding different experts always.
 
 How many rows go where only the router knows. The counts travel first, and the host reads them, once a layer and forward: the sizes of
 messages are its to say. Recompute keeps them beside the router's choice and so sends the same rows again.
@@ -25,6 +25,7 @@ from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.products import group_called
 from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import CONTEXT_AXES
 
 ALL_TO_ALL = dist.all_to_all_single
 
@@ -40,12 +41,22 @@ def spread_experts(model: Decoder, mesh: Mesh) -> None:
         raise BadInput(
             f"plan.expert × plan.tensor: expected a divisor of model.experts = {model.spec.experts}, got {group.size()}"
         )
-    tensor = mesh.group("tensor")
-    for module in list(model.modules()):
-        if isinstance(module, MixtureOfExperts):
-            module.experts = SpreadExperts(module.experts, group.group_name, group.size())
-            if tensor is not None:
-                module.of_sequences = partial(summed_loads, group=tensor.group_name)  # type: ignore[method-assign]
+    for mixture in _mixtures(model):
+        mixture.experts = SpreadExperts(mixture.experts, group.group_name, group.size())
+
+
+def count_whole_sequences(model: Decoder, mesh: Mesh) -> None:
+    """Let routers of a model of which context and tensor ranks have parts of the sequences add up how often whole ones chose each expert.
+
+    A balance loss is a whole sequence's: with these counts the losses of its parts add up to it.
+    """
+    if model.spec.experts and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
+        for mixture in _mixtures(model):
+            mixture.of_sequences = partial(summed_loads, group=group.group_name)  # type: ignore[method-assign]
+
+
+def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 class SpreadExperts(Experts):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Division, Layout, Part
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import SHARD_AXES, Plan
 
 Parts = tuple[tuple[int, ...], ...]
 """All ranks, each in one part."""
@@ -119,9 +119,9 @@ class Mesh:
 
     @property
     def shards(self) -> DeviceMesh:
-        """torch's view of the shard axis, for FSDP2."""
+        """torch's view of the ranks that parameters are sharded over, for FSDP2: context ranks have the same weights as data ranks."""
         if self._shards is None:
-            self._shards = self._for_fsdp(self.group("shard"))
+            self._shards = self._for_fsdp(self.group_over(SHARD_AXES))
         return self._shards
 
     @property
@@ -162,11 +162,7 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
 @lru_cache
 def parts_over(layout: Layout, axes: tuple[str, ...]) -> Parts:
     """All ranks divided into those that differ along `axes` only."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.ranks):
-        others = tuple(place for axis, place in layout.coordinates(rank).items() if axis not in axes)
-        found.setdefault(others, []).append(rank)
-    return tuple(map(tuple, found.values()))
+    return layout.groups(*axes)
 
 
 def pairs_along_pipeline(layout: Layout, pairs: Sequence[tuple[int, int]]) -> Parts:

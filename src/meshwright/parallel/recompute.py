@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.kernels.grouped import GROUPED_OPERATOR
-from meshwright.parallel import experts, products  # noqa: F401  # make the operators named below
+from meshwright.parallel import exchanges, experts, products, ring  # noqa: F401  # make the operators named below
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
@@ -67,4 +67,5 @@ _KEPT = _CHOICES | {
     torch.ops.meshwright.exchanged_rows.default,
     torch.ops.meshwright.gathered_product.default,
     torch.ops.meshwright.scattered_product.default,
+    torch.ops.meshwright.ring_forward.default,
 }

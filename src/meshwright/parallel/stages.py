@@ -66,7 +66,9 @@ def keep_parts(model: Decoder, division: Division) -> None:
 def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) -> list[list[Unit]]:
     """The units of each stage of this rank, their parameters sharded over the mesh."""
     ends = _ends(model, plan, mesh.shards)
-    blocks = {name: _block_unit(block, plan, mesh) for name, block in model.layers.items()}
+    # Collective over all ranks, so also on those whose layers are all dense.
+    spread = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
+    blocks = {name: _block_unit(block, plan, mesh.shards, spread) for name, block in model.layers.items()}
     rows = []
     for stage in stages:
         row = [
@@ -81,13 +83,15 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     return rows
 
 
-def _block_unit(block: nn.Module, plan: Plan, mesh: Mesh) -> ShardedUnit | JointUnit:
+def _block_unit(
+    block: nn.Module, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None
+) -> ShardedUnit | JointUnit:
     """A block's unit; experts that are spread over ranks are sharded by themselves, over those that hold the same ones."""
     spread = [module for module in block.modules() if isinstance(module, SpreadExperts)]
-    if not spread:
-        return _unit([block], plan, mesh.shards)
+    if not spread or expert_shards is None:
+        return _unit([block], plan, shards)
     # What is inside first: the unit around it then leaves it alone.
-    return JointUnit([_unit(spread, plan, mesh.expert_shards), _unit([block], plan, mesh.shards)])
+    return JointUnit([_unit(spread, plan, expert_shards), _unit([block], plan, shards)])
 
 
 def _offloads(model: Decoder, plan: Plan, layer: int) -> bool:

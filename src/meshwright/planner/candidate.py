@@ -10,7 +10,7 @@ from meshwright.schedules.registry import entry_of
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
-from meshwright.spec.plan import RUNNABLE_AXES, LayerStrategy, Plan, PlanPins, Precision
+from meshwright.spec.plan import RUNNABLE_AXES, SHARD_AXES, LayerStrategy, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.91
@@ -81,12 +81,12 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
 
 def _unreachable(plan: Plan) -> str | None:
     """Why weights cannot be gathered as the plan has it, or None."""
-    over = next((axis for axis in plan.mesh if axis.axis == "shard" and axis.crosses == "node"), None)
+    over = next((axis for axis in plan.mesh if axis.axis in SHARD_AXES and axis.crosses == "node"), None)
     if plan.gather_engine == "kernel" or over is None:
         return None
     return (
-        f"plan.gather_engine = copy: the {over.size} ranks of the shard axis are on several nodes, which share no memory; expected it "
-        "inside a node (lower plan.shard), or plan.gather_engine = kernel"
+        f"plan.gather_engine = copy: the {over.size} ranks of the {over.axis} axis are on several nodes, which share no memory; "
+        f"expected it inside a node (lower plan.{over.axis}), or plan.gather_engine = kernel"
     )
 
 

@@ -19,8 +19,17 @@ from meshwright.costs.of_plan import as_nodes
 from meshwright.planner.candidate import pins_of
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
-from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, stage_table
-from meshwright.spec.plan import DATA_AXES, RUNNABLE_AXES, AxisName, Offload, ScheduleName, SchedulePlan
+from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_misfit, stage_table
+from meshwright.spec.plan import (
+    CONTEXT_AXES,
+    DATA_AXES,
+    RUNNABLE_AXES,
+    SHARD_AXES,
+    AxisName,
+    Offload,
+    ScheduleName,
+    SchedulePlan,
+)
 from meshwright.spec.run import RunSpec
 
 AXES = get_args(AxisName)
@@ -28,8 +37,8 @@ SCHEDULES = get_args(ScheduleName)
 STEP = ("micro", "accumulate", "schedule", "virtual")
 """Columns of a point beside its mesh."""
 GROUPS: dict[str, tuple[AxisName, ...]] = {
-    "context": ("context_ring", "context_ulysses"),
-    "shard": ("shard", "context_ring", "context_ulysses"),
+    "context": CONTEXT_AXES,
+    "shard": SHARD_AXES,
     "replicate": ("replicate",),
     "pipeline": ("pipeline",),
 }
@@ -175,9 +184,8 @@ def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
             if run.cluster.ranks % (tensor * ulysses) or not _splits_heads(run, tensor * ulysses):
                 continue
             for ring in _wanted(pins.context_ring, alone.get("context_ring", _rings(run, tensor * ulysses, ulysses))):
-                # A rank of a ring holds an early and a late part of the sequence, so that all see as many scores.
-                whole = run.train.seq_len % ((2 * ring if ring > 1 else 1) * ulysses) == 0
-                if whole and run.cluster.ranks % (tensor * ulysses * ring) == 0:
+                fits = not context_misfit(ring, ulysses, tensor, model.heads, model.kv_heads, run.train.seq_len)
+                if fits and run.cluster.ranks % (tensor * ulysses * ring) == 0:
                     yield tensor, ulysses, ring
 
 

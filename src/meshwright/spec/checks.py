@@ -13,8 +13,8 @@ from typing import Any
 
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
-from meshwright.spec.layout import expert_misfit, stage_table, tensor_misfit
-from meshwright.spec.plan import DATA_AXES, SchedulePlan, layer_range
+from meshwright.spec.layout import context_misfit, expert_misfit, stage_table, tensor_misfit
+from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, SchedulePlan, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
 from meshwright.spec.yaml_positions import Document, KeyPath, say
@@ -32,6 +32,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _expert_pin,
         _sequence,
         _tensor,
+        _context,
         _warmup,
         _data,
         _chip,
@@ -76,9 +77,14 @@ def plan_file_checks(
         for index, axis in enumerate(plan.get(("mesh",))):
             if axis["axis"] == "tensor" and (expected := _tensor_misfit(asked, axis["size"])):
                 mistakes.append(_at(plan, ("mesh", index, "size"), expected, str(axis["size"])))
+        sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
+        if wrong := _context_misfit(asked, sizes):
+            at = list(sizes).index(wrong[0])
+            mistakes.append(_at(plan, ("mesh", at, "size"), wrong[1], str(sizes[wrong[0]])))
         precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
         formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
-        wrong = _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"))
+        context = math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES)
+        wrong = _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"), context)
         mistakes += [
             _at(plan, ("precision", key), expected, say(precision.get(key, "compute"))) for key, expected in wrong
         ]
@@ -111,8 +117,7 @@ def _fold(plan: Document) -> Iterator[Mistake]:
     fold = plan.get(("experts",)) if plan.has(("experts",)) else None
     if not isinstance(fold, dict):
         return
-    held = ("shard", "context_ring", "context_ulysses")
-    ranks = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in held)
+    ranks = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in SHARD_AXES)
     product = fold["expert"] * fold.get("expert_shard", 1)
     if product != ranks:
         near = str(ranks // fold["expert"]) if ranks % fold["expert"] == 0 else None
@@ -239,6 +244,24 @@ def _tensor_misfit(run: _Run, ranks: int) -> str | None:
         return None
     misfit = tensor_misfit(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
     return misfit or expert_misfit(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
+
+
+def _context(run: _Run) -> Iterator[Mistake]:
+    """Context ranks divide heads and sequence evenly, beside tensor ranks."""
+    sizes = {axis: run(f"plan.{axis}") or 1 for axis in (*CONTEXT_AXES, "tensor")}
+    if wrong := _context_misfit(run, sizes):
+        axis, expected = wrong
+        smaller = ({**sizes, axis: size} for size in range(sizes[axis] - 1, 0, -1) if sizes[axis] % size == 0)
+        near = next((str(fit[axis]) for fit in smaller if not _context_misfit(run, fit)), None)
+        yield run.broken(f"plan.{axis}", expected, near)
+
+
+def _context_misfit(run: _Run, sizes: dict[str, int]) -> tuple[str, str] | None:
+    heads, kv_heads = run("model.heads"), run("model.kv_heads")
+    if not (heads and kv_heads):
+        return None
+    ring, ulysses, tensor = (sizes.get(axis, 1) for axis in (*CONTEXT_AXES, "tensor"))
+    return context_misfit(ring, ulysses, tensor, heads, kv_heads, run("train.seq_len"))
 
 
 def _warmup(run: _Run) -> Iterator[Mistake]:
@@ -401,7 +424,8 @@ FP8_MULTIPLE = 16
 
 def _fp8(run: _Run) -> Iterator[Mistake]:
     formats = [run("plan.linear"), *(row.get("linear") for row in _rows(run.document, ("plan", "layers")))]
-    for key, expected in _fp8_rules(run, formats, run("plan.gather"), run("plan.compute")):
+    context = math.prod(run(f"plan.{axis}") or 1 for axis in CONTEXT_AXES)
+    for key, expected in _fp8_rules(run, formats, run("plan.gather"), run("plan.compute"), context):
         yield run.broken(f"plan.{key}", expected, "compute")
 
 
@@ -411,7 +435,7 @@ def _rows(document: Document, path: KeyPath) -> list[dict[str, Any]]:
 
 
 def _fp8_rules(
-    run: _Run, formats: list[str | None], gather: str | None, compute: str | None
+    run: _Run, formats: list[str | None], gather: str | None, compute: str | None, context: int
 ) -> Iterator[tuple[str, str]]:
     """(key of the precision, what is expected) for everything that stands against fp8."""
     if gather == "fp8" and "fp8_tensorwise" not in formats:
@@ -423,15 +447,17 @@ def _fp8_rules(
         yield "linear", f"compute, as {run('cluster.gpu')} has no fp8 products"
     if compute == "fp64":
         yield "linear", "compute, as plan.compute is fp64: fp8 goes with bf16 or fp32"
-    for name, size in _sides(run).items():
+    for name, size in _sides(run, context).items():
         if size % FP8_MULTIPLE:
             yield "linear", f"compute, as {name} = {size} is no multiple of {FP8_MULTIPLE}, which fp8 products need"
 
 
-def _sides(run: _Run) -> dict[str, int]:
-    """Sides of the linear layers' products, as far as they are known."""
+def _sides(run: _Run, context: int) -> dict[str, int]:
+    """Sides of the linear layers' products on one of `context` ranks, as far as they are known."""
     heads, kv_heads, head_dim = (run(f"model.{key}") for key in ("heads", "kv_heads", "head_dim"))
     found = {key: run(key) for key in ("train.seq_len", "model.hidden", "model.ffn_hidden")}
+    if context > 1 and (seq_len := found.pop("train.seq_len")):
+        found[f"train.seq_len ÷ {context} context ranks"] = seq_len // context
     if heads and kv_heads and head_dim:
         found |= {
             "heads × head_dim": heads * head_dim,

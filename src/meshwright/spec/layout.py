@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import lcm
 from typing import Literal
 
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.spec.plan import DATA_AXES, FOLDED_AXES, Plan, SchedulePlan, layer_range
+from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, Plan, SchedulePlan, layer_range
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,22 @@ class Layout:
         place = self.coordinates(rank)
         return tuple(self.rank({**place, axis: index}) for index in range(self.size(axis)))
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Every group of `axis`, by its lowest rank: together they hold every rank once."""
-        return tuple(self.group(axis, rank) for rank in range(self.ranks) if not self.coordinates(rank).get(axis, 0))
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ along `axes` only, in rank order; by their lowest rank, together every rank once."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            others = tuple(place for axis, place in self.coordinates(rank).items() if axis not in axes)
+            found.setdefault(others, []).append(rank)
+        return tuple(map(tuple, found.values()))
 
     def expert_groups(self) -> tuple[tuple[int, ...], ...]:
         """All ranks, by those that hold a layer's experts together, each in the order of their parts: neighbours of the shard and context
         axes taken as one, as tokens pass between them in every layer, with their tensor ranks."""
-        return self._folded(1, (*FOLDED_AXES, "tensor"))
+        return self._folded(1, (*SHARD_AXES, "tensor"))
 
     def expert_shard_groups(self) -> tuple[tuple[int, ...], ...]:
         """All ranks, by those of one copy of the model that hold the same experts and split their weights."""
-        return self._folded(0, FOLDED_AXES)
+        return self._folded(0, SHARD_AXES)
 
     def _folded(self, alike: int, inside: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All ranks, by their coordinate `alike` of the fold and those along axes that are not `inside` it."""
@@ -87,7 +92,7 @@ class Layout:
         for rank in range(self.ranks):
             place, index = self.coordinates(rank), 0
             for axis, size in self.axes:
-                if axis in FOLDED_AXES:
+                if axis in SHARD_AXES:
                     index = index * size + place[axis]
             shard, expert = divmod(index, self.expert)
             outside = (at for axis, at in place.items() if axis not in inside)
@@ -375,6 +380,47 @@ def expert_misfit(ranks: int, experts: int, shared_hidden: int) -> str | None:
         return f"a divisor of model.experts = {experts}, as tensor ranks hold different experts"
     if shared_hidden % ranks:
         return f"a divisor of model.shared_expert_hidden = {shared_hidden}"
+    return None
+
+
+def held_tokens(seq: int, ring: Part = WHOLE, ulysses: Part = WHOLE) -> tuple[range, ...]:
+    """Which tokens of a sequence a context rank holds, in order.
+
+    The sequence is cut for the ring first: into two chunks for each of its n ranks, of which rank r has numbers r and 2n-1-r, so that
+    under a causal mask all have as much to do. Ulysses ranks have parts in order of what their ring rank has, laid end to end; tensor ranks
+    divide a rank's own tokens in the same way. `check_context` says what lengths can be cut.
+    """
+    if ring.of == 1:
+        chunks: tuple[range, ...] = (range(seq),)
+    else:
+        chunks = tuple(even_rows(seq, 2 * ring.of, chunk) for chunk in (ring.index, 2 * ring.of - 1 - ring.index))
+    mine, start, found = even_rows(sum(map(len, chunks)), ulysses.of, ulysses.index), 0, []
+    for chunk in chunks:
+        part = chunk[max(0, mine.start - start) : max(0, mine.stop - start)]
+        found += [part] if part else []
+        start += len(chunk)
+    return tuple(found)
+
+
+def check_context(spec: ModelSpec, plan: Plan, seq_len: int | None = None) -> tuple[str, str] | None:
+    """The context axis along which the plan cannot divide the model, or sequences of `seq_len` tokens, and what was expected."""
+    ring, ulysses, tensor = (plan.axis_size(axis) for axis in (*CONTEXT_AXES, "tensor"))
+    return context_misfit(ring, ulysses, tensor, spec.heads, spec.kv_heads, seq_len)
+
+
+def context_misfit(
+    ring: int, ulysses: int, tensor: int, heads: int, kv_heads: int, seq_len: int | None
+) -> tuple[str, str] | None:
+    """`check_context` of a model of which no more is known."""
+    beside = f" ÷ tensor {tensor}" if tensor > 1 else ""
+    if ulysses > 1 and heads % (tensor * ulysses):
+        return "context_ulysses", f"a divisor of model.heads = {heads}{beside}, as every rank attends with whole heads"
+    if ulysses > 1 and kv_heads % (tensor * ulysses) and (tensor * ulysses) % kv_heads:
+        return "context_ulysses", f"a divisor or a multiple of model.kv_heads = {kv_heads}{beside}"
+    unit = ring * lcm(2, ulysses * tensor) if ring > 1 else ulysses * tensor
+    if ring * ulysses > 1 and seq_len is not None and seq_len % unit:
+        axis = "context_ring" if ring > 1 else "context_ulysses"
+        return axis, f"ranks that divide train.seq_len = {seq_len} evenly, which must be a multiple of {unit}"
     return None
 
 

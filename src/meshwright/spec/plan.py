@@ -23,9 +23,12 @@ Positive = Annotated[int, Bound(at_least=1)]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
-FOLDED_AXES = ("shard", "context_ring", "context_ulysses")
-"""Axes whose ranks hold one copy of the model's weights together; experts are folded over them anew (`ExpertPlan`)."""
-RUNNABLE_AXES = ("pipeline", "replicate", "shard", "tensor")
+CONTEXT_AXES = ("context_ring", "context_ulysses")
+"""Axes along which ranks have different parts of the same sequences."""
+SHARD_AXES = ("shard", *CONTEXT_AXES)
+"""Axes along which parameters, gradients and optimizer are split: context ranks would otherwise hold the same. Experts are folded over
+them anew (`ExpertPlan`)."""
+RUNNABLE_AXES = ("pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor")
 """Axes that training obeys; the others can be planned and simulated."""
 
 

@@ -13,6 +13,7 @@ from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.plan import CONTEXT_AXES
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ def evaluate(engine: Engine, held_out: HeldOut, *, mesh: Mesh, micro_batch: int,
     sums = _sums(held_out, measure, mesh.data_rank, mesh.data_ranks, micro_batch, at_once, device)
     if not engine.holds_loss:
         sums.zero_()
-    if mesh.coordinate("tensor"):
-        sums[1] = 0  # tensor ranks divide a sequence's loss, and each counted all its tokens
+    if any(mesh.coordinate(axis) for axis in ("tensor", *CONTEXT_AXES)):
+        sums[1] = 0  # these ranks divide a sequence's loss, and each counted all its tokens
     return _evaluation(held_out, mesh.sum_over_all(sums))
 
 

@@ -50,7 +50,8 @@ def generate_under_plan(engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[i
     memory, not the work.
     """
     schedule_for = cache(engine.evaluating)
-    parts = mesh.axis_size("tensor")
+    parts = mesh.axis_size("tensor") * mesh.axis_size("context_ulysses") * mesh.axis_size("context_ring")
+    parts *= 1 + (mesh.axis_size("context_ring") > 1)  # a ring's ranks have two chunks each
     source = mesh.layout.rank({"pipeline": engine.training.rank_of[-1]})
 
     def next_tokens(texts: Sequence[_Text]) -> list[int]:

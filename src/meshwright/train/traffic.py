@@ -75,6 +75,7 @@ def wire_count(session: Session) -> WireCount | None:
         session.mesh.layout,
         session.run.train.seq_len,
         collectives_of(session.engine.training),
+        masked=session.run.data.document_mask,
     )
     counts = world.place.local_rank == 0
     counting = Traffic.start(interface) if counts else None
