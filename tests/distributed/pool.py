@@ -73,7 +73,6 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()
     while True:
         try:
             body, rank, ranks, store, arguments = pipe.recv()
@@ -105,5 +104,7 @@ def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments:
             dist.destroy_process_group()
         # DTensor keeps what it worked out for a mesh, group names included, and takes a later case's mesh of the same ranks for it.
         _clear_sharding_prop_cache()
-        # A case's groups hang in reference cycles: their sockets and threads end now, and not in the middle of the next case.
+        # A case's groups hang in reference cycles: their sockets and threads end now, and not in the middle of the next case. What is
+        # left after it stays: modules, which need not be looked at each time.
         gc.collect()
+        gc.freeze()

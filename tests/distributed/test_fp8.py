@@ -130,6 +130,7 @@ def test_schedules_agree_also_where_the_backward_is_split(pool: Pool, case: Case
     compare(first_step(pool, DEEP, low(case.plan)), as_truth(one), LAYOUT_BOUND, weights=False)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_gather_and_split_too(pool: Pool) -> None:
     """Inductor may round an activation to the next fp8 number, as it sums norms in another order."""
     case = Case("zbv", pipeline=2, micro=MICRO, compile=True)

@@ -58,7 +58,7 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
     return generate_under_plan(engine, mesh, PROMPTS, how)
 
 
-@pytest.mark.parametrize("spec", [LLAMA, GPT], ids=["llama", "gpt2-tied"])
+@pytest.mark.parametrize("spec", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)], ids=["llama", "gpt2-tied"])
 @pytest.mark.parametrize("case", [*CASES, *TENSOR, *CONTEXT], ids=str)
 def test_tokens_are_those_of_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     for how in (GREEDY, DRAWN):

@@ -45,6 +45,7 @@ def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> N
     check(pool, spec, case.plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "case"), COMPILED, ids=named)
 def test_compiled(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case.plan)

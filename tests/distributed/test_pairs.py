@@ -35,6 +35,7 @@ def test_crowded(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_compiled(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)

@@ -104,7 +104,9 @@ def test_a_pipeline_goes_on_with_any_plans_run(pool: Pool, tiny: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "size", [[], ["train.global_batch=128", "train.seq_len=15"]], ids=["two batches", "less text than one batch"]
+    "size",
+    [[], pytest.param(["train.global_batch=128", "train.seq_len=15"], marks=pytest.mark.slow)],
+    ids=["two batches", "less text than one batch"],
 )
 @pytest.mark.parametrize("plan", [ZBV, staged(2, "1f1b"), staged(4, "breadth_first")], ids=["zbv", "1f1b", "modular"])
 def test_validation_is_that_of_one_rank(

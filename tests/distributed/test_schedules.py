@@ -149,7 +149,15 @@ def test_eight_ranks(pool: Pool, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(name, pipeline=2, compile=True) for name in ("1f1b", "zbv", "breadth_first")], ids=str
+    "case",
+    [
+        Case("1f1b", pipeline=2, compile=True),
+        *(
+            pytest.param(Case(name, pipeline=2, compile=True), marks=pytest.mark.slow)
+            for name in ("zbv", "breadth_first")
+        ),
+    ],
+    ids=str,
 )
 def test_compiled(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)

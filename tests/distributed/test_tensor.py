@@ -66,11 +66,13 @@ def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "case"), LARGE, ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "case"), COMPILED, ids=named)
 def test_compiled(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
