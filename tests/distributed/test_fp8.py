@@ -22,6 +22,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, GPT, LLAMA, batch, compare, plan, sharded
 from tests.distributed.test_schedules import DEEP, Case
 from tests.kernels.test_fp8 import Emulated
+from tests.slow import quick_first
 
 MICRO = 2
 LAYOUT_BOUND = 1e-5
@@ -78,7 +79,7 @@ def unclipped(step: dict[str, Any], clip: float = 0.5) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("linear", ["fp8_tensorwise", "fp8_rowwise"])
-@pytest.mark.parametrize("spec", [LLAMA, GPT], ids=["llama", "gpt2-tied"])
+@pytest.mark.parametrize("spec", quick_first(1, [LLAMA, GPT]), ids=["llama", "gpt2-tied"])
 def test_one_rank_equals_the_emulation(pool: Pool, spec: Any, linear: str) -> None:
     chosen = low(plan(1, 1, MICRO), linear, "fp8" if linear == "fp8_tensorwise" else "compute")
     truth = unclipped(emulated(spec, linear.removeprefix("fp8_"), MICRO))
@@ -95,7 +96,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("linear", ["fp8_tensorwise", "fp8_rowwise"])
+@pytest.mark.parametrize("linear", quick_first(1, ["fp8_tensorwise", "fp8_rowwise"]))
 def test_layouts_agree(pool: Pool, linear: str, name: str) -> None:
     gather = "fp8" if linear == "fp8_tensorwise" else "compute"
     one = first_step(pool, LLAMA, low(plan(1, 1, MICRO), linear, gather))

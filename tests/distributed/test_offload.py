@@ -16,6 +16,7 @@ from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, sha
 from tests.distributed.test_experts import MIXTRAL
 from tests.distributed.test_fp8 import first_step, low
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, STEPS, UNEVEN, Case
+from tests.slow import quick_first
 
 CASES = [
     (DEEP, Case("1f1b", micro=2, offload="activations")),
@@ -40,7 +41,7 @@ def named(value: ModelSpec | Case) -> str:
     return str(value) if isinstance(value, Case) else value.family
 
 
-@pytest.mark.parametrize(("spec", "case"), CASES, ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(5, CASES, rows=True), ids=named)
 def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case.plan)
 

@@ -14,6 +14,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, GPT, LLAMA, compare, one_device, sharded
+from tests.slow import quick_first
 
 DEEP = replace(LLAMA, layers=8, hidden=8, heads=2, kv_heads=1)
 DEEP_TIED = replace(GPT, layers=8, hidden=8, heads=2, kv_heads=2)
@@ -117,7 +118,7 @@ def check(pool: Pool, case: Case, tied: bool) -> None:
     compare(results, one_device(spec)[:STEPS], 1e-9)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["llama", "gpt2-tied"])
+@pytest.mark.parametrize("tied", quick_first(1, [False, True]), ids=["llama", "gpt2-tied"])
 @pytest.mark.parametrize("case", ONE_STAGE, ids=str)
 def test_one_stage(pool: Pool, case: Case, tied: bool) -> None:
     check(pool, case, tied)
@@ -143,7 +144,7 @@ def test_axes_in_any_order(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
 
-@pytest.mark.parametrize("case", EIGHT_RANKS, ids=str)
+@pytest.mark.parametrize("case", quick_first(2, EIGHT_RANKS), ids=str)
 def test_eight_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

@@ -24,6 +24,7 @@ from tests.distributed.test_schedules import DEEP_TIED, STEPS, UNEVEN_V, Case
 from tests.distributed.test_training import STEPS as STEPS_OF_A_RUN
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import held, same_bits, tiny, trained
+from tests.slow import quick_first
 from tests.train.tiny import prepared, ranks, staged
 
 __all__ = ["tiny"]
@@ -61,7 +62,7 @@ def named(value: ModelSpec | Case) -> str:
     return str(value) if isinstance(value, Case) else value.family
 
 
-@pytest.mark.parametrize(("spec", "case"), CASES, ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(10, CASES, rows=True), ids=named)
 def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 

@@ -27,6 +27,7 @@ from meshwright.train.stop import INTERRUPT, PREEMPT
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
+from tests.slow import quick_first
 from tests.train.tiny import make_tiny, prepared, ranks, staged, tiny_run
 
 BATCH, STEPS = 8, 6
@@ -86,7 +87,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", quick_first(6, PLANS))
 def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path, name: str) -> None:
     whole = trained(pool, tiny, tmp_path / "whole", *PLANS[name])
     first = trained(pool, tiny, tmp_path / "parts", *PLANS[name], stop_at=3)

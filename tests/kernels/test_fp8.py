@@ -15,7 +15,7 @@ from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
 from meshwright.kernels.linear import Linear, WeightQueue, deferring
 from meshwright.spec.plan import Recompute
-from tests.kernels.test_linear import INDUCTOR_SLOWLY, Layer, gradients, wrap
+from tests.kernels.test_linear import SLOWLY, Layer, gradients, wrap
 
 SCALINGS = get_args(fp8.Scaling)
 DIGITS, SMALLEST_EXPONENT, LARGEST = {E4M3: 3, E5M2: 2}, {E4M3: -6, E5M2: -14}, {E4M3: 448.0, E5M2: 57344.0}
@@ -202,7 +202,7 @@ def step(compiler: str | None, mode: Recompute, scaling: Any, *, split: bool, de
 
 
 @pytest.mark.parametrize("mode", get_args(Recompute))
-@pytest.mark.parametrize("compiler", INDUCTOR_SLOWLY)
+@pytest.mark.parametrize("compiler", SLOWLY)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_compiled_recomputed_and_split_give_the_same(scaling: Any, compiler: str | None, mode: Recompute) -> None:
     plain = step(None, "none", scaling, split=False, deferred=False)

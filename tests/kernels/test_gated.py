@@ -16,7 +16,7 @@ from meshwright.kernels.linear import Linear, WeightQueue, deferring
 from meshwright.kernels.swiglu import swiglu
 from meshwright.spec.plan import Recompute
 from tests.kernels.test_fp8 import numbers, relative
-from tests.kernels.test_linear import INDUCTOR_SLOWLY, gradients, wrap
+from tests.kernels.test_linear import SLOWLY, gradients, wrap
 
 WIDTH, HIDDEN, TOKENS = 32, 48, 32
 ROUNDED = 1e-2
@@ -53,7 +53,7 @@ def step(together: bool, compiler: str | None, mode: Recompute, *, split: bool, 
 
 
 @pytest.mark.parametrize("mode", get_args(Recompute))
-@pytest.mark.parametrize("compiler", INDUCTOR_SLOWLY)
+@pytest.mark.parametrize("compiler", SLOWLY)
 def test_together_equals_apart(compiler: str | None, mode: Recompute) -> None:
     apart = step(False, None, "none", split=False, deferred=False)
     for split, deferred in ((False, False), (True, False), (True, True)):

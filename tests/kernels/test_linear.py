@@ -22,7 +22,11 @@ from tests.models.tiny import ALL, GPT2, LLAMA, built, some_tokens
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 COMPILERS = [None, "eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)]
-INDUCTOR_SLOWLY = [*COMPILERS[:-1], pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])]
+SLOWLY = [
+    *COMPILERS[:2],
+    pytest.param("aot_eager", marks=pytest.mark.slow),
+    pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow]),
+]
 RECOMPUTE = get_args(Recompute)
 WIDTH, HIDDEN = 16, 24
 
