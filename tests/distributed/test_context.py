@@ -20,7 +20,7 @@ from tests.distributed import cases_training as cases
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_BOUND, GPT, LLAMA, compare, one_device, sharded
 from tests.distributed.test_experts import EVEN, QWEN3_MOE, SHARED
-from tests.distributed.test_schedules import DEEP_TIED, SCHEDULES, STEPS, UNEVEN, Case
+from tests.distributed.test_schedules import DEEP_TIED, SCHEDULES, STEPS, UNEVEN, Case, named
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import held, same_bits, tiny, trained
 from tests.train.tiny import prepared, ranks
@@ -78,10 +78,6 @@ COMPILED = [
     (LLAMA, Case("1f1b", ulysses=2, micro=4, compile=True), False),
     (SHARED, Case("1f1b", ring=2, expert=2, micro=4, compile=True, recompute="selective"), False),
 ]
-
-
-def named(value: ModelSpec | Case | bool) -> str:
-    return value.family if isinstance(value, ModelSpec) else str(value)
 
 
 @pytest.mark.parametrize(

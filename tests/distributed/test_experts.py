@@ -24,7 +24,7 @@ from tests.distributed import cases_training as cases
 from tests.distributed import test_equality
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, LLAMA, SEQ, batch, compare, one_device, sharded, worst
-from tests.distributed.test_schedules import UNEVEN, Case
+from tests.distributed.test_schedules import UNEVEN, Case, named
 from tests.distributed.test_training import held, same_bits, trained
 from tests.slow import quick_first
 from tests.train.tiny import make_tiny, prepared, ranks, staged
@@ -101,10 +101,6 @@ def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
     spec = of_case(case)
     results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
     compare(results, one_device(spec)[:STEPS], 1e-9)
-
-
-def named(value: ModelSpec | Case) -> str:
-    return str(value) if isinstance(value, Case) else value.family
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, sharded
 from tests.distributed.test_experts import MIXTRAL
 from tests.distributed.test_fp8 import first_step, low
-from tests.distributed.test_schedules import DEEP, DEEP_TIED, STEPS, UNEVEN, Case
+from tests.distributed.test_schedules import DEEP, DEEP_TIED, STEPS, UNEVEN, Case, named
 from tests.slow import quick_first
 
 CASES = [
@@ -35,10 +35,6 @@ MIXED = (
     LayerStrategy(range="4", reshard=False),
     LayerStrategy(range="5-7", offload="activations"),
 )
-
-
-def named(value: ModelSpec | Case) -> str:
-    return str(value) if isinstance(value, Case) else value.family
 
 
 @pytest.mark.parametrize(("spec", "case"), quick_first(5, CASES, rows=True), ids=named)

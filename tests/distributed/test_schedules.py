@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, GPT, LLAMA, compare, one_device, sharded
@@ -68,6 +69,11 @@ class Case:
         default = Case(self.schedule)
         changed = [f"{key}={value}" for key, value in vars(self).items() if value != getattr(default, key)]
         return " ".join([self.schedule, *changed])
+
+
+def named(value: object) -> str:
+    """How a test's parameter is called: a model by its family."""
+    return value.family if isinstance(value, ModelSpec) else str(value)
 
 
 UNEVEN = (("0-4",), ("5-7",))

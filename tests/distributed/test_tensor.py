@@ -20,7 +20,7 @@ from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_BOUND, GPT, LLAMA, compare, one_device, sharded
-from tests.distributed.test_schedules import DEEP_TIED, STEPS, UNEVEN_V, Case
+from tests.distributed.test_schedules import DEEP_TIED, STEPS, UNEVEN_V, Case, named
 from tests.distributed.test_training import STEPS as STEPS_OF_A_RUN
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import held, same_bits, tiny, trained
@@ -56,10 +56,6 @@ LARGE = [
     (DEEP_TIED, Case("zbv", tensor=2, pipeline=2, shard=2, gradients="whole", stages=UNEVEN_V)),
 ]
 COMPILED = [(QWEN, Case("zb_h1", tensor=2, micro=4, recompute="selective", compile=True))]
-
-
-def named(value: ModelSpec | Case) -> str:
-    return str(value) if isinstance(value, Case) else value.family
 
 
 @pytest.mark.parametrize(("spec", "case"), quick_first(10, CASES, rows=True), ids=named)

@@ -49,8 +49,8 @@ def _(projected: Tensor, slope: Tensor, factor: Tensor, kind: torch.dtype) -> tu
 
 
 def _both_ways(like: Tensor, rows: int, columns: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    shapes = (rows, columns), (columns, rows)
-    return tuple(torch.empty(shape, dtype=kind, device=like.device) for shape in shapes)  # type: ignore[return-value]
+    straight = torch.empty((rows, columns), dtype=kind, device=like.device)
+    return straight, straight.new_empty((columns, rows))
 
 
 def _grid(rows: int, width: int) -> tuple[int, int]:

@@ -154,8 +154,8 @@ def _plain_gradients(
     weights = torch.exp(_scores(q, k, causal) - total[..., None])
     slopes = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     q_grad, k_grad, v_grad = slopes @ keys, slopes.mT @ queries, weights.mT @ grad
-    folded = (one.unflatten(1, (k.shape[2], -1)).sum(2) for one in (k_grad, v_grad))
-    return q_grad.transpose(1, 2), *(one.transpose(1, 2) for one in folded)  # type: ignore[return-value]
+    k_grad, v_grad = (one.unflatten(1, (k.shape[2], -1)).sum(2) for one in (k_grad, v_grad))
+    return q_grad.transpose(1, 2), k_grad.transpose(1, 2), v_grad.transpose(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

@@ -46,13 +46,14 @@ class Decoder(nn.Module):
         super().__init__()
         check_dimensions(spec)
         self.spec, self.plain = spec, plain
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden)
-        self.positions = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
+        self.embed = Table(_weight(spec.vocab_size, spec.hidden))
+        learned = spec.positions == "learned"
+        self.positions = Table(_weight(spec.max_seq_len, spec.hidden)) if learned else None
         self.layers = nn.ModuleDict(
             {str(layer): Block(spec, plain, routed=spec.routed(layer)) for layer in range(spec.layers)}
         )
         self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
-        self.head = Head(spec, plain, loss_chunk)
+        self.head = Head(None if spec.tied else _weight(spec.vocab_size, spec.hidden), loss_chunk, plain=plain)
 
     def forward(
         self,
@@ -143,6 +144,18 @@ class Decoder(nn.Module):
             )
 
 
+class Table(nn.Module):
+    """A vector for each token, or for each place."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """`(…, hidden)` of row numbers `(…)`."""
+        return F.embedding(rows, self.weight)
+
+
 class Block(nn.Module):
     """Norm and attention, norm and feed-forward network, each added to the stream; or both beside one norm.
 
@@ -219,12 +232,14 @@ class Norm(nn.Module):
 
 
 class Head(nn.Module):
-    """The product with the vocabulary and, given targets, the loss: one module, so that hooks on it see both."""
+    """The product with the vocabulary and, given targets, the loss: one module, so that hooks on it see both.
 
-    def __init__(self, spec: ModelSpec, plain: bool, loss_chunk: int) -> None:
+    `weight` is None for a tied head.
+    """
+
+    def __init__(self, weight: nn.Parameter | None, loss_chunk: int, *, plain: bool = False) -> None:
         super().__init__()
-        self.plain, self.loss_chunk = plain, loss_chunk
-        self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
+        self.weight, self.loss_chunk, self.plain = weight, loss_chunk, plain
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits of hidden `(batch, seq, hidden)`, or the summed loss; `tied` is the embedding's weight when the head
@@ -235,3 +250,7 @@ class Head(nn.Module):
         if targets is None:
             return F.linear(hidden, weight)
         return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), self.loss_chunk, plain=self.plain)
+
+
+def _weight(rows: int, columns: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(rows, columns))

@@ -6,6 +6,7 @@ loads. Nothing here waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,13 @@ class Routed(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, routed experts, and an expert that every token passes where the spec has one."""
+    """Router, routed experts, and an expert that every token passes where the spec has one.
+
+    `of_sequences` tells how often whole sequences chose each expert, `(batch, experts)`, of what the tokens here chose: all of them, unless
+    ranks have parts of sequences (`parallel.experts`).
+    """
+
+    of_sequences: Callable[[Tensor], Tensor]
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
@@ -40,6 +47,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Linear(spec.hidden, spec.experts, bias=False)
         self.experts = Experts(spec, plain)
         self.shared = feed_forward(spec, spec.shared_expert_hidden, plain) if spec.shared_expert_hidden else None
+        self.of_sequences = lambda loads: loads
 
     def forward(self, x: Tensor) -> Routed:
         """x `(batch, seq, hidden)`."""
@@ -55,10 +63,6 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             y = y + self.shared(x)
         return Routed(y, _balance(likely, self.of_sequences(loads), self.per_token), load)
-
-    def of_sequences(self, loads: Tensor) -> Tensor:
-        """How often whole sequences chose each expert, `(batch, experts)`, of what the tokens here chose: all of them, on one device."""
-        return loads
 
 
 class Experts(nn.Module):

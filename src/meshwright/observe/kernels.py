@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from meshwright.observe.kernel_trace import KINDS, Kernel, Kind, Shape, read_trace
 from meshwright.spec.errors import BadInput
@@ -141,7 +140,7 @@ def last_step(kernels: Sequence[Kernel]) -> tuple[float, float]:
 def _charged(kernels: Iterable[Kernel], begin: float, end: float) -> dict[Kind, float]:
     """Seconds by kind, every moment once."""
     order = list(KINDS)
-    marks = sorted(
+    marks: list[tuple[float, int, Kind]] = sorted(
         mark
         for kernel in kernels
         for mark in ((max(kernel.start, begin), 1, kernel.kind), (min(kernel.end, end), -1, kernel.kind))
@@ -154,7 +153,7 @@ def _charged(kernels: Iterable[Kernel], begin: float, end: float) -> dict[Kind, 
         if first is not None:
             charged[first] += moment - before
         before = moment
-        working[cast(Kind, kind)] += change
+        working[kind] += change
     return charged
 
 
@@ -206,11 +205,11 @@ def _idle(kernels: Sequence[Kernel], begin: float, end: float) -> Idle:
 
 
 def _products(kernels: Iterable[Kernel]) -> tuple[Product, ...]:
-    seconds: Counter[Shape] = Counter()
+    seconds: dict[Shape, float] = defaultdict(float)
     calls: dict[Shape, set[int]] = defaultdict(set)
     for kernel in kernels:
         if kernel.product is not None:
-            seconds[kernel.product] += kernel.end - kernel.start  # type: ignore[assignment]
+            seconds[kernel.product] += kernel.end - kernel.start
             calls[kernel.product].add(kernel.call)
     return tuple(
         Product(
@@ -222,5 +221,5 @@ def _products(kernels: Iterable[Kernel]) -> tuple[Product, ...]:
             seconds=took,
             flops=shape.flops * len(calls[shape]),
         )
-        for shape, took in seconds.most_common()
+        for shape, took in sorted(seconds.items(), key=lambda item: -item[1])
     )

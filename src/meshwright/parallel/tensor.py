@@ -43,12 +43,12 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh) -> None:
         _divide_block(block, name, part.of)
     vocabulary = [even_rows(spec.vocab_size, part.of, index) for index in range(part.of)]
     if model.embed is not None:
-        model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.of)  # type: ignore[assignment]
+        model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.of)
     if model.positions is not None:
-        model.positions = PositionEmbedding(model.positions.weight, part.index, part.of)  # type: ignore[assignment]
+        model.positions = PositionEmbedding(model.positions.weight, part.index, part.of)
     if model.head is not None:
         sizes = tuple(map(len, vocabulary))
-        model.head = VocabularyHead(model.head.weight, sizes, model.head.loss_chunk, part.index, name)  # type: ignore[assignment]
+        model.head = VocabularyHead(model.head.weight, sizes, model.head.loss_chunk, part.index, name)
 
 
 def _divide_block(block: Block, group: str, ranks: int) -> None:

@@ -16,40 +16,40 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.kernels.loss import add_product, compiled, scaled
 from meshwright.kernels.norm import accumulate_dtype
+from meshwright.models.decoder import Head, Table
 from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_called, scattered_sum
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(Table):
     """Rows [first, …) of a token table; gives this rank's part of the sequence."""
 
     def __init__(self, weight: nn.Parameter, first: int, group: str, ranks: int) -> None:
-        super().__init__()
-        self.weight, self.first, self.group, self.ranks = weight, first, group, ranks
+        super().__init__(weight)
+        self.first, self.group, self.ranks = first, group, ranks
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """`(batch, seq / ranks, hidden)` of tokens `(batch, seq)`."""
-        mine = tokens - self.first
-        rows = self.weight.shape[0]
-        elsewhere = (mine < 0) | (mine >= rows)
+        mine, held = rows - self.first, self.weight.shape[0]
+        elsewhere = (mine < 0) | (mine >= held)
         # Any row will do for the others' tokens; spread over all, their (zero) gradients do not queue up at one.
-        found = F.embedding(mine.remainder(rows), self.weight)
+        found = F.embedding(mine.remainder(held), self.weight)
         # One rank has the token and the others add zeros: the sum is exact.
         return _Scattered.apply(found.masked_fill(elsewhere[..., None], 0.0), self.group, self.ranks)
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(Table):
     """Learned positions, whole on every rank, looked up for this rank's part of the sequence."""
 
     def __init__(self, weight: nn.Parameter, rank: int, ranks: int) -> None:
-        super().__init__()
-        self.weight, self.rank, self.ranks = weight, rank, ranks
+        super().__init__(weight)
+        self.rank, self.ranks = rank, ranks
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """`(…, seq / ranks, hidden)` of positions `(…, seq)`."""
-        return F.embedding(positions.chunk(self.ranks, dim=-1)[self.rank], self.weight)
+        return F.embedding(rows.chunk(self.ranks, dim=-1)[self.rank], self.weight)
 
 
-class VocabularyHead(nn.Module):
+class VocabularyHead(Head):
     """The product with this rank's rows of the vocabulary and, given targets, the loss of this rank's part of the sequence.
 
     `sizes` are the rows of each rank. `weight` is None for a tied head.
@@ -58,8 +58,8 @@ class VocabularyHead(nn.Module):
     def __init__(
         self, weight: nn.Parameter | None, sizes: tuple[int, ...], loss_chunk: int, rank: int, group: str
     ) -> None:
-        super().__init__()
-        self.weight, self.sizes, self.loss_chunk, self.rank, self.group = weight, sizes, loss_chunk, rank, group
+        super().__init__(weight, loss_chunk)
+        self.sizes, self.rank, self.group = sizes, rank, group
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`, or the loss, whose sum over ranks is the batch's."""
