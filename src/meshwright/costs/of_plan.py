@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import get_args
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import slowest_rank
-from meshwright.spec.plan import LayerStrategy, Plan, Precision, Recompute
+from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, Precision
 
 STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 """Whose constants price a plan: this program's own once constants.yaml has enough of its runs."""
@@ -37,8 +36,6 @@ NEAREST = "torchtitan"
 """The published stack that is most like this program's: PyTorch's own FSDP and compiler."""
 MEASURED_AXES = ("pipeline", "replicate", "shard")
 """Axes of this program's own runs, all of them on one host, which may play several nodes."""
-RECOMPUTE = {mode: float(place) for place, mode in enumerate(get_args(Recompute))}
-"""Recompute → its number in `Layouts.recompute`."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, 
 def _strategy(layer: LayerStrategy) -> dict[str, float]:
     """What a strategy sets in a layout."""
     return {
-        "recompute": RECOMPUTE[layer.recompute],
+        "recompute": float(RECOMPUTES.index(layer.recompute)),
         "keep_gathered": float(not layer.reshard),
         "gather_once": float(not layer.reshard),
         "reduce_once": float(layer.gradients == "whole"),

@@ -8,9 +8,10 @@ from math import inf
 
 from meshwright.schedules.registry import entry_of
 from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.fp8 import unlike_fp8
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
-from meshwright.spec.plan import RUNNABLE_AXES, SHARD_AXES, LayerStrategy, Plan, PlanPins, Precision
+from meshwright.spec.plan import SHARD_AXES, LayerStrategy, Linear, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.91
@@ -57,13 +58,12 @@ class Answer:
 
 def untrainable(plan: Plan) -> str | None:
     """What of the plan this release can plan and simulate but not train, or None."""
-    parts = [f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES]
-    low = plan.precision.linear != "compute" or any(layer.linear not in (None, "compute") for layer in plan.layers)
-    parts += ["fp8 with tensor ranks or experts"] if low and (plan.axis_size("tensor") > 1 or plan.experts) else []
-    parts += list(dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer)))
+    beside = unlike_fp8(plan, experts=plan.experts is not None)
+    parts = [f"products in fp8 with {beside}"] if beside else []
+    parts += dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer))
     if not parts:
         return _unreachable(plan)
-    return f"this release cannot train {', '.join(parts)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
+    return f"this release cannot train {', '.join(parts)}: it plans and simulates that"
 
 
 def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
@@ -134,6 +134,12 @@ def precision_of(run: RunSpec) -> Precision:
     return Precision(
         compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas
     )
+
+
+def formats_of(run: RunSpec) -> tuple[Linear, ...]:
+    """Number formats of the linear layers' products, by layer range where those are pinned."""
+    pins = pins_of(run)
+    return tuple(layer.linear or pins.linear or "compute" for layer in pins.layers or (LayerStrategy(),))
 
 
 def compiles(run: RunSpec) -> bool:

@@ -16,14 +16,14 @@ import numpy as np
 
 from meshwright.costs.machine import fast_domain
 from meshwright.costs.of_plan import as_nodes
-from meshwright.planner.candidate import pins_of
+from meshwright.planner.candidate import formats_of, pins_of
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
+from meshwright.spec.fp8 import fp8_alone
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_misfit, stage_table
 from meshwright.spec.plan import (
     CONTEXT_AXES,
     DATA_AXES,
-    RUNNABLE_AXES,
     SHARD_AXES,
     AxisName,
     Offload,
@@ -172,18 +172,17 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
 def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring): the axes that split one sequence's work."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
-    low = (pins.linear or "compute") != "compute"
-    refused = ("tensor",) if low else ()  # tensor ranks do not go with fp8 yet
-    alone = {axis: [1] for axis in AXES if trainable and (axis not in RUNNABLE_AXES or axis in refused)}
-    widths = [d for d in divisors(run.cluster.ranks) if _splits_heads(run, d)]
-    for tensor in _wanted(pins.tensor, alone.get("tensor", [d for d in widths if d <= domain])):
+    widths = [d for d in divisors(run.cluster.ranks) if d <= domain and _splits_heads(run, d)]
+    if trainable and fp8_alone(formats_of(run), domain, experts=False):
+        widths = [1]
+    for tensor in _wanted(pins.tensor, widths):
         if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):
             continue
         heads = [d for d in divisors(run.cluster.ranks // tensor) if d == 1 or tensor * d <= domain]
-        for ulysses in _wanted(pins.context_ulysses, alone.get("context_ulysses", heads)):
+        for ulysses in _wanted(pins.context_ulysses, heads):
             if run.cluster.ranks % (tensor * ulysses) or not _splits_heads(run, tensor * ulysses):
                 continue
-            for ring in _wanted(pins.context_ring, alone.get("context_ring", _rings(run, tensor * ulysses, ulysses))):
+            for ring in _wanted(pins.context_ring, _rings(run, tensor * ulysses, ulysses)):
                 fits = not context_misfit(ring, ulysses, tensor, model.heads, model.kv_heads, run.train.seq_len)
                 if fits and run.cluster.ranks % (tensor * ulysses * ring) == 0:
                     yield tensor, ulysses, ring

@@ -17,12 +17,12 @@ import numpy as np
 from meshwright.costs.collectives import Group, all_reduce, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
 from meshwright.costs.inputs import Layouts, Shape
-from meshwright.costs.memory import bytes_of
-from meshwright.costs.of_plan import RECOMPUTE, Pricing, experts_over, number, shard_size
+from meshwright.costs.memory import bytes_of, gathered_width
+from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
 from meshwright.costs.step import step_cost
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
-from meshwright.spec.plan import LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, Recompute
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -79,7 +79,7 @@ class UnitCosts:
 
     def gather(self, unit: Unit) -> float:
         """Seconds to gather the unit's weights over the shard axis."""
-        return self._over_shards(unit, self._gathered(unit))
+        return self._over_shards(unit, self._gathered_width(unit))
 
     def reduce(self, unit: Unit) -> float:
         """Seconds to reduce-scatter its gradients over the shard axis."""
@@ -107,13 +107,12 @@ class UnitCosts:
 
     def copy_out(self, unit: Unit) -> float:
         """Seconds by which a gather's copies hold compute up: shards cast on another stream, whole weights copied to their places."""
-        cast = (bytes_of(self.plan.precision.stored) + self._gathered(unit)) / shard_size(self.plan)
-        return self._moved(self.count(unit) * 2 * self._gathered(unit), self.count(unit) * cast)
+        width = self._gathered_width(unit)
+        cast = (bytes_of(self.plan.precision.stored) + width) / shard_size(self.plan)
+        return self._moved(self.count(unit) * 2 * width, self.count(unit) * cast)
 
-    def _gathered(self, unit: Unit) -> int:
-        """Bytes of one of its weights while it is gathered."""
-        precision = self.plan.precision
-        return 1 if precision.gather == "fp8" and not isinstance(unit, str) else bytes_of(precision.compute)
+    def _gathered_width(self, unit: Unit) -> int:
+        return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
 
     def copy_in(self, unit: Unit) -> float:
         """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""
@@ -204,7 +203,7 @@ class UnitCosts:
         shared = unit == "head" and self.model.tied and self._tied_apart
         return total + (self.model.vocab_size * self.model.hidden if shared else 0)
 
-    def _times(self, mode: str) -> LayerTime:
+    def _times(self, mode: Recompute) -> LayerTime:
         return layer_times(self.priced.shape, self.priced.machine, self._lone(mode), self.priced.constants)
 
     def _of_kind(self, routed: bool) -> Shape:
@@ -217,12 +216,12 @@ class UnitCosts:
             experts=self.model.experts * routed,
         )
 
-    def _lone(self, mode: str) -> Layouts:
+    def _lone(self, mode: Recompute) -> Layouts:
         """One micro-batch of one replica in one piece."""
         layout = self.priced.layout
         return replace(
             layout, pipeline=1.0, virtual=1.0, data=1.0, shards=1.0, zero=0.0, layered=0.0,
-            global_batch=layout.micro_batch, recompute=RECOMPUTE[mode],
+            global_batch=layout.micro_batch, recompute=float(RECOMPUTES.index(mode)),
         )  # fmt: skip
 
     def _block(self, mode: Recompute, offloaded: bool, routed: bool) -> Seconds:
