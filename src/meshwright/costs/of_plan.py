@@ -155,6 +155,7 @@ def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     found += ["expert ranks"] if experts_over(plan) > 1 else []
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
+    found += ["gathers by copy engines"] if plan.gather_engine == "copy" and shard_size(plan) > 1 else []
     found += ["fp8 products"] if plan.precision.products == "fp8" else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])
 
@@ -239,7 +240,8 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
         replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
         fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
-        gathered_bytes=gathered_bytes(plan.precision), **_strides(plan), **_strategy(plan.layers[0]),
+        gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
+        **_strides(plan), **_strategy(plan.layers[0]),
     )  # fmt: skip
 
 

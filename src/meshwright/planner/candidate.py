@@ -8,15 +8,19 @@ from math import inf
 
 from meshwright.schedules.registry import entry_of
 from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.chips import CHIPS
 from meshwright.spec.fp8 import unlike_fp8
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
-from meshwright.spec.plan import SHARD_AXES, LayerStrategy, Linear, Plan, PlanPins, Precision
+from meshwright.spec.plan import SHARD_AXES, LayerStrategy, Linear, MeshAxis, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.91
 """Share of a device's memory a plan may fill; the rest is left to fragments, for an allocator at its limit gives back and asks again. On
 H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
+
+COPYING = ("hopper",)
+"""Generations of devices on which gathers by copy engines were measured; on others a search leaves them alone."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,32 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
 
 def _unreachable(plan: Plan) -> str | None:
     """Why weights cannot be gathered as the plan has it, or None."""
-    over = next((axis for axis in plan.mesh if axis.axis in SHARD_AXES and axis.crosses == "node"), None)
+    over = _leaving(plan)
     if plan.gather_engine == "kernel" or over is None:
         return None
     return (
         f"plan.gather_engine = copy: the {over.size} ranks of the {over.axis} axis are on several nodes, which share no memory; "
         f"expected it inside a node (lower plan.{over.axis}), or plan.gather_engine = kernel"
     )
+
+
+def _leaving(plan: Plan) -> MeshAxis | None:
+    """An axis over which weights are gathered from other nodes."""
+    return next((axis for axis in plan.mesh if axis.axis in SHARD_AXES and axis.crosses == "node"), None)
+
+
+def kernels_only(run: RunSpec) -> str | None:
+    """Why a search leaves every plan's gathers to kernels, or None; a pin has them copied all the same."""
+    if run.cluster.is_cpu:
+        return "processors have no copy engines"
+    names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
+    other = next((name for name in names if name not in CHIPS or CHIPS[name].generation not in COPYING), None)
+    return f"by copy engines they were not measured on {other}; plan.gather_engine=copy asks for it" if other else None
+
+
+def kernels_because(run: RunSpec, plan: Plan) -> str | None:
+    """Why the weights of `plan` are not gathered by copy engines, where no comparison of seconds says it."""
+    return kernels_only(run) or ("the ranks that share weights are on several nodes" if _leaving(plan) else None)
 
 
 def peak_bytes(plan: Plan) -> int:

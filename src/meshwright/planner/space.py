@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import get_args
 
 import numpy as np
 
 from meshwright.costs.machine import fast_domain
 from meshwright.costs.of_plan import as_nodes
-from meshwright.planner.candidate import formats_of, pins_of
+from meshwright.planner.candidate import formats_of, kernels_only, pins_of
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
 from meshwright.spec.fp8 import fp8_alone
@@ -77,6 +78,11 @@ class Mesh:
     def context(self) -> int:
         return self.size("context_ring") * self.size("context_ulysses")
 
+    def crosses(self, axis: AxisName, per_node: int) -> bool:
+        """Whether the groups along `axis` leave a node of so many ranks."""
+        inside = prod(self.size(one) for one in self.order[self.order.index(axis) :])
+        return self.size(axis) > 1 and inside > per_node
+
     def stride(self, *axes: AxisName) -> float:
         """Ranks from one member of a group along `axes` to the next (`Layout.stride`)."""
         return _stride(self.sizes, self.order, axes)
@@ -88,7 +94,8 @@ class Points:
 
     meshes: tuple[Mesh, ...]
     facts: Mapping[str, np.ndarray]
-    """Sizes and strides by mesh: an axis's size under its name, `data`, `context`, `expert`, and strides as `… stride`."""
+    """Sizes and strides by mesh: an axis's size under its name, `data`, `context`, `expert`, strides as `… stride`; `copied` where copy
+    engines gather weights; `pace` and `port` of unlike nodes."""
     mesh: np.ndarray
     """Index into `meshes`."""
     micro: np.ndarray
@@ -116,6 +123,8 @@ class Points:
 def points(run: RunSpec, *, trainable: bool = False) -> Points:
     """The run's space around its pins; `trainable` leaves out what this release only plans."""
     meshes = tuple(_meshes(run, trainable))
+    if trainable and pins_of(run).gather_engine == "copy":
+        meshes = tuple(mesh for mesh in meshes if not _shards_leave(run, mesh)) or meshes
     rows = []
     for index, mesh in enumerate(meshes):
         for micro, accumulate, schedule, virtual in _steps(run, mesh.size("pipeline"), mesh.data):
@@ -128,12 +137,18 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
     )  # fmt: skip
 
 
+def by_kernels(space: Points) -> Points:
+    """The same points with no weights gathered by copy engines."""
+    return replace(space, facts={**space.facts, "copied": np.zeros(len(space.meshes))})
+
+
 def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
     sizes = np.array([mesh.sizes for mesh in meshes], dtype=np.float64).reshape(-1, len(AXES))
     facts = dict(zip(AXES, sizes.T, strict=True))
     facts["data"] = facts["replicate"] * facts["shard"]
     facts["context"] = facts["context_ring"] * facts["context_ulysses"]
     facts["expert"] = np.array([mesh.expert for mesh in meshes], dtype=np.float64)
+    facts["copied"] = np.array([_copied(run, mesh) for mesh in meshes], dtype=np.float64)
     facts["pace"] = facts["port"] = np.ones(len(meshes))
     if ground := ground_of(run):
         laid = [Layout(tuple((a, mesh.size(a)) for a in mesh.order), run.cluster.ranks_per_node) for mesh in meshes]
@@ -143,6 +158,18 @@ def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
     for name, axes in GROUPS.items():
         facts[f"{name} stride"] = np.array([mesh.stride(*axes) for mesh in meshes])
     return facts
+
+
+def _copied(run: RunSpec, mesh: Mesh) -> bool:
+    """Whether copy engines gather its weights: as pinned, else wherever they may, as they take less of compute than kernels do."""
+    pinned = pins_of(run).gather_engine
+    if mesh.size("shard") * mesh.context == 1 or pinned:
+        return pinned == "copy"
+    return kernels_only(run) is None and not _shards_leave(run, mesh)
+
+
+def _shards_leave(run: RunSpec, mesh: Mesh) -> bool:
+    return any(mesh.crosses(axis, run.cluster.ranks_per_node) for axis in SHARD_AXES)
 
 
 def divisors(number: int) -> list[int]:

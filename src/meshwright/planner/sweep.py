@@ -235,7 +235,8 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
         layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
         vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
         in_flight=in_flight(*schedule), in_flight_last=in_flight(*schedule, pipeline - 1), loss_chunk=float(run.train.loss_chunk),
-        gathered_bytes=gathered_bytes(precision), replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
+        copied=points.column("copied"), gathered_bytes=gathered_bytes(precision),
+        replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
         fill=fill(points.schedule, pipeline, points.accumulate), slowest=points.column("pace"), port=points.column("port"),
         context_stride=points.column("context stride"), shard_stride=points.column("shard stride"),
         replicate_stride=points.column("replicate stride"), pipeline_stride=points.column("pipeline stride"),
@@ -252,6 +253,5 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 
 def _memory(run: RunSpec, layout: Layouts) -> np.ndarray:
-    engine = pins_of(run).gather_engine or "kernel"
-    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, engine=engine)
+    numbers = replace(formats(run.train, precision_of(run), cpu=run.cluster.is_cpu), window=layout.copied)
     return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collectives import Group, all_reduce, crowding, gather, group
+from meshwright.costs.collectives import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import bytes_of, gathered_width
@@ -50,7 +50,9 @@ class UnitCosts:
         self._tied_apart = tied_apart
         self._blocks: dict[tuple[Recompute, bool, bool], Seconds] = {}
         self._counts: dict[Unit, int] = {}
-        self._split = cache(lambda size: number(gather(self._shards, priced.constants, size)))
+        self._split = cache(
+            lambda copied, size: number(gather(self._over(self._shards, copied), priced.constants, size))
+        )
         self._summed = cache(lambda size: number(all_reduce(self._replicas, priced.constants, size)))
         machine, layout, k = priced.machine, priced.layout, priced.constants
         nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
@@ -62,6 +64,8 @@ class UnitCosts:
         """Seconds of one step that depend on nothing."""
         crowd = crowding(machine, layout, k)
         self._shards = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
+        self._copied = plan.gather_engine == "copy"
+        self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
         self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
 
     def compute(self, unit: Unit) -> Seconds:
@@ -79,7 +83,7 @@ class UnitCosts:
 
     def gather(self, unit: Unit) -> float:
         """Seconds to gather the unit's weights over the shard axis."""
-        return self._over_shards(unit, self._gathered_width(unit))
+        return self._over_shards(unit, self._gathered_width(unit), copied=self._copied)
 
     def reduce(self, unit: Unit) -> float:
         """Seconds to reduce-scatter its gradients over the shard axis."""
@@ -99,10 +103,12 @@ class UnitCosts:
         elements = self.model.vocab_size * self.model.hidden / shard_size(self.plan) / self.plan.axis_size("tensor")
         return number(all_reduce(ends, k, elements * bytes_of(self.plan.precision.stored)))
 
-    def slowdown(self, axis: Literal["shard", "replicate"]) -> float:
-        """How many times as long compute takes while a collective of `axis` runs beside it."""
-        where, k = {"shard": self._shards, "replicate": self._replicas}[axis], self.priced.constants
+    def slowdown(self, collective: Literal["gather", "reduce", "replicate"]) -> float:
+        """How many times as long compute takes while such a collective runs beside it."""
+        where, k = self._replicas if collective == "replicate" else self._shards, self.priced.constants
         tax = k.net_tax if number(where.domains) > 1 else k.overlap_tax
+        if collective == "gather" and self._copied and self._experts_too:
+            tax = k.overlap_tax * k.copy_tax
         return 1 / (1 - min(number(tax), MOST_TAX))
 
     def copy_out(self, unit: Unit) -> float:
@@ -171,15 +177,18 @@ class UnitCosts:
         layers = self.model.layers
         return self.plan.strategy({"embed": 0, "head": layers - 1}[unit] if isinstance(unit, str) else unit, layers)
 
-    def _over_shards(self, unit: Unit, width: int) -> float:
+    def _over_shards(self, unit: Unit, width: int, *, copied: bool = False) -> float:
         """Seconds to gather or scatter a unit of `width` bytes an element: its experts among the ranks that each is split over."""
         experts = self._experts(unit)
-        dense = self._split((self.count(unit) - experts) * width)
+        dense = self._split(copied, (self.count(unit) - experts) * width)
         if not experts:
             return dense
         layout, k = self.priced.layout, self.priced.constants
         where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
-        return dense + number(gather(where, k, experts * width))
+        return dense + number(gather(self._over(where, copied and self._experts_too), k, experts * width))
+
+    def _over(self, where: Group, copied: bool) -> Group:
+        return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
 
     def _alike(self, unit: Unit) -> Unit:
         """The first block of the unit's kind, or the end itself."""

@@ -264,7 +264,7 @@ class PlanPins:
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum over replicas."""
     gather_engine: Engine | None = None
-    """What gathers weights over shard and context ranks; left out, kernels."""
+    """What gathers weights over shard and context ranks."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 
