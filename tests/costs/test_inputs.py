@@ -19,19 +19,19 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
+from meshwright.spec.plan import AxisName, BatchPlan, MeshAxis, Plan
 from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 SHAPE, K = _shape(LLAMA), constants("hopper", "default")
 NETWORK = NetworkSpec(fabric="infiniband", port_gb_per_s=50)
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=64, gpus_per_node=8, network=NETWORK))
-DEFAULT = ("pipeline", "replicate", "shard", "context_ring", "tensor")
+DEFAULT: tuple[AxisName, ...] = ("pipeline", "replicate", "shard", "context_ring", "tensor")
 STRIDES = ("tensor_stride", "context_stride", "shard_stride", "replicate_stride", "pipeline_stride")
 
 
-def laid(sizes: dict[str, int], order: tuple[str, ...] = DEFAULT) -> Layouts:
-    mesh = tuple(MeshAxis(axis=axis, size=sizes.get(axis, 1)) for axis in order)  # type: ignore[arg-type]
+def laid(sizes: dict[AxisName, int], order: tuple[AxisName, ...] = DEFAULT) -> Layouts:
+    mesh = tuple(MeshAxis(axis=axis, size=sizes.get(axis, 1)) for axis in order)
     batch = BatchPlan(global_batch=8 * sizes.get("replicate", 1) * sizes.get("shard", 1), micro_batch=1, accumulate=8)
     train = TrainSpec(steps=1, global_batch=batch.global_batch, seq_len=4096)
     return _layout(LLAMA, train, Plan(mesh=mesh, batch=batch))

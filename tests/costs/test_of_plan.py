@@ -24,7 +24,16 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec, NodeGroup
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import (
+    AxisName,
+    BatchPlan,
+    LayerStrategy,
+    MeshAxis,
+    Plan,
+    Precision,
+    ScheduleName,
+    SchedulePlan,
+)
 from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
@@ -32,12 +41,14 @@ NODE = ClusterSpec(gpu="H200", gpus_per_node=8)
 TWO_NODES = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=8)
 
 
-def plan_of(mesh: dict[str, int], micro: int = 1, accumulate: int = 2, schedule: str = "1f1b", **layer: Any) -> Plan:
+def plan_of(
+    mesh: dict[AxisName, int], micro: int = 1, accumulate: int = 2, schedule: ScheduleName = "1f1b", **layer: Any
+) -> Plan:
     data = mesh.get("replicate", 1) * mesh.get("shard", 1)
     return Plan(
-        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in mesh.items()),  # type: ignore[arg-type]
+        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in mesh.items()),
         batch=BatchPlan(global_batch=data * micro * accumulate, micro_batch=micro, accumulate=accumulate),
-        schedule=SchedulePlan(name=schedule),  # type: ignore[arg-type]
+        schedule=SchedulePlan(name=schedule),
         layers=(LayerStrategy(**layer),),
     )
 
@@ -113,7 +124,7 @@ def test_it_says_nothing_of_chips_that_nobody_measured() -> None:
     assert plan_time(LLAMA, train, given, unknown) is None and pricing(LLAMA, train, given, unknown) is None
 
 
-def ends(cluster: ClusterSpec, mesh: dict[str, int], **layer: Any) -> tuple[float, float]:
+def ends(cluster: ClusterSpec, mesh: dict[AxisName, int], **layer: Any) -> tuple[float, float]:
     """The band round one second."""
     return band(1.0, cluster, plan_of(mesh, **layer))
 

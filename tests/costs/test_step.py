@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costs.constants import Constants, aged, constants
+from meshwright.costs.collectives import by_copies, gather, group
+from meshwright.costs.constants import OWN, Constants, aged, constants
 from meshwright.costs.families import by_name, shape
 from meshwright.costs.inputs import Layouts, side_by_side
 from meshwright.costs.machine import machine_of
@@ -138,3 +139,19 @@ def test_newer_software_is_never_slower() -> None:
 
 def test_every_constant_stands_in_the_table() -> None:
     assert all(getattr(constants("no such chip", "no such stack"), field.name) >= 0 for field in fields(Constants))
+
+
+def test_gathers_by_copy_engines_are_faster_and_take_less_of_compute() -> None:
+    """Wholly hidden, a collective costs its seconds times what each takes from compute; only the gathers' change."""
+    k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
+    kernels = layout(zero=3, micro_batch=4, global_batch=32)
+    by_kernel, by_copy = (step_cost(MODEL, machine, replace(kernels, copied=value), k) for value in (0.0, 1.0))
+    shards = group(machine, k, 8.0, 1.0)
+    seconds = [
+        float(2 * gather(where, k, 2 * MODEL.params, MODEL.layers)) for where in (shards, by_copies(shards, machine, k))
+    ]
+    assert float(by_copies(shards, machine, k).bandwidth / shards.bandwidth) == pytest.approx(1.34)
+    saved = seconds[0] * k.overlap_tax - seconds[1] * k.overlap_tax * k.copy_tax
+    assert by_kernel.exposed["shard"] - by_copy.exposed["shard"] == pytest.approx(saved, rel=1e-6)
+    kept = [step_cost(MODEL, machine, replace(kernels, copied=v, shards=1.0, zero=0.0), k).seconds for v in (0.0, 1.0)]
+    assert kept[0] == kept[1], "nothing is gathered"

@@ -9,9 +9,20 @@ from meshwright.schedules.counts import collectives_of
 from meshwright.schedules.expand import expand
 from meshwright.schedules.registry import build
 from meshwright.schedules.schedule import Schedule
+from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.model import ModelSpec, parameter_count, parameters
-from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import (
+    AxisName,
+    BatchPlan,
+    ExpertPlan,
+    LayerStrategy,
+    MeshAxis,
+    Plan,
+    Precision,
+    ScheduleName,
+    SchedulePlan,
+)
 
 SEQ = 16
 MODEL = ModelSpec(
@@ -23,15 +34,15 @@ TIED = ModelSpec(
 COUNT = parameter_count(MODEL)
 
 
-def plan(*axes: tuple[str, int], schedule: str = "1f1b", accumulate: int = 8, **layer: object) -> Plan:
+def plan(*axes: tuple[AxisName, int], schedule: ScheduleName = "1f1b", accumulate: int = 8, **layer: object) -> Plan:
     data = 1
     for axis, size in axes:
         data *= size if axis in ("replicate", "shard") else 1
     return Plan(
-        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in axes),  # type: ignore[arg-type]
+        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in axes),
         batch=BatchPlan(global_batch=2 * accumulate * data, micro_batch=2, accumulate=accumulate),
-        schedule=SchedulePlan(name=schedule),  # type: ignore[arg-type]
-        layers=(LayerStrategy(**layer),),  # type: ignore[arg-type]
+        schedule=SchedulePlan(name=schedule),
+        layers=(from_plain(LayerStrategy, layer),),
         precision=Precision(reduce_replicas="bf16"),
     )
 
@@ -197,3 +208,7 @@ def test_blocks_gathered_in_fp8_send_half() -> None:
     both, ours = crossing(MODEL, wide), crossing(MODEL, low)
     assert both["gather"] - ours["gather"] == 2 * 7 / 8 * gathers * block
     assert {**ours, "gather": 0} == {**both, "gather": 0}
+    ranges = (LayerStrategy(range="0-1", linear="compute"), LayerStrategy(range="2-7"))
+    as_they_are = sum(counts[0, unit][0] for unit in (1, 2))
+    part = crossing(MODEL, replace(low, layers=ranges))
+    assert part["gather"] - ours["gather"] == 2 * 7 / 8 * as_they_are * block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
+from meshwright.spec.plan import AxisName, BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
 from meshwright.spec.presets import MODEL_PRESETS
 
 SEQ = 8192
@@ -21,8 +22,8 @@ def model_of(name: str) -> ModelSpec:
     return from_plain(ModelSpec, MODEL_PRESETS[name])
 
 
-def plan_of(micro: int = 2, accumulate: int = 1, axes: dict[str, int] | None = None, **other: object) -> Plan:
-    mesh = tuple(MeshAxis(axis=axis, size=size) for axis, size in (axes or {"shard": 1}).items())  # type: ignore[arg-type]
+def plan_of(micro: int = 2, accumulate: int = 1, axes: dict[AxisName, int] | None = None, **other: Any) -> Plan:
+    mesh = tuple(MeshAxis(axis=axis, size=size) for axis, size in (axes or {"shard": 1}).items())
     ranks = 1
     for axis in mesh:
         ranks *= axis.size if axis.axis in ("shard", "replicate") else 1
@@ -30,12 +31,12 @@ def plan_of(micro: int = 2, accumulate: int = 1, axes: dict[str, int] | None = N
         mesh=mesh,
         batch=BatchPlan(global_batch=micro * accumulate * ranks, micro_batch=micro, accumulate=accumulate),
         **other,
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("name", ["llama3-1b", "llama3-8b", "gpt3-13b", "qwen3-8b"])
 @pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 8}, {"tensor": 2}, {"pipeline": 2}])
-def test_products_and_attention_are_the_models_flops(name: str, axes: dict[str, int]) -> None:
+def test_products_and_attention_are_the_models_flops(name: str, axes: dict[AxisName, int]) -> None:
     model, train = model_of(name), TrainSpec(steps=1, global_batch=2, seq_len=SEQ if name != "gpt3-13b" else 2048)
     plan = plan_of(2, 3, axes)
     work = step_work(model, train, plan)

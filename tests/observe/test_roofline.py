@@ -16,12 +16,13 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
 from meshwright.spec.presets import MODEL_PRESETS
-from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
+from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, Operation, ProductTime
 from tests.observe.test_kernels import two_steps
 
 MODEL = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 512, "layers": 2})
 TRAIN = TrainSpec(steps=1, global_batch=4, seq_len=64, loss_chunk=32)
 PLAN = Plan(mesh=(MeshAxis(axis="shard", size=2),), batch=BatchPlan(global_batch=4, micro_batch=1, accumulate=2))
+RINGS: tuple[Operation, ...] = ("all_gather", "reduce_scatter")
 MEMORY, FLOPS, UPDATE = 4e12, 6e14, 1e11
 
 
@@ -31,15 +32,15 @@ def profile_for(work: Work) -> MachineProfile:
     for linear in work.linears:
         for m, k, n in {(linear.m, linear.k, linear.n), (linear.m, linear.n, linear.k), (linear.n, linear.m, linear.k)}:
             seconds = 2 * m * k * n / FLOPS
-            products.append(ProductTime(format=linear.format, m=m, k=k, n=n, seconds=seconds, burst_seconds=seconds))  # type: ignore[arg-type]
+            products.append(ProductTime(format=linear.format, m=m, k=k, n=n, seconds=seconds, burst_seconds=seconds))
     one = work.attention
     attention = AttentionTime(
         format="bf16", seq=one.seq, heads=one.heads, kv_heads=one.kv_heads, head_dim=one.head_dim, tokens=one.tokens,
         forward_seconds=1e-6, backward_seconds=2e-6,
     )  # fmt: skip
     rings = [
-        CollectiveTime(op=op, ranks=2, nodes=1, bytes=size, seconds=1e-5 + size / 1e11)  # type: ignore[arg-type]
-        for op in ("all_gather", "reduce_scatter")
+        CollectiveTime(op=op, ranks=2, nodes=1, bytes=size, seconds=1e-5 + size / 1e11)
+        for op in RINGS
         for size in (1 << 10, 1 << 30)
     ]
     return MachineProfile(

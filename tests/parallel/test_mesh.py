@@ -15,7 +15,7 @@ from meshwright.parallel import channels as channels_module
 from meshwright.parallel import mesh as mesh_module
 from meshwright.parallel import world as world_module
 from meshwright.parallel.channels import matchings, open_channels
-from meshwright.parallel.mesh import Mesh, pairs_along_pipeline, parts_over
+from meshwright.parallel.mesh import Mesh, pairs_along_pipeline
 from meshwright.parallel.world import World
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.spec.layout import Layout
@@ -187,7 +187,7 @@ def test_matchings_hold_every_pair_once_and_no_rank_twice(ranks: int, data: st.D
 
 @given(st.sampled_from(list(LAYOUTS.values())), st.sets(st.sampled_from(["pipeline", "replicate", "shard", "tensor"])))
 def test_parts_hold_every_rank_once_in_order(layout: Layout, axes: set[str]) -> None:
-    parts = parts_over(layout, tuple(sorted(axes)))
+    parts = layout.groups(*sorted(axes))
     assert sorted(rank for part in parts for rank in part) == list(range(layout.ranks))
     for part in parts:
         assert list(part) == sorted(part)

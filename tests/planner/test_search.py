@@ -16,7 +16,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, PlanPins, SchedulePlan
+from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, PlanPins, ScheduleName, SchedulePlan
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
@@ -180,15 +180,16 @@ def test_what_of_offload_is_not_trained_is_refused_for_any_layer_range() -> None
     plan = replace(chosen(run()), schedule=SchedulePlan(name="1f1b"), compile=True)
 
     def refused(plan: Plan = plan, **strategy: str) -> str:
-        layers = LayerStrategy(range="0-3"), LayerStrategy(range="4-31", **strategy)  # type: ignore[arg-type]
+        layers = LayerStrategy(range="0-3"), from_plain(LayerStrategy, {"range": "4-31", **strategy})
         return untrainable(replace(plan, layers=layers)) or ""
 
     assert not refused(offload="activations") and not refused(offload="activations", recompute="selective")
     for kind in ("optimizer", "both"):
         assert f"offload {kind}" in refused(offload=kind)
     assert "not compiled" in refused(replace(plan, compile=False), offload="activations", recompute="selective")
-    for name in ("zb_h1", "zbv", "dualpipe_v"):
-        late = replace(plan, schedule=SchedulePlan(name=name))  # type: ignore[arg-type]
+    splitting: tuple[ScheduleName, ...] = ("zb_h1", "zbv", "dualpipe_v")
+    for name in splitting:
+        late = replace(plan, schedule=SchedulePlan(name=name))
         assert f"offload activations under {name}" in refused(late, offload="activations") and not refused(late)
 
 

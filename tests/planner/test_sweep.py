@@ -13,12 +13,12 @@ from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
-from meshwright.planner.sweep import PLAIN, RECOMPUTE, End, layouts, price, sweep
+from meshwright.planner.sweep import PLAIN, End, layouts, price, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import Offload, PlanPins
+from meshwright.spec.plan import RECOMPUTES, Offload, PlanPins
 from meshwright.spec.run import ModelSection, RunSpec
 
 
@@ -69,7 +69,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
     assert isinstance(pins, PlanPins)
     sharded = space.column("shard") * space.column("context") > 1
     layered = space.schedule == SCHEDULES.index("breadth_first")
-    modes = RECOMPUTE if pins.recompute is None else (pins.recompute,)
+    modes = RECOMPUTES if pins.recompute is None else (pins.recompute,)
     reshards = (False, True) if pins.reshard is None else (pins.reshard,)
     offloads: tuple[Offload, ...] = ("none", "activations", "optimizer", "both")
     for gradients, offload in product(("shard", "whole"), offloads):

@@ -80,7 +80,14 @@ def test_nothing_is_said_of_devices_without_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("cluster.gpu=A100",), ("plan.compute=fp32",), ("train.seq_len=4088",), ("plan.linear=fp8_rowwise",)]
+    "words",
+    [
+        ("cluster.gpu=A100",),
+        ("plan.compute=fp32",),
+        ("train.seq_len=4088",),
+        ("plan.linear=fp8_rowwise",),
+        ("plan.tensor=2", "plan.shard=1"),
+    ],
 )
 def test_fp8_is_offered_where_it_can_be_had(words: tuple[str, ...]) -> None:
     run = ask(*PINS, *words)

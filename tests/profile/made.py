@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from meshwright.spec.profile import (
     HostLink,
     Interference,
     MachineProfile,
+    Operation,
     ProductTime,
 )
 
@@ -30,6 +32,8 @@ TRUE = {
 }  # fmt: skip
 """Nothing like the fitted ones, so that a constant which is not taken from the profile shows."""
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (2048, 4096, 512), (8192, 256, 4096), (512, 8192, 2048))
+FORMATS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
+RINGS: tuple[Operation, ...] = ("all_gather", "reduce_scatter")
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 
@@ -48,7 +52,7 @@ def made_profile() -> MachineProfile:
     return MachineProfile(
         date="2026-01-02T03:04:05Z", gpu="H200", device="NVIDIA H200", devices=8, nodes=2, cores=96, memory_bytes=150 << 30,
         link_bytes_per_s=number(machine.link), port_bytes_per_s=number(machine.nic), versions={"torch": "2.11.0"},
-        products=tuple(_product(shape, kind, k) for shape in SHAPES for kind in ("bf16", "fp8")),
+        products=tuple(_product(shape, kind, k) for shape in SHAPES for kind in FORMATS),
         attention=tuple(_attention(seq, head, machine) for seq in (2048, 8192) for head in (64, 128)),
         copy_bytes_per_s=hbm * 1.02, pass_bytes_per_s=hbm, adamw_parameters_per_s=hbm / TRUE["update"], launch_seconds=5e-6,
         collectives=tuple(_rings(k, machine)),
@@ -58,10 +62,10 @@ def made_profile() -> MachineProfile:
     )  # fmt: skip
 
 
-def _product(shape: tuple[int, int, int], kind: str, k: Constants) -> ProductTime:
+def _product(shape: tuple[int, int, int], kind: Literal["bf16", "fp8"], k: Constants) -> ProductTime:
     m, inner, n = shape
     seconds = number(product(rate(machine_of(NODES, kind), k), k, *map(float, shape)))
-    return ProductTime(format=kind, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)  # type: ignore[arg-type]
+    return ProductTime(format=kind, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)
 
 
 def _attention(seq: int, head: int, machine: Machine) -> AttentionTime:
@@ -81,17 +85,14 @@ def _rings(k: Constants, machine: Machine) -> list[CollectiveTime]:
         for size in SIZES:
             seconds = number(gather(where, k, float(size)))
             nodes = int(number(where.domains))
-            rows += [
-                CollectiveTime(op=op, ranks=ranks, nodes=nodes, bytes=size, seconds=seconds)  # type: ignore[arg-type]
-                for op in ("all_gather", "reduce_scatter")
-            ]
+            rows += [CollectiveTime(op=op, ranks=ranks, nodes=nodes, bytes=size, seconds=seconds) for op in RINGS]
             summed = number(all_reduce(where, k, float(size)))
             rows.append(CollectiveTime(op="all_reduce", ranks=ranks, nodes=nodes, bytes=size, seconds=summed))
             rows.append(CollectiveTime(op="all_to_all", ranks=ranks, nodes=nodes, bytes=size, seconds=7 * seconds))
     return rows
 
 
-def _beside(op: str, nodes: int, tax: float) -> Interference:
+def _beside(op: Literal["all_gather", "reduce_scatter", "to_host"], nodes: int, tax: float) -> Interference:
     return Interference(
         op=op, ranks=8, nodes=nodes, bytes=1 << 28, compute_seconds=3e-3, other_seconds=2e-3, together_seconds=3e-3 + tax * 2e-3
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, layer_parameters
 from meshwright.spec.network import NetworkSpec, NodeGroup
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
@@ -130,7 +130,35 @@ def test_every_schedule_of_a_plan_is_complete_and_does_all_the_work(schedule: st
     work = 8 * sum(sum(row) for column in columns for row in column)
     copies = sum(sum(row) for table in (timing.copy_out, timing.copy_in, timing.accumulate) for row in table)
     slowed = sum(timeline.compute_seconds)
-    assert work <= slowed + 1e-9 and slowed <= (work + 16 * copies) * timing.collective_slowdown
+    assert work <= slowed + 1e-9 and slowed <= (work + 16 * copies) * timing.reduce_slowdown
+
+
+def test_copied_gathers_wait_for_no_reduction_and_slow_compute_less() -> None:
+    given = plan({"shard": 8}, accumulate=2, reshard=True)
+    kernels, copies = (
+        timing_of(LLAMA, job(given), replace(given, gather_engine=engine), NODE) for engine in ("kernel", "copy")
+    )
+    assert kernels.one_communicator and kernels.gather_slowdown == kernels.reduce_slowdown
+    assert (
+        not copies.one_communicator and 1 < copies.gather_slowdown < copies.reduce_slowdown == kernels.reduce_slowdown
+    )
+    assert copies.reduce == kernels.reduce and copies.copy_out == kernels.copy_out
+    assert kernels.unshard[0][1] / copies.unshard[0][1] == pytest.approx(1.34, abs=0.1)
+    rows = {
+        lane: [(s, e) for _, at, _, s, e in play(replace(given, gather_engine="copy")).records if at == lane]
+        for lane in ("unshard", "reduce")
+    }
+    assert any(a < d and c < b for a, b in rows["unshard"] for c, d in rows["reduce"]), "they run at one time"
+
+
+def test_experts_on_ranks_of_their_own_are_gathered_by_kernels() -> None:
+    model = from_plain(ModelSpec, MODEL_PRESETS["mixtral-8x7b"])
+    spread, together = (
+        replace(plan({"shard": 8}), gather_engine="copy", experts=ExpertPlan(expert=ranks, expert_shard=8 // ranks))
+        for ranks in (2, 1)
+    )
+    slow, fast = (timing_of(model, job(given), given, NODE) for given in (spread, together))
+    assert slow.gather_slowdown == slow.reduce_slowdown > fast.gather_slowdown
 
 
 def test_gathers_and_reductions_share_a_communicator_and_not_a_row() -> None:

@@ -91,9 +91,7 @@ def test_one_communicator_makes_gathers_wait_for_reductions():
 def test_collectives_slow_compute_down_while_they_run():
     schedule = expand(build("gpipe", 1, 1), 2, gather="never")
     ones = [[1.0, 1.0]]
-    timing = Timing(
-        forward=ones, backward_input=ones, backward_weight=ones, reduce=[[1.5, 0.0]], collective_slowdown=1.5
-    )
+    timing = Timing(forward=ones, backward_input=ones, backward_weight=ones, reduce=[[1.5, 0.0]], reduce_slowdown=1.5)
     assert spans_of(simulate(schedule, replace(timing, reduce=[[0.0, 1.5]])), "backward") == [(2, 4), (4, 6.5)]
     assert spans_of(simulate(schedule, timing), "backward") == [(2, 4), (4, 6)], (
         "no compute is left beside the last one"
@@ -193,7 +191,7 @@ def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
     timing = replace(
         even(schedule.stages, 2), forward=slow, backward_input=slow, backward_weight=slow, unshard=ones, reduce=ones,
         replicate=ones, boundary_bytes=[0.3] * (schedule.stages - 1),
-        link=Link(0.0, 1.0), collective_slowdown=1.2, optim_seconds=[1.0] * 3,
+        link=Link(0.0, 1.0), gather_slowdown=1.2, reduce_slowdown=1.2, optim_seconds=[1.0] * 3,
     )  # fmt: skip
     timeline = simulate(schedule, timing)
     assert sum(timeline.breakdown.values()) == pytest.approx(timeline.step_seconds)

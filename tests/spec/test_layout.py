@@ -147,7 +147,7 @@ def test_no_cut_is_faster(name: str, pipeline: int, layers: int, head: float, fo
         return
     table = balanced_stages(name, pipeline, layers, head, None, speeds)
     texts = tuple(tuple(f"{held.start}-{held.stop - 1}" for held in row) for row in table)
-    assert stage_table(SchedulePlan(name=name, stages=texts), pipeline, layers) == table  # type: ignore[arg-type]
+    assert stage_table(SchedulePlan(name=name, stages=texts), pipeline, layers) == table
     cuts = itertools.combinations(range(1, layers), len(owners) - 1)
     best = min(
         worst(tuple(b - a for a, b in itertools.pairwise((0, *cut, layers))), owners, head, speeds) for cut in cuts

@@ -7,7 +7,7 @@ Source of the forms: Thakur et al. 2005 (ring, tree), NCCL's documentation; see 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,11 @@ def group(machine: Machine, k: Constants, size: Array, stride: Array, crowding: 
     above = np.where(size * stride > machine.pod, machine.oversubscribed, 1.0)
     across = machine.nic * k.net * inside / above / (1 + k.crowd * crowding)
     return Group(size, inside, domains, np.where(domains > 1, np.minimum(link, across), link))
+
+
+def by_copies(where: Group, machine: Machine, k: Constants) -> Group:
+    """The same ranks where copy engines gather, inside a node."""
+    return replace(where, bandwidth=np.minimum(where.bandwidth * k.copy_link, machine.link))
 
 
 def crowding(machine: Machine, layout: Layouts, k: Constants) -> Array:

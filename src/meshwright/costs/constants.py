@@ -114,6 +114,11 @@ class Constants:
     """As `overlap_tax`, by communication across nodes: it takes longer, on fewer of the device's multiprocessors."""
     copies: Array = 0.0
     """1 where the engine's copies of weights and gradients in and out of buffers are counted apart, 0 where `passes` holds them."""
+    copy_tax: Array = 0.22
+    """Slow-down of compute by a gather on copy engines, per second, over `overlap_tax`, which is by kernels (0.0506 over 0.227 on 2 H200s:
+    benchmarks/results/2026-11-21-gathers-2xH200.json). Of more devices a guess."""
+    copy_link: Array = 1.34
+    """Bandwidth of a gather on copy engines over that of one by kernels (387 over 289 GB/s, as above)."""
     side_copies: Array = 0.0
     """Of the time that such copies take on a stream of their own, the share by which they hold compute up: both want the same memory."""
     logit_bytes: Array = 16.0

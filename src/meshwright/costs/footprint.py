@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +20,7 @@ from meshwright.costs.memory import exchanged_per_token, kept_per_token, made_pe
 from meshwright.costs.stages import stage_layers
 from meshwright.spec.layout import balanced_stages
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.plan import Recompute
-
-MODES: tuple[Recompute, ...] = get_args(Recompute)
-"""Recompute by its number in `Layouts.recompute`."""
+from meshwright.spec.plan import RECOMPUTES
 
 MOST_STAGES = 1 << 16
 """More virtual stages than a pipeline rank can have."""
@@ -51,7 +48,7 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, head: float, *, last: b
     tokens = layout.micro_batch * layout.seq / layout.context / width
     mode = np.asarray(layout.recompute, dtype=np.int64)
     kept = tokens * f.compute * np.choose(mode, np.broadcast_arrays(*sizes.kept))
-    kept = kept + tokens * f.compute * sizes.travelled * ((mode == MODES.index("selective")) & (layout.expert > 1))
+    kept = kept + tokens * f.compute * sizes.travelled * ((mode == RECOMPUTES.index("selective")) & (layout.expert > 1))
     forwards, forwards_first = _forwards(layout, last)
     staying = np.minimum(LAYERS_STAYING + (np.asarray(layout.pipeline) > 1), layers)
     alive = np.where(np.asarray(layout.offload_activations) > 0, staying, forwards * layers)
@@ -127,7 +124,9 @@ def _sizes(model: ModelSpec, low: float) -> _Sizes:
         table=outside[0].count,
         final=ends - embed,
         embed=embed,
-        kept=tuple(sum(kept_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in MODES),
+        kept=tuple(
+            sum(kept_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTES
+        ),
         made=sum(made_per_token(model, layer) for layer in layers) / model.layers,
         travelled=sum(travelled_per_token(model, layer, "selective", 2) for layer in layers) / model.layers,
     )

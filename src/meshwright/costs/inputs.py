@@ -128,6 +128,8 @@ class Layouts:
     """1 when gathered weights stay after forward."""
     gathered_bytes: Array = 2.0
     """Of a block's weight while it is gathered."""
+    copied: Array = 0.0
+    """1 when copy engines gather weights, on links of a communicator of their own."""
     gather_once: Array = 0.0
     """1 when they stay for the whole step, all its micro-batches."""
     reduce_once: Array = 0.0

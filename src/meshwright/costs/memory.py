@@ -32,6 +32,12 @@ def bytes_of(number_format: str) -> int:
     return {"bf16": 2, "fp32": 4, "fp64": 8}[number_format]
 
 
+def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
+    """Bytes of a weight of block `layer`, or with None of one of the model's ends, while it is gathered."""
+    low = plan.precision.gather == "fp8" and layer is not None and plan.linear(layer, layers) == "fp8_tensorwise"
+    return 1 if low else bytes_of(plan.precision.compute)
+
+
 def formats(
     train: TrainSpec, precision: Precision, *, cpu: bool, replicas: int = 1, engine: Engine = "kernel"
 ) -> Formats:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import get_args
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import slowest_rank
-from meshwright.spec.plan import LayerStrategy, Plan, Precision, Recompute
+from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, Precision
 
 STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 """Whose constants price a plan: this program's own once constants.yaml has enough of its runs."""
@@ -37,8 +36,6 @@ NEAREST = "torchtitan"
 """The published stack that is most like this program's: PyTorch's own FSDP and compiler."""
 MEASURED_AXES = ("pipeline", "replicate", "shard")
 """Axes of this program's own runs, all of them on one host, which may play several nodes."""
-RECOMPUTE = {mode: float(place) for place, mode in enumerate(get_args(Recompute))}
-"""Recompute → its number in `Layouts.recompute`."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +155,7 @@ def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     found += ["expert ranks"] if experts_over(plan) > 1 else []
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
+    found += ["gathers by copy engines"] if plan.gather_engine == "copy" and shard_size(plan) > 1 else []
     found += ["fp8 products"] if plan.precision.products == "fp8" else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])
 
@@ -208,7 +206,7 @@ def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, 
 def _strategy(layer: LayerStrategy) -> dict[str, float]:
     """What a strategy sets in a layout."""
     return {
-        "recompute": RECOMPUTE[layer.recompute],
+        "recompute": float(RECOMPUTES.index(layer.recompute)),
         "keep_gathered": float(not layer.reshard),
         "gather_once": float(not layer.reshard),
         "reduce_once": float(layer.gradients == "whole"),
@@ -242,7 +240,8 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
         replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
         fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
-        gathered_bytes=gathered_bytes(plan.precision), **_strides(plan), **_strategy(plan.layers[0]),
+        gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
+        **_strides(plan), **_strategy(plan.layers[0]),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.costs.collectives import Group, all_reduce, all_to_all, crowding, gather, group
+from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
@@ -52,12 +52,14 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     device = times.forward + times.backward
     work = device + tensor + context + expert
     host_short = _soft_maximum(work, times.host) - work
-    sharded, (gathered, reduced), tax = _weights_traffic(shape, machine, layout, k, times.backward)
+    gathers, reductions = _weights_traffic(shape, machine, layout, k, times.backward)
     layers_time = work + host_short
     backward = layers_time * times.backward / np.maximum(device, 1e-12)
     hidden_room = np.where(layout.gather_once > 0, backward, layers_time) * k.hide
     moved, moved_once = copies(shape, machine, layout, k)
-    shard_exposed = np.maximum(0.0, sharded - hidden_room) + np.minimum(sharded, hidden_room) * tax + moved
+    sharded = gathers.each + reductions.each
+    taken = (gathers.each * gathers.tax + reductions.each * reductions.tax) / np.maximum(sharded, 1e-12)
+    shard_exposed = _shown(sharded, hidden_room, taken) + moved
     offloaded = exposed_copies(shape, machine, layout, times.forward, times.backward)
     chain = layers_time + shard_exposed + offloaded
     micro = k.host_micro_us * 1e-6
@@ -74,8 +76,8 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     waiting = m * (layout.slowest - 1) * stage
     body = m * (stage + micro) + waiting
     beside = k.hide * _beside(layout)
-    first = _once_a_step(gathered, (layers_time - backward) * beside, tax)
-    last = _once_a_step(reduced, backward * beside, tax)
+    first = _shown(gathers.once, (layers_time - backward) * beside, gathers.tax)
+    last = _shown(reductions.once, backward * beside, reductions.tax)
     first_and_last = (first + last + moved_once) / layout.pipeline
     data = first_and_last + _gradient_traffic(
         shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
@@ -162,34 +164,56 @@ def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
     return dense, shape.expert_params / layout.pipeline / np.maximum(layout.expert, 1.0)
 
 
+@dataclass(frozen=True)
+class _Traffic:
+    """Seconds of collectives over all layers of the model: of one micro-batch, and of those made once a step."""
+
+    each: Array
+    once: Array
+    tax: Array
+    """What each second takes from the compute that hides it."""
+
+
 def _weights_traffic(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, backward: Array
-) -> tuple[Array, tuple[Array, Array], Array]:
-    """Of fully sharded weights, over all layers of the model: gathers and reduce-scatters of one micro-batch; gathers and reduce-scatters
-    that are made once a step; and what each second of either takes from the compute that hides it."""
+) -> tuple[_Traffic, _Traffic]:
+    """Gathers and reduce-scatters of fully sharded weights. Experts on ranks of their own are gathered by kernels in any case."""
     width = layout.tensor
     where = group(machine, k, layout.shards, layout.shard_step)
     ends = k.copies * (2 - shape.tied) * shape.table_params  # other stacks' fit has them in `passes`
     blocks = shape.dense_params / width
-    one = gather(where, k, blocks * layout.gathered_bytes + ends / width * WEIGHT_BYTES, shape.layers)
+    copied, size = np.asarray(layout.copied) > 0, blocks * layout.gathered_bytes + ends / width * WEIGHT_BYTES
+    one = _gathered(where, machine, k, size, shape.layers, copied)
     whole = gather(where, k, blocks * WEIGHT_BYTES + ends / width * WEIGHT_BYTES, shape.layers)
     ranks = np.maximum(layout.expert, 1.0)
     experts = group(machine, k, layout.expert_shard, ranks)
-    routed = gather(experts, k, shape.expert_params / ranks * WEIGHT_BYTES, shape.moe_layers)
-    one, whole = one + routed, whole + routed
+    size = shape.expert_params / ranks * WEIGHT_BYTES
+    one = one + _gathered(experts, machine, k, size, shape.moe_layers, copied & (ranks <= 1))
+    whole = whole + gather(experts, k, size, shape.moe_layers)
     scatter = whole * (k.scatter_bytes / WEIGHT_BYTES)
     scatter = scatter + _yielded(where, layout, k, scatter, backward)
     gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
     reductions = np.where(layout.reduce_once > 0, 0.0, 1.0)
     times = np.where(layout.layered > 0, 1 / layout.micro_batches, 1.0)
     sharded = layout.zero >= 3
-    each = np.where(sharded, (gathers * one + reductions * scatter) * times, 0.0)
-    once = np.where(sharded, layout.gather_once * one, 0.0), np.where(sharded, layout.reduce_once * scatter, 0.0)
-    return each, once, np.where((where.domains > 1) & (k.copies > 0), k.net_tax, k.overlap_tax)
+    kernel = np.where((where.domains > 1) & (k.copies > 0), k.net_tax, k.overlap_tax)
+    copy = np.where(copied & (ranks <= 1), k.overlap_tax * k.copy_tax, kernel)
+    return (
+        _Traffic(np.where(sharded, gathers * one * times, 0.0), np.where(sharded, layout.gather_once * one, 0.0), copy),
+        _Traffic(np.where(sharded, reductions * scatter * times, 0.0), np.where(sharded, layout.reduce_once * scatter, 0.0), kernel),
+    )  # fmt: skip
 
 
-def _once_a_step(traffic: Array, room: Array, tax: Array) -> Array:
-    """What shows of gathers under the first micro-batch's forward, or of reductions under the last one's backward: `room`."""
+def _gathered(where: Group, machine: Machine, k: Constants, size: Array, messages: Array, copied: Array) -> Array:
+    """Seconds to gather `size` bytes, where `copied` by copy engines."""
+    by_kernels = gather(where, k, size, messages)
+    if not np.any(copied):
+        return by_kernels
+    return np.where(copied, gather(by_copies(where, machine, k), k, size, messages), by_kernels)
+
+
+def _shown(traffic: Array, room: Array, tax: Array) -> Array:
+    """What shows of traffic under compute that takes `room`: what is longer, and what the rest takes from it."""
     return np.maximum(0.0, traffic - room) + np.minimum(traffic, room) * tax
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from math import prod
 
-from meshwright.costs.memory import bytes_of
+from meshwright.costs.memory import bytes_of, gathered_width
 from meshwright.costs.of_plan import context_size, shard_size
 from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, parameters
@@ -59,8 +59,8 @@ class _Unit:
     """Elements of those routed experts that its expert rank holds, which other ranks share."""
     gathers: int
     reductions: int
-    low: int = 0
-    """Bytes of its gathered elements, where they are not in the compute format."""
+    width: int
+    """Bytes of one of its elements while it is gathered."""
 
 
 def cross_node_bytes(
@@ -80,7 +80,7 @@ def cross_node_bytes(
         for unit in _units(model, plan, counts, rank):
             sharded = rings["shard"][rank] * along_shard * unit.elements
             sharded += rings["expert"][rank] * along_copies * unit.experts
-            gather += sharded * unit.gathers * (unit.low or bytes_of(precision.compute))
+            gather += sharded * unit.gathers * unit.width
             reduce += sharded * unit.reductions * bytes_of(precision.reduce)
             kept = unit.elements / shard + unit.experts / copies
             sums = bool(unit.reductions) * kept * bytes_of(precision.reduce_replicas or precision.stored)
@@ -129,12 +129,12 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
         routed = [0] * (stage.start == 0) + [experts[str(layer)] for layer in stage] + [0]
         sizes = [elements[str(layer)] for layer in stage]
         sizes = [embed] * (stage.start == 0) + sizes + [head] * (stage.stop == model.layers)
+        blocks = [None] * (stage.start == 0) + [*stage] + [None]
         for unit, size in enumerate(sizes):
             gathers, reductions = counts[order.index(stage.start), unit]
             if model.tied and starts and stage.stop == model.layers and unit == len(sizes) - 1:
                 gathers, reductions = gathers * plan.strategy(0, model.layers).reshard, 0
-            block = 0 <= unit - (stage.start == 0) < len(stage)
-            yield _Unit(size, routed[unit], gathers, reductions, int(block and plan.precision.gather == "fp8"))
+            yield _Unit(size, routed[unit], gathers, reductions, gathered_width(plan, blocks[unit], model.layers))
 
 
 def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:

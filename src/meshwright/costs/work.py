@@ -7,16 +7,16 @@ rates it gives the time that the device needs (`observe.roofline`).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.costs.memory import bytes_of
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
-from meshwright.spec.profile import Operation
+from meshwright.spec.profile import Format, Operation
 
 NORM, ROPE = 8.0, 4.0
 """Elements read and written, forward and backward: of a norm that is joined to the residual sum before it, per element of the stream; of
@@ -39,7 +39,7 @@ class LinearWork:
     m: int
     k: int
     n: int
-    format: str
+    format: Format
     count: float
 
     @property
@@ -103,15 +103,15 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         )
     width, stages = plan.axis_size("tensor"), plan.axis_size("pipeline")
     tokens, times = plan.batch.micro_batch * train.seq_len, plan.batch.accumulate
-    linears = Counter[LinearWork]()
+    linears: defaultdict[LinearWork, float] = defaultdict(float)
     for linear in _linears(model, train, plan, tokens):
-        linears[LinearWork(linear.m, linear.k, linear.n, linear.format, 1.0)] += linear.count  # type: ignore[assignment]
+        linears[replace(linear, count=1.0)] += linear.count
     seen = tokens * times / width / stages
     """Token passes of the rank, the share of width that it has taken out."""
     held = sum(row.count for row in parameters(model)) / width / stages
     owned = held / plan.axis_size("shard")
     return Work(
-        linears=tuple(LinearWork(w.m, w.k, w.n, w.format, count * times / stages) for w, count in linears.items()),
+        linears=tuple(replace(one, count=count * times / stages) for one, count in linears.items()),
         attention=AttentionWork(
             train.seq_len, model.heads // width, max(1, model.kv_heads // width), model.head_dim, tokens, times * model.layers / stages
         ),
@@ -129,7 +129,7 @@ def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, tokens: int) -> Ite
     """Of one micro-batch on ranks of one width, all layers and the head."""
     width = plan.axis_size("tensor")
     for layer in range(model.layers):
-        kind = "fp8" if plan.linear(layer, model.layers) != "compute" else plan.precision.compute
+        kind: Format = "fp8" if plan.linear(layer, model.layers) != "compute" else plan.precision.compute
         for inputs, outputs, split_in in _shapes(model):
             k, n = (inputs // width, outputs) if split_in else (inputs, outputs // width)
             yield LinearWork(tokens, k, n, kind, 1.0)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.fsdp import ShardedUnit
-from meshwright.parallel.mesh import Mesh, parts_over
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import SHARD_AXES
@@ -102,7 +102,7 @@ def _group(mesh: Mesh) -> dist.ProcessGroup | None:
         raise BadInput("plan.gather_engine = copy: this NCCL has no zero-CTA policy; expected NCCL 2.28 or later")
     options = library.Options()
     options.config.cta_policy = library.NCCL_CTA_POLICY_ZERO
-    return mesh.world.split(parts_over(mesh.layout, SHARD_AXES), "gathers by copies", options)
+    return mesh.world.split(mesh.layout.groups(*SHARD_AXES), "gathers by copies", options)
 
 
 def _refuse_unmapped(mesh: Mesh, ranks: Sequence[int]) -> None:

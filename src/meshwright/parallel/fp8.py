@@ -19,6 +19,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.fsdp import ShardedUnit
 from meshwright.parallel.joint import JointUnit
 from meshwright.spec.errors import BadInput
+from meshwright.spec.fp8 import unlike_fp8
 from meshwright.spec.plan import Plan
 
 CAPABILITY = (8, 9)
@@ -34,10 +35,8 @@ def multiply_low(model: Decoder, plan: Plan, device: torch.device) -> None:
     """
     formats = {layer: plan.linear(int(layer), model.spec.layers) for layer in model.layers}
     if any(kind != "compute" for kind in formats.values()):
-        if plan.axis_size("tensor") > 1 or model.spec.experts:
-            raise BadInput(
-                "plan.linear: fp8 does not go with tensor ranks or a mixture of experts in this release; leave it out"
-            )
+        if beside := unlike_fp8(plan, experts=model.spec.experts > 0):
+            raise BadInput(f"plan.linear: fp8 does not go with {beside} in this release; leave it out")
         _refuse_other_devices(device)
     for layer, block in model.layers.items():
         for module in block.modules():

@@ -8,7 +8,6 @@ group creation costs otherwise). Axes get theirs at once, in the plan's order; o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ class Mesh:
         self.world = world
         self.coordinates = layout.coordinates(world.rank)
         self._made: dict[Parts, dist.ProcessGroup] = {}
+        self._along: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._shards: DeviceMesh | None = None
         self._expert_shards: DeviceMesh | None = None
         for axis, size in layout.axes:
@@ -77,7 +77,11 @@ class Mesh:
     def group_over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along `axes` only, in rank order; None when that is this rank alone."""
         long = tuple(axis for axis in axes if self.layout.size(axis) > 1)
-        return self.split(parts_over(self.layout, long), " × ".join(long)) if long else None
+        if (
+            long and long not in self._along
+        ):  # every layer asks, and all ranks of a large job are many to sort into groups
+            self._along[long] = self.split(self.layout.groups(*long), " × ".join(long))
+        return self._along.get(long)
 
     @property
     def division(self) -> Division:
@@ -157,12 +161,6 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
             f"the plan is for {plan.ranks} ranks and the job has {world.ranks}; plan again or change plan.mesh"
         )
     return Mesh(Layout.of(plan, world.ranks_per_node), world)
-
-
-@lru_cache
-def parts_over(layout: Layout, axes: tuple[str, ...]) -> Parts:
-    """All ranks divided into those that differ along `axes` only."""
-    return layout.groups(*axes)
 
 
 def pairs_along_pipeline(layout: Layout, pairs: Sequence[tuple[int, int]]) -> Parts:

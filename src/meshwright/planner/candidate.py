@@ -8,14 +8,19 @@ from math import inf
 
 from meshwright.schedules.registry import entry_of
 from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.fp8 import unlike_fp8
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
-from meshwright.spec.plan import RUNNABLE_AXES, SHARD_AXES, LayerStrategy, Plan, PlanPins, Precision
+from meshwright.spec.plan import SHARD_AXES, LayerStrategy, Linear, MeshAxis, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.91
 """Share of a device's memory a plan may fill; the rest is left to fragments, for an allocator at its limit gives back and asks again. On
 H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
+
+COPYING = ("hopper",)
+"""Generations of devices on which gathers by copy engines were measured; on others a search leaves them alone."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,12 @@ class Answer:
 
 def untrainable(plan: Plan) -> str | None:
     """What of the plan this release can plan and simulate but not train, or None."""
-    parts = [f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1 and axis.axis not in RUNNABLE_AXES]
-    low = plan.precision.linear != "compute" or any(layer.linear not in (None, "compute") for layer in plan.layers)
-    parts += ["fp8 with tensor ranks or experts"] if low and (plan.axis_size("tensor") > 1 or plan.experts) else []
-    parts += list(dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer)))
+    beside = unlike_fp8(plan, experts=plan.experts is not None)
+    parts = [f"products in fp8 with {beside}"] if beside else []
+    parts += dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer))
     if not parts:
         return _unreachable(plan)
-    return f"this release cannot train {', '.join(parts)}: it plans and simulates that; it trains {', '.join(RUNNABLE_AXES)}"
+    return f"this release cannot train {', '.join(parts)}: it plans and simulates that"
 
 
 def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
@@ -81,13 +85,32 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
 
 def _unreachable(plan: Plan) -> str | None:
     """Why weights cannot be gathered as the plan has it, or None."""
-    over = next((axis for axis in plan.mesh if axis.axis in SHARD_AXES and axis.crosses == "node"), None)
+    over = _leaving(plan)
     if plan.gather_engine == "kernel" or over is None:
         return None
     return (
         f"plan.gather_engine = copy: the {over.size} ranks of the {over.axis} axis are on several nodes, which share no memory; "
         f"expected it inside a node (lower plan.{over.axis}), or plan.gather_engine = kernel"
     )
+
+
+def _leaving(plan: Plan) -> MeshAxis | None:
+    """An axis over which weights are gathered from other nodes."""
+    return next((axis for axis in plan.mesh if axis.axis in SHARD_AXES and axis.crosses == "node"), None)
+
+
+def kernels_only(run: RunSpec) -> str | None:
+    """Why a search leaves every plan's gathers to kernels, or None; a pin has them copied all the same."""
+    if run.cluster.is_cpu:
+        return "processors have no copy engines"
+    names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
+    other = next((name for name in names if name not in CHIPS or CHIPS[name].generation not in COPYING), None)
+    return f"by copy engines they were not measured on {other}; plan.gather_engine=copy asks for it" if other else None
+
+
+def kernels_because(run: RunSpec, plan: Plan) -> str | None:
+    """Why the weights of `plan` are not gathered by copy engines, where no comparison of seconds says it."""
+    return kernels_only(run) or ("the ranks that share weights are on several nodes" if _leaving(plan) else None)
 
 
 def peak_bytes(plan: Plan) -> int:
@@ -134,6 +157,12 @@ def precision_of(run: RunSpec) -> Precision:
     return Precision(
         compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas
     )
+
+
+def formats_of(run: RunSpec) -> tuple[Linear, ...]:
+    """Number formats of the linear layers' products, by layer range where those are pinned."""
+    pins = pins_of(run)
+    return tuple(layer.linear or pins.linear or "compute" for layer in pins.layers or (LayerStrategy(),))
 
 
 def compiles(run: RunSpec) -> bool:

@@ -67,14 +67,17 @@ def _not_hidden(plan: Plan, timing: Timing, schedule: Schedule, rank: int) -> fl
     times = 1 if plan.layered else many
     gathers = 2 * times if layer.reshard else 1
     reductions = times if layer.gradients == "shard" else 1
-    travelling = gathers * _total(timing.unshard, held) + reductions * _total(timing.reduce, held)
-    travelling += _total(timing.replicate, held)
+    gathering = gathers * _total(timing.unshard, held)
+    reducing = reductions * _total(timing.reduce, held) + _total(timing.replicate, held)
+    travelling = gathering + reducing
     compute = many * sum(
         _total(table, held) for table in (timing.forward, timing.backward_input, timing.backward_weight)
     )
     copies = gathers * _total(timing.copy_out, held) + reductions * _total(timing.copy_in, held)
     copies += (many - reductions) * _total(timing.accumulate, held)
-    return max(0.0, travelling - compute) + min(travelling, compute) * (1 - 1 / timing.collective_slowdown) + copies
+    taken = gathering * (1 - 1 / timing.gather_slowdown) + reducing * (1 - 1 / timing.reduce_slowdown)
+    hidden = min(1.0, compute / travelling) if travelling else 0.0
+    return max(0.0, travelling - compute) + hidden * taken + copies
 
 
 def _total(table: Table, stages: tuple[int, ...]) -> float:

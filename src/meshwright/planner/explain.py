@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, number
@@ -17,7 +16,7 @@ from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import Plan, Predicted, Recompute
+from meshwright.spec.plan import RECOMPUTES, Plan, Predicted
 from meshwright.spec.run import RunSpec
 
 MOVES = {
@@ -181,7 +180,7 @@ def _roomier(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]
     """(what costs time, without what), and the plan without it."""
     pins, batch = pins_of(run), plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
-        mode = max((layer.recompute for layer in plan.layers), key=get_args(Recompute).index)
+        mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTES.index)
         layers = tuple(replace(layer, recompute="none") for layer in plan.layers)
         yield (f"recompute {mode} takes", "without it"), replace(plan, layers=layers)
     if pins.reshard is None and pins.layers is None and any(layer.reshard for layer in plan.layers):

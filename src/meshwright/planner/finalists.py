@@ -40,12 +40,12 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
     """
     mesh = points.meshes[points.mesh[row]]
     cluster, pins, pipeline = run.cluster, pins_of(run), mesh.size("pipeline")
-    axes, inner = [], cluster.ranks
-    for name in mesh.order:
-        size = mesh.size(name)
-        inner //= size  # ranks that one step along the axis passes over
-        crosses = "node" if size > 1 and inner * size > cluster.ranks_per_node else "device"
-        axes.append(MeshAxis(axis=name, size=size, crosses=crosses))
+    axes = (
+        MeshAxis(
+            axis=name, size=mesh.size(name), crosses="node" if mesh.crosses(name, cluster.ranks_per_node) else "device"
+        )
+        for name in mesh.order
+    )
     used = tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard")
     shards = mesh.size("shard") * mesh.context
     plan = Plan(
@@ -59,7 +59,7 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
         layers=pins.layers or (_layer("all", strategy.rich, strategy),),
         precision=precision_of(run),
-        gather_engine=pins.gather_engine or "kernel",
+        gather_engine="copy" if points.column("copied")[row] else "kernel",
         compile=compiles(run),
     )
     if pins.layers or strategy.rich == strategy.lean:
@@ -108,6 +108,17 @@ def improved(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) 
     return sorted([*better, *(one for one in candidates if one.simulated)], key=_seconds) + [
         one for one in candidates if not one.simulated
     ]
+
+
+def with_kernels(run: RunSpec, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
+    """The candidates, and beside a chosen one whose weights copy engines gather by choice the same plan with kernels, which is simpler."""
+    if pins_of(run).gather_engine is not None or chosen.plan.gather_engine == "kernel":
+        return list(candidates)
+    plan = replace(chosen.plan, gather_engine="kernel")
+    if any(same_layout(plan, one.plan) for one in candidates if one.simulated):
+        return list(candidates)
+    twin = replace(chosen, plan=repriced(run, plan), simulated=True, estimated=None)
+    return sorted([*candidates, twin], key=lambda one: (not one.simulated, one.seconds))
 
 
 def _promising(run: RunSpec, plan: Plan, beside: Candidate) -> bool:
@@ -159,7 +170,7 @@ def _parts(plan: Plan) -> int:
         (layer.recompute != "none") + 2 * (layer.offload != "none") + (layer.gradients == "whole")
         for layer in plan.layers
     )
-    return 2 * axes + len(plan.layers) + special + plan.layered
+    return 2 * axes + len(plan.layers) + special + plan.layered + (plan.gather_engine == "copy")
 
 
 def _fitted(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:

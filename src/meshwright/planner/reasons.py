@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshwright.costs.of_plan import shard_size
-from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of, untrainable
+from meshwright.planner.candidate import HEADROOM, Candidate, kernels_because, peak_bytes, pins_of, untrainable
 from meshwright.planner.explain import EQUAL, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
@@ -27,6 +27,7 @@ ALONE = {
 }  # fmt: skip
 """What an axis of one rank is called."""
 GRADIENTS = {"whole": "kept whole between micro-batches", "shard": "reduced after every micro-batch"}
+ENGINES = {"copy": "copy engines", "kernel": "kernels"}
 LESS = "less"
 BESIDE = 3
 """Other values of a choice that are named."""
@@ -42,7 +43,7 @@ def reasons(
     said = [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
     if any(sentence.endswith(LESS) or f"{LESS}," in sentence for sentence in said):
         said.append("of plans within 1%, which no prediction tells apart, the simplest is taken")
-    said += _by_memory(plan, run, fits)
+    said += [*_by_memory(plan, run, fits), _gathers(best, others, run)]
     if refused := untrainable(plan):
         said.append(refused)
     pinned = [key for key, value in vars(pins).items() if value is not None]
@@ -77,15 +78,31 @@ def _beside(best: Candidate, others: Sequence[Candidate], name: str, value: Call
     return f"{_chosen(name, mine)}: {', '.join(told)}"
 
 
+def _gathers(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> str:
+    """What gathers weights, and why."""
+    plan, engine = best.plan, best.plan.gather_engine
+    if shard_size(plan) == 1 or pins_of(run).gather_engine is not None or run.cluster.is_cpu:
+        return ""
+    if engine == "kernel" and (why := kernels_because(run, plan)):
+        return f"gathers by kernels: {why}"
+    return _beside(
+        best, [one for one in others if shard_size(one.plan) > 1], "gathers", lambda plan: plan.gather_engine
+    )
+
+
 def _chosen(name: str, value: object) -> str:
     if name == "gradients":
         return f"gradients {GRADIENTS[str(value)]}"
+    if name == "gathers":
+        return f"gathers by {ENGINES[str(value)]}"
     return ALONE[name] if name in ALONE and value == 1 else f"{name} {value}"
 
 
 def _with(name: str, value: object) -> str:
     if name == "gradients":
         return f"with them {GRADIENTS[str(value)]}"
+    if name == "gathers":
+        return f"with {ENGINES[str(value)]}"
     return "without" if name in ALONE and value == 1 else f"with {value}"
 
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 from math import inf
 
 from meshwright.costs.of_plan import Pricing
-from meshwright.planner.candidate import Answer, Candidate, budget_of, fits
-from meshwright.planner.finalists import improved, judged, plan_at, simplest
+from meshwright.planner.candidate import Answer, Candidate, budget_of, fits, pins_of
+from meshwright.planner.finalists import improved, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced
-from meshwright.planner.space import Points, points
-from meshwright.planner.sweep import PLAIN, Swept, smallest, sweep
+from meshwright.planner.space import Points, by_kernels, points
+from meshwright.planner.sweep import PLAIN, Strategy, Swept, smallest, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
@@ -61,6 +61,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = improved(run, candidates, budget)
+    candidates = with_kernels(run, candidates, simplest(candidates, budget))
     best = simplest(candidates, budget)
     others = tuple(one for one in candidates if one is not best)
     best = replace(best, plan=replace(best.plan, why=reasons(best, others, run, lambda plan: fits(run, plan, budget))))
@@ -90,15 +91,26 @@ def _plans(run: RunSpec, swept: Swept, budget: int | None) -> Iterator[Plan]:
         kind = *points.meshes[points.mesh[row]].inner, int(points.schedule[row])
         if seen[kind] == ALIKE:
             continue
-        plan = plan_at(run, points, row, strategy, budget)
-        if fits(run, plan, budget):
-            seen[kind] += 1
-            yield plan
+        for plan in _written(run, points, row, strategy, budget):
+            if fits(run, plan, budget):
+                seen[kind] += 1
+                yield plan
         if seen.total() == FINALISTS:
             return
 
 
+def _written(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: int | None) -> Iterator[Plan]:
+    """The plan of one point, and the one without the window of copied gathers where that leaves memory for other layers."""
+    plan = plan_at(run, points, row, strategy, budget)
+    yield plan
+    if plan.gather_engine == "copy" and pins_of(run).gather_engine is None:
+        other = plan_at(run, by_kernels(points), row, strategy, budget)
+        if other.layers != plan.layers or not fits(run, plan, budget):
+            yield other
+
+
 def _smallest(run: RunSpec, priced: Pricing, space: Points) -> list[Candidate]:
+    space = by_kernels(space) if pins_of(run).gather_engine is None else space
     chosen, strategy = smallest(run, priced, space, NAMED)
     plans = [plan_at(run, chosen, row, strategy, 0) for row in range(len(chosen))]
     return [Candidate(repriced(run, plan), fits=False) for plan in plans]

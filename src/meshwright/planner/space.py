@@ -10,20 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import get_args
 
 import numpy as np
 
 from meshwright.costs.machine import fast_domain
 from meshwright.costs.of_plan import as_nodes
-from meshwright.planner.candidate import pins_of
+from meshwright.planner.candidate import formats_of, kernels_only, pins_of
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
+from meshwright.spec.fp8 import fp8_alone
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_misfit, stage_table
 from meshwright.spec.plan import (
     CONTEXT_AXES,
     DATA_AXES,
-    RUNNABLE_AXES,
     SHARD_AXES,
     AxisName,
     Offload,
@@ -77,6 +78,11 @@ class Mesh:
     def context(self) -> int:
         return self.size("context_ring") * self.size("context_ulysses")
 
+    def crosses(self, axis: AxisName, per_node: int) -> bool:
+        """Whether the groups along `axis` leave a node of so many ranks."""
+        inside = prod(self.size(one) for one in self.order[self.order.index(axis) :])
+        return self.size(axis) > 1 and inside > per_node
+
     def stride(self, *axes: AxisName) -> float:
         """Ranks from one member of a group along `axes` to the next (`Layout.stride`)."""
         return _stride(self.sizes, self.order, axes)
@@ -88,7 +94,8 @@ class Points:
 
     meshes: tuple[Mesh, ...]
     facts: Mapping[str, np.ndarray]
-    """Sizes and strides by mesh: an axis's size under its name, `data`, `context`, `expert`, and strides as `… stride`."""
+    """Sizes and strides by mesh: an axis's size under its name, `data`, `context`, `expert`, strides as `… stride`; `copied` where copy
+    engines gather weights; `pace` and `port` of unlike nodes."""
     mesh: np.ndarray
     """Index into `meshes`."""
     micro: np.ndarray
@@ -116,6 +123,8 @@ class Points:
 def points(run: RunSpec, *, trainable: bool = False) -> Points:
     """The run's space around its pins; `trainable` leaves out what this release only plans."""
     meshes = tuple(_meshes(run, trainable))
+    if trainable and pins_of(run).gather_engine == "copy":
+        meshes = tuple(mesh for mesh in meshes if not _shards_leave(run, mesh)) or meshes
     rows = []
     for index, mesh in enumerate(meshes):
         for micro, accumulate, schedule, virtual in _steps(run, mesh.size("pipeline"), mesh.data):
@@ -128,12 +137,18 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
     )  # fmt: skip
 
 
+def by_kernels(space: Points) -> Points:
+    """The same points with no weights gathered by copy engines."""
+    return replace(space, facts={**space.facts, "copied": np.zeros(len(space.meshes))})
+
+
 def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
     sizes = np.array([mesh.sizes for mesh in meshes], dtype=np.float64).reshape(-1, len(AXES))
     facts = dict(zip(AXES, sizes.T, strict=True))
     facts["data"] = facts["replicate"] * facts["shard"]
     facts["context"] = facts["context_ring"] * facts["context_ulysses"]
     facts["expert"] = np.array([mesh.expert for mesh in meshes], dtype=np.float64)
+    facts["copied"] = np.array([_copied(run, mesh) for mesh in meshes], dtype=np.float64)
     facts["pace"] = facts["port"] = np.ones(len(meshes))
     if ground := ground_of(run):
         laid = [Layout(tuple((a, mesh.size(a)) for a in mesh.order), run.cluster.ranks_per_node) for mesh in meshes]
@@ -143,6 +158,18 @@ def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
     for name, axes in GROUPS.items():
         facts[f"{name} stride"] = np.array([mesh.stride(*axes) for mesh in meshes])
     return facts
+
+
+def _copied(run: RunSpec, mesh: Mesh) -> bool:
+    """Whether copy engines gather its weights: as pinned, else wherever they may, as they take less of compute than kernels do."""
+    pinned = pins_of(run).gather_engine
+    if mesh.size("shard") * mesh.context == 1 or pinned:
+        return pinned == "copy"
+    return kernels_only(run) is None and not _shards_leave(run, mesh)
+
+
+def _shards_leave(run: RunSpec, mesh: Mesh) -> bool:
+    return any(mesh.crosses(axis, run.cluster.ranks_per_node) for axis in SHARD_AXES)
 
 
 def divisors(number: int) -> list[int]:
@@ -172,18 +199,17 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
 def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring): the axes that split one sequence's work."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
-    low = (pins.linear or "compute") != "compute"
-    refused = ("tensor",) if low else ()  # tensor ranks do not go with fp8 yet
-    alone = {axis: [1] for axis in AXES if trainable and (axis not in RUNNABLE_AXES or axis in refused)}
-    widths = [d for d in divisors(run.cluster.ranks) if _splits_heads(run, d)]
-    for tensor in _wanted(pins.tensor, alone.get("tensor", [d for d in widths if d <= domain])):
+    widths = [d for d in divisors(run.cluster.ranks) if d <= domain and _splits_heads(run, d)]
+    if trainable and fp8_alone(formats_of(run), domain, experts=False):
+        widths = [1]
+    for tensor in _wanted(pins.tensor, widths):
         if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):
             continue
         heads = [d for d in divisors(run.cluster.ranks // tensor) if d == 1 or tensor * d <= domain]
-        for ulysses in _wanted(pins.context_ulysses, alone.get("context_ulysses", heads)):
+        for ulysses in _wanted(pins.context_ulysses, heads):
             if run.cluster.ranks % (tensor * ulysses) or not _splits_heads(run, tensor * ulysses):
                 continue
-            for ring in _wanted(pins.context_ring, alone.get("context_ring", _rings(run, tensor * ulysses, ulysses))):
+            for ring in _wanted(pins.context_ring, _rings(run, tensor * ulysses, ulysses)):
                 fits = not context_misfit(ring, ulysses, tensor, model.heads, model.kv_heads, run.train.seq_len)
                 if fits and run.cluster.ranks % (tensor * ulysses * ring) == 0:
                     yield tensor, ulysses, ring

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
 
 import numpy as np
 
@@ -28,14 +27,13 @@ from meshwright.planner.space import SCHEDULES, Points
 from meshwright.schedules.in_flight import in_flight
 from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
-from meshwright.spec.plan import Gradients, Offload, PlanPins, Recompute
+from meshwright.spec.plan import RECOMPUTES, Gradients, Offload, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
 
 BATCH = 2048
 """Points whose strategies are priced together."""
 SAFETY = 0.97
 """Of a bound, since communication may hide under work that a strategy adds."""
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 SPLITTING = [number for number, name in enumerate(SCHEDULES) if entry_of(name).splits_backward]
 """Schedules, by number, that put weight gradients off."""
 
@@ -217,7 +215,7 @@ def _reshards(pins: PlanPins) -> list[bool]:
 
 def _recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     pinned = pins_of(run).recompute
-    return RECOMPUTE if pinned is None else (pinned,)
+    return RECOMPUTES if pinned is None else (pinned,)
 
 
 def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offload: Offload) -> Layouts:
@@ -230,14 +228,15 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
         tensor=tensor, pipeline=pipeline, virtual=points.virtual.astype(float), context=context,
         expert=points.column("expert") * tensor if run.model.experts else 1.0,
         data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards, micro_batch=points.micro.astype(float),
-        global_batch=float(run.train.global_batch), seq=float(run.train.seq_len), recompute=float(RECOMPUTE.index(end.recompute)),
+        global_batch=float(run.train.global_batch), seq=float(run.train.seq_len), recompute=float(RECOMPUTES.index(end.recompute)),
         keep_gathered=float(not end.reshard), gather_once=float(not end.reshard), reduce_once=float(gradients == "whole"),
         offload=float(offload in ("optimizer", "both")), offload_activations=float(offload in ("activations", "both")),
         all_to_all=(points.column("context_ulysses") > 1).astype(float),
         layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
         vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
         in_flight=in_flight(*schedule), in_flight_last=in_flight(*schedule, pipeline - 1), loss_chunk=float(run.train.loss_chunk),
-        gathered_bytes=gathered_bytes(precision), replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
+        copied=points.column("copied"), gathered_bytes=gathered_bytes(precision),
+        replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
         fill=fill(points.schedule, pipeline, points.accumulate), slowest=points.column("pace"), port=points.column("port"),
         context_stride=points.column("context stride"), shard_stride=points.column("shard stride"),
         replicate_stride=points.column("replicate stride"), pipeline_stride=points.column("pipeline stride"),
@@ -254,6 +253,5 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 
 def _memory(run: RunSpec, layout: Layouts) -> np.ndarray:
-    engine = pins_of(run).gather_engine or "kernel"
-    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, engine=engine)
+    numbers = replace(formats(run.train, precision_of(run), cpu=run.cluster.is_cpu), window=layout.copied)
     return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))

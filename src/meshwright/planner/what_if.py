@@ -10,17 +10,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
 
 from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import as_nodes, number, plan_time
+from meshwright.costs.of_plan import as_nodes, context_size, number, plan_time
 from meshwright.planner.candidate import budget_of, fits, pins_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.fp8 import fits_fp8, unlike_fp8
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import BatchPlan, LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTES, BatchPlan, LayerStrategy, Plan
 from meshwright.spec.run import RunSpec
 
 QUICK = 0.5
@@ -107,18 +107,14 @@ def _narrow_sums(run: RunSpec, plan: Plan) -> Change | None:
 
 
 def _low_products(run: RunSpec, plan: Plan) -> Change | None:
-    model, precision = run.model, plan.precision
-    sides = (
-        run.train.seq_len,
-        model.hidden,
-        model.ffn_hidden,
-        model.heads * model.head_dim,
-        2 * model.kv_heads * model.head_dim,
-    )
+    precision = plan.precision
     known = "fp8" in CHIPS[run.cluster.gpu].peak_flops if run.cluster.gpu in CHIPS and not run.cluster.groups else False
-    if not known or precision.compute != "bf16" or precision.linear != "compute" or any(side % 16 for side in sides):
+    if not known or precision.compute != "bf16" or precision.linear != "compute":
         return None
     low = replace(plan, precision=replace(precision, linear="fp8_tensorwise", gather="fp8"))
+    refused = unlike_fp8(low, experts=run.model.experts > 0)
+    if refused or not fits_fp8(run.model, run.train.seq_len, context_size(plan)):
+        return None
     note = "linear layers round to fp8: hold the loss against a bf16 run"
     return _changed("plan.linear=fp8_tensorwise", run, run, plan, low, note=note)
 
@@ -236,7 +232,7 @@ def _layer_choices(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ..
     yield plan.layers
     if pins.layers is not None:
         return
-    recomputes = get_args(Recompute) if pins.recompute is None else [pins.recompute]
+    recomputes = RECOMPUTES if pins.recompute is None else [pins.recompute]
     reshards = (False, True) if pins.reshard is None else [pins.reshard]
     for recompute, reshard in product(recomputes, reshards):
         one = (replace(layer, recompute=recompute, reshard=reshard),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -16,11 +16,10 @@ import torch
 
 from meshwright.costs.work import Work
 from meshwright.profile import attention, products
-from meshwright.profile.clock import Clock
+from meshwright.profile.clock import Call, Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime, ProductTime
 
-Call = Callable[[], object]
 ROUNDS = 5
 """At least, of which the first half only warms up."""
 

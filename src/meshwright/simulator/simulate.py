@@ -72,6 +72,11 @@ class _Simulation:
         self.rank_of = schedule.rank_of
         self.last_unit = [count - 1 for count in schedule.units or (1,) * schedule.stages]
         self.durations = Durations(timing)
+        self.slowdowns = {
+            "unshard": timing.gather_slowdown,
+            "reduce": timing.reduce_slowdown,
+            "replicate": timing.replicate_slowdown,
+        }
         self.ranks = [_Rank(number) for number in range(schedule.ranks)]
         if timing.accumulate:
             for mine in self.ranks:
@@ -263,7 +268,7 @@ class _Simulation:
         waits_for = "unshard" if shares else lane
         start = max(issued, mine.lanes[waits_for])
         mine.lanes[waits_for] = start + seconds
-        slowdown = self.timing.replicate_slowdown if lane == "replicate" else self.timing.collective_slowdown
+        slowdown = self.slowdowns[lane]
         if slowdown != 1.0 and seconds:
             mine.busy.append((start, start + seconds, slowdown))
         self.records.append((mine.number, lane, action, start, start + seconds))

@@ -59,10 +59,12 @@ class Timing:
     """Compute waits for a reduction before it copies the next one in, as FSDP2 does to have one buffer of each."""
     one_communicator: bool = True
     """Gathers and reductions of the shard axis wait for each other, as FSDP2's do in torch 2.11; false gives each its own."""
-    collective_slowdown: float = 1.0
-    """Compute takes this many times as long while the same rank gathers or reduces."""
+    gather_slowdown: float = 1.0
+    """Compute takes this many times as long while the same rank gathers; where several collectives go on the largest counts."""
+    reduce_slowdown: float = 1.0
+    """The same while it reduces over the shard axis."""
     replicate_slowdown: float = 1.0
-    """The same while it sums over replicas; where both go on the larger one counts."""
+    """The same while it sums over replicas."""
     overlap_hidden: float = 0.0
     """Part of the shorter side of an overlap that disappears under the longer: 0 one after the other, 1 all of it."""
     tied_seconds: float = 0.0

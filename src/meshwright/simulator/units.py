@@ -14,15 +14,15 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collectives import Group, all_reduce, crowding, gather, group
+from meshwright.costs.collectives import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
 from meshwright.costs.inputs import Layouts, Shape
-from meshwright.costs.memory import bytes_of
-from meshwright.costs.of_plan import RECOMPUTE, Pricing, experts_over, number, shard_size
+from meshwright.costs.memory import bytes_of, gathered_width
+from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
 from meshwright.costs.step import step_cost
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
-from meshwright.spec.plan import LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, Recompute
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -50,7 +50,9 @@ class UnitCosts:
         self._tied_apart = tied_apart
         self._blocks: dict[tuple[Recompute, bool, bool], Seconds] = {}
         self._counts: dict[Unit, int] = {}
-        self._split = cache(lambda size: number(gather(self._shards, priced.constants, size)))
+        self._split = cache(
+            lambda copied, size: number(gather(self._over(self._shards, copied), priced.constants, size))
+        )
         self._summed = cache(lambda size: number(all_reduce(self._replicas, priced.constants, size)))
         machine, layout, k = priced.machine, priced.layout, priced.constants
         nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
@@ -62,6 +64,8 @@ class UnitCosts:
         """Seconds of one step that depend on nothing."""
         crowd = crowding(machine, layout, k)
         self._shards = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
+        self._copied = plan.gather_engine == "copy"
+        self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
         self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
 
     def compute(self, unit: Unit) -> Seconds:
@@ -79,7 +83,7 @@ class UnitCosts:
 
     def gather(self, unit: Unit) -> float:
         """Seconds to gather the unit's weights over the shard axis."""
-        return self._over_shards(unit, self._gathered(unit))
+        return self._over_shards(unit, self._gathered_width(unit), copied=self._copied)
 
     def reduce(self, unit: Unit) -> float:
         """Seconds to reduce-scatter its gradients over the shard axis."""
@@ -99,21 +103,22 @@ class UnitCosts:
         elements = self.model.vocab_size * self.model.hidden / shard_size(self.plan) / self.plan.axis_size("tensor")
         return number(all_reduce(ends, k, elements * bytes_of(self.plan.precision.stored)))
 
-    def slowdown(self, axis: Literal["shard", "replicate"]) -> float:
-        """How many times as long compute takes while a collective of `axis` runs beside it."""
-        where, k = {"shard": self._shards, "replicate": self._replicas}[axis], self.priced.constants
+    def slowdown(self, collective: Literal["gather", "reduce", "replicate"]) -> float:
+        """How many times as long compute takes while such a collective runs beside it."""
+        where, k = self._replicas if collective == "replicate" else self._shards, self.priced.constants
         tax = k.net_tax if number(where.domains) > 1 else k.overlap_tax
+        if collective == "gather" and self._copied and self._experts_too:
+            tax = k.overlap_tax * k.copy_tax
         return 1 / (1 - min(number(tax), MOST_TAX))
 
     def copy_out(self, unit: Unit) -> float:
         """Seconds by which a gather's copies hold compute up: shards cast on another stream, whole weights copied to their places."""
-        cast = (bytes_of(self.plan.precision.stored) + self._gathered(unit)) / shard_size(self.plan)
-        return self._moved(self.count(unit) * 2 * self._gathered(unit), self.count(unit) * cast)
+        width = self._gathered_width(unit)
+        cast = (bytes_of(self.plan.precision.stored) + width) / shard_size(self.plan)
+        return self._moved(self.count(unit) * 2 * width, self.count(unit) * cast)
 
-    def _gathered(self, unit: Unit) -> int:
-        """Bytes of one of its weights while it is gathered."""
-        precision = self.plan.precision
-        return 1 if precision.gather == "fp8" and not isinstance(unit, str) else bytes_of(precision.compute)
+    def _gathered_width(self, unit: Unit) -> int:
+        return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
 
     def copy_in(self, unit: Unit) -> float:
         """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""
@@ -172,15 +177,18 @@ class UnitCosts:
         layers = self.model.layers
         return self.plan.strategy({"embed": 0, "head": layers - 1}[unit] if isinstance(unit, str) else unit, layers)
 
-    def _over_shards(self, unit: Unit, width: int) -> float:
+    def _over_shards(self, unit: Unit, width: int, *, copied: bool = False) -> float:
         """Seconds to gather or scatter a unit of `width` bytes an element: its experts among the ranks that each is split over."""
         experts = self._experts(unit)
-        dense = self._split((self.count(unit) - experts) * width)
+        dense = self._split(copied, (self.count(unit) - experts) * width)
         if not experts:
             return dense
         layout, k = self.priced.layout, self.priced.constants
         where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
-        return dense + number(gather(where, k, experts * width))
+        return dense + number(gather(self._over(where, copied and self._experts_too), k, experts * width))
+
+    def _over(self, where: Group, copied: bool) -> Group:
+        return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
 
     def _alike(self, unit: Unit) -> Unit:
         """The first block of the unit's kind, or the end itself."""
@@ -204,7 +212,7 @@ class UnitCosts:
         shared = unit == "head" and self.model.tied and self._tied_apart
         return total + (self.model.vocab_size * self.model.hidden if shared else 0)
 
-    def _times(self, mode: str) -> LayerTime:
+    def _times(self, mode: Recompute) -> LayerTime:
         return layer_times(self.priced.shape, self.priced.machine, self._lone(mode), self.priced.constants)
 
     def _of_kind(self, routed: bool) -> Shape:
@@ -217,12 +225,12 @@ class UnitCosts:
             experts=self.model.experts * routed,
         )
 
-    def _lone(self, mode: str) -> Layouts:
+    def _lone(self, mode: Recompute) -> Layouts:
         """One micro-batch of one replica in one piece."""
         layout = self.priced.layout
         return replace(
             layout, pipeline=1.0, virtual=1.0, data=1.0, shards=1.0, zero=0.0, layered=0.0,
-            global_batch=layout.micro_batch, recompute=RECOMPUTE[mode],
+            global_batch=layout.micro_batch, recompute=float(RECOMPUTES.index(mode)),
         )  # fmt: skip
 
     def _block(self, mode: Recompute, offloaded: bool, routed: bool) -> Seconds:

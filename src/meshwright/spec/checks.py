@@ -13,8 +13,9 @@ from typing import Any
 
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
+from meshwright.spec.fp8 import MULTIPLE, WIDTHS, sides
 from meshwright.spec.layout import context_misfit, expert_misfit, stage_table, tensor_misfit
-from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, SchedulePlan, layer_range
+from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, ScheduleName, SchedulePlan, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
 from meshwright.spec.yaml_positions import Document, KeyPath, say
@@ -74,26 +75,32 @@ def plan_file_checks(
             expected = f"a divisor of model.experts = {experts}" if experts else "no `experts`, as the model is dense"
             mistakes.append(_at(plan, ("experts", "expert"), expected, str(size)))
     if sound:
-        for index, axis in enumerate(plan.get(("mesh",))):
-            if axis["axis"] == "tensor" and (expected := _tensor_misfit(asked, axis["size"])):
-                mistakes.append(_at(plan, ("mesh", index, "size"), expected, str(axis["size"])))
         sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
-        if wrong := _context_misfit(asked, sizes):
-            at = list(sizes).index(wrong[0])
-            mistakes.append(_at(plan, ("mesh", at, "size"), wrong[1], str(sizes[wrong[0]])))
-        precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
-        formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
-        context = math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES)
-        wrong = _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"), context)
-        mistakes += [
-            _at(plan, ("precision", key), expected, say(precision.get(key, "compute"))) for key, expected in wrong
-        ]
+        mistakes += _mesh_fit(plan, asked, sizes)
+        mistakes += _precision_fit(plan, asked, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
         path = ("schedule", "stages") if schedule.get("stages") else ("mesh",)
         mistakes += _stages_fit(plan, path, schedule.get("name", "1f1b"), schedule.get("stages"), pipeline, layers)
     return mistakes
+
+
+def _mesh_fit(plan: Document, asked: _Run, sizes: dict[str, int]) -> Iterator[Mistake]:
+    """Tensor and context axes of a plan file that cannot divide its run's model."""
+    wrong = [_context_misfit(asked, sizes)]
+    if expected := _tensor_misfit(asked, sizes.get("tensor", 1)):
+        wrong.append(("tensor", expected))
+    for axis, expected in filter(None, wrong):
+        yield _at(plan, ("mesh", list(sizes).index(axis), "size"), expected, str(sizes[axis]))
+
+
+def _precision_fit(plan: Document, asked: _Run, context: int) -> Iterator[Mistake]:
+    """What stands against a plan file's fp8 on so many `context` ranks."""
+    precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
+    formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
+    for key, expected in _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"), context):
+        yield _at(plan, ("precision", key), expected, say(precision.get(key, "compute")))
 
 
 def plan_rules(plan: Document) -> list[Mistake]:
@@ -357,11 +364,11 @@ def _stages(run: _Run) -> Iterator[Mistake]:
 
 
 def _stages_fit(
-    document: Document, path: KeyPath, schedule: str, stages: Any, pipeline: int, layers: int
+    document: Document, path: KeyPath, schedule: ScheduleName, stages: Any, pipeline: int, layers: int
 ) -> Iterator[Mistake]:
     table = tuple(map(tuple, stages or ()))
     try:
-        stage_table(SchedulePlan(name=schedule, stages=table), pipeline, layers)  # type: ignore[arg-type]
+        stage_table(SchedulePlan(name=schedule, stages=table), pipeline, layers)
     except ValueError as error:
         yield _at(document, path, f"stages that hold layers 0-{layers - 1} in {schedule}'s order", str(error))
 
@@ -418,10 +425,6 @@ def _fp64(run: _Run) -> Iterator[Mistake]:
             yield run.broken(key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only", "fp32")
 
 
-FP8_MULTIPLE = 16
-"""What every side of a product in fp8 must be a multiple of."""
-
-
 def _fp8(run: _Run) -> Iterator[Mistake]:
     formats = [run("plan.linear"), *(row.get("linear") for row in _rows(run.document, ("plan", "layers")))]
     context = math.prod(run(f"plan.{axis}") or 1 for axis in CONTEXT_AXES)
@@ -447,20 +450,6 @@ def _fp8_rules(
         yield "linear", f"compute, as {run('cluster.gpu')} has no fp8 products"
     if compute == "fp64":
         yield "linear", "compute, as plan.compute is fp64: fp8 goes with bf16 or fp32"
-    for name, size in _sides(run, context).items():
-        if size % FP8_MULTIPLE:
-            yield "linear", f"compute, as {name} = {size} is no multiple of {FP8_MULTIPLE}, which fp8 products need"
-
-
-def _sides(run: _Run, context: int) -> dict[str, int]:
-    """Sides of the linear layers' products on one of `context` ranks, as far as they are known."""
-    heads, kv_heads, head_dim = (run(f"model.{key}") for key in ("heads", "kv_heads", "head_dim"))
-    found = {key: run(key) for key in ("train.seq_len", "model.hidden", "model.ffn_hidden")}
-    if context > 1 and (seq_len := found.pop("train.seq_len")):
-        found[f"train.seq_len ÷ {context} context ranks"] = seq_len // context
-    if heads and kv_heads and head_dim:
-        found |= {
-            "heads × head_dim": heads * head_dim,
-            "(heads + 2 × kv_heads) × head_dim": (heads + 2 * kv_heads) * head_dim,
-        }
-    return {name: size for name, size in found.items() if size}
+    for name, size in sides({key: run(f"model.{key}") for key in WIDTHS}, run("train.seq_len"), context).items():
+        if size % MULTIPLE:
+            yield "linear", f"compute, as {name} = {size} is no multiple of {MULTIPLE}, which fp8 products need"

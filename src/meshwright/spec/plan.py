@@ -1,18 +1,20 @@
 """The Plan: how one model runs on one cluster, explicit and editable.
 
 The planner writes it, a person may edit it, the run obeys it, a checkpoint carries it. What a release can price but not run yet is refused
-before a run starts (`spec.checks`).
+before a run starts (`planner.candidate.untrainable`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from meshwright.spec.fields import Bound
 
 Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+"""The least first; the cost model numbers them so."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
@@ -28,8 +30,6 @@ CONTEXT_AXES = ("context_ring", "context_ulysses")
 SHARD_AXES = ("shard", *CONTEXT_AXES)
 """Axes along which parameters, gradients and optimizer are split: context ranks would otherwise hold the same. Experts are folded over
 them anew (`ExpertPlan`)."""
-RUNNABLE_AXES = ("pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor")
-"""Axes that training obeys; the others can be planned and simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +180,8 @@ class Plan:
     precision: Precision = Precision()
     """Number formats."""
     gather_engine: Engine = "kernel"
-    """What gathers weights along the shard axis. kernel: the communication library's, on some of a device's multiprocessors. copy: the
-    devices' copy engines, which leaves multiprocessors to compute; for a shard axis inside a node."""
+    """What gathers weights over shard and context ranks. kernel: the communication library's, on some of a device's multiprocessors. copy:
+    the devices' copy engines, which leaves multiprocessors to compute; for shard and context ranks inside a node."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
@@ -264,7 +264,7 @@ class PlanPins:
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum over replicas."""
     gather_engine: Engine | None = None
-    """What gathers weights along the shard axis; left out, kernels."""
+    """What gathers weights over shard and context ranks."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 
