@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ class Engine:
     evaluating: Callable[[int], Schedule]
     division: Division
     copied: Mapping[str, Sequence[range]]
-    away: Mapping[str, Callable[[], torch.Tensor] | None] = MappingProxyType({})
+    away: Mapping[str, Callable[[], torch.Tensor] | None]
 
     @property
     def holds_loss(self) -> bool:
