@@ -17,10 +17,6 @@ HOST_SHARE, SHARERS = 0.4, 8
 """Share of its host link that a device gets while all of its node copy (measured on 8×H200: 20 of 50 GB/s, host memory is the limit), and
 how many devices share the host then. Fewer get more, up to the whole link: a guess."""
 
-HOST_PARAMS = 1e9
-"""Parameters a second that the host steps for each of its devices (measured: 8.1e9 in all by 64 threads beside 8×H200, fused AdamW)."""
-
-
 def host_share(devices: Array) -> Array:
     """Share of its host link that a device gets while `devices` of its node copy."""
     return np.clip(HOST_SHARE * SHARERS / np.maximum(1.0, devices), HOST_SHARE, 1.0)
@@ -52,6 +48,7 @@ def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Arr
     return np.where(layout.offload_activations > 0, shown, 0.0)
 
 
-def host_optimizer(machine: Machine, owned: Array, gradient_bytes: Array) -> Array:
-    """Seconds of an optimizer in host memory that owns `owned` parameters: gradients out, the step, 16-bit weights back, one by one."""
-    return owned * ((gradient_bytes + 2.0) / host_rate(machine) + 1 / HOST_PARAMS)
+def host_optimizer(machine: Machine, owned: Array, state_bytes: Array, sweep: Array) -> Array:
+    """Seconds of an optimizer whose state of `owned` parameters is in host memory: `state_bytes` of each come to the device and go back,
+    both ways at once, and are stepped there, which takes `sweep` by itself, chunk by chunk beside other chunks' copies."""
+    return np.maximum(owned * state_bytes / host_rate(machine), sweep)
