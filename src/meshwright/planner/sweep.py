@@ -140,11 +140,12 @@ def _bounds(run: RunSpec, pricing: Pricing, points: Points) -> tuple[np.ndarray,
     rich = layouts(run, points, End(reshard=False, recompute=_recomputes(run)[0]), "whole", "none")
     cost = _cost(pricing, rich)
     hidden = cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer
-    end, gradients, offload = _leanest(run, points.offloads)
-    # Recomputing may need more than it saves: a block's activations whole, of a rank that has few.
-    ends = [replace(end, recompute=mode) for mode in _recomputes(run)]
+    end, gradients, _ = _leanest(run, points.offloads)
+    # Recomputing may need more than it saves: a block's activations whole, of a rank that has few. So may an optimizer in host memory:
+    # room for its chunks.
+    leanest = [(replace(end, recompute=mode), offload) for mode in _recomputes(run) for offload in points.offloads]
     return cost.seconds - hidden, np.min(
-        [_memory(run, layouts(run, points, end, gradients, offload)) for end in ends], axis=0
+        [_memory(run, layouts(run, points, end, gradients, offload)) for end, offload in leanest], axis=0
     )
 
 
