@@ -205,6 +205,16 @@ def test_training_moves_activations_where_memory_is_short() -> None:
     assert step_seconds(plan) < step_seconds(chosen(replace(long, plan=PlanPins(tensor=1, offload="none"))))
 
 
+def test_training_moves_the_optimizer_where_nothing_else_fits() -> None:
+    """16 bytes a parameter of an 8B model do not fit on one device of 80 GB; without the state there is room, and the plan says for what."""
+    alone = run(batch=8, seq=4096, cluster=ClusterSpec(gpu="H100", gpus_per_node=1))
+    plan = chosen(alone)
+    assert {layer.offload for layer in plan.layers} == {"optimizer"} and untrainable(plan) is None
+    assert "the optimizer takes 96.4 GB of each host's memory" in plan.why
+    with pytest.raises(OutOfResources):
+        chosen(replace(alone, plan=PlanPins(offload="activations")))
+
+
 def test_a_pinned_offload_gets_a_schedule_that_can_train_it() -> None:
     plan = chosen(run(plan=PlanPins(pipeline=2, offload="activations")))
     assert plan.layers[0].offload == "activations" and untrainable(plan) is None

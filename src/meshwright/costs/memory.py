@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.costs.account import KINDS, LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.inputs import Array
-from meshwright.costs.of_plan import context_size, experts_over, shard_size
+from meshwright.costs.of_plan import context_size, experts_over, shard_size, state_bytes
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
@@ -90,6 +90,14 @@ def memory_by_rank(
     found = account(joined, formats(train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine))
     kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
     return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))
+
+
+def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
+    """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
+    away = sum(
+        row.count for row in parameters(model) if _steps_away(plan.strategy_of(row.name, model.layers))
+    ) * plan.axis_size("replicate")
+    return away * state_bytes(plan.precision) / nodes
 
 
 def one_by_one(plan: Plan) -> bool:
