@@ -120,7 +120,13 @@ def test_it_needs_no_torch() -> None:
 
 
 def test_what_only_simulation_takes_is_not_trained(tiny: Path, tmp_path: Path) -> None:
-    pins = ["plan.offload=both", "plan.pipeline=2", "plan.schedule=zb_h1", "plan.micro_batch=1", "cluster.gpus_per_node=2"]
+    pins = [
+        "plan.offload=both",
+        "plan.pipeline=2",
+        "plan.schedule=zb_h1",
+        "plan.micro_batch=1",
+        "cluster.gpus_per_node=2",
+    ]
     planned = meshwright("plan", tiny, *pins, "--json")
     assert planned.code == 0 and any(
         "cannot train offload both under zb_h1" in reason for reason in planned.json["plan"]["why"]

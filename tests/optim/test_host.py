@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def test_every_element_has_one_place(decayed: dict[str, int], plain: dict[str, i
     for chunk in chunks:
         assert {segment.name in decayed for segment in chunk.segments} == {chunk.weight_decay > 0}
         inside = [(s.at, s.at + s.count) for s in chunk.segments]
-        assert all(before[1] <= after[0] for before, after in zip(inside, inside[1:], strict=False))
+        assert all(before[1] <= after[0] for before, after in pairwise(inside))
         assert inside[-1][1] <= chunk.size and all(s.at % ALIGNED == 0 == s.first % ALIGNED for s in chunk.segments)
     for name, size in every.items():
         mine = [(chunk.start + s.at, s) for chunk in chunks for s in chunk.segments if s.name == name]

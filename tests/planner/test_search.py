@@ -206,7 +206,7 @@ def test_training_moves_activations_where_memory_is_short() -> None:
 
 
 def test_training_moves_the_optimizer_where_nothing_else_fits() -> None:
-    """16 bytes a parameter of an 8B model do not fit on one device of 80 GB; without the state there is room, and the plan says for what."""
+    """16 bytes a parameter of an 8B model do not fit on one device of 80 GB; without the state there is room."""
     alone = run(batch=8, seq=4096, cluster=ClusterSpec(gpu="H100", gpus_per_node=1))
     plan = chosen(alone)
     assert {layer.offload for layer in plan.layers} == {"optimizer"} and untrainable(plan) is None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
-from meshwright.costs.of_plan import number, plan_time, pricing
+from meshwright.costs.of_plan import plan_time, pricing
 from meshwright.simulator.of_plan import inside_compute, memory_of, simulate_plan, timing_of
 from meshwright.simulator.units import UnitCosts
 from meshwright.spec.cluster import ClusterSpec

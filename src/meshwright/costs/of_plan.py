@@ -247,7 +247,8 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
         replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
         fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
-        gathered_bytes=gathered_bytes(plan.precision), state_bytes=state_bytes(plan.precision), **_strides(plan), **_strategy(plan.layers[0]),
+        gathered_bytes=gathered_bytes(plan.precision), state_bytes=state_bytes(plan.precision),
+        **_strides(plan), **_strategy(plan.layers[0]),
     )  # fmt: skip
 
 

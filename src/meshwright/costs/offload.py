@@ -18,8 +18,9 @@ HOST_SHARE, SHARERS = 0.4, 8
 how many devices share the host then. Fewer get more, up to the whole link: a guess."""
 
 BOTH_WAYS, BOTH_WAYS_ALONE = 0.26, 0.87
-"""The same in each direction while copies run in both (measured on 8×H200: 13 of 50 GB/s each way when all copy), and the most a lone device
-gets (43.5 of 50 GB/s)."""
+"""The same in each direction while copies run in both (measured on 8×H200: 13 of 50 GB/s each way when all copy), and the most that a
+lone device gets (43.5 of 50 GB/s)."""
+
 
 def host_share(devices: Array) -> Array:
     """Share of its host link that a device gets while `devices` of its node copy."""

@@ -116,7 +116,8 @@ def prepare_run(
 ) -> Prepared:
     """Make or reopen the run's folder and write what its ranks need.
 
-    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk or the host's memory is too small.
+    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk or the host's memory is
+    too small.
     """
     run = resolve_data(run, note)
     folder, resumes = find_folder(run, runs, fresh=fresh)

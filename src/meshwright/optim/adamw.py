@@ -108,7 +108,10 @@ class AdamW:
             return {}
         kinds = (*MOMENTS, MASTER) if self._host.keeps_masters else MOMENTS
         return {
-            (kind, name): self._host.state(kind, name) for kind in kinds for name in self._parts if name not in self._here
+            (kind, name): self._host.state(kind, name)
+            for kind in kinds
+            for name in self._parts
+            if name not in self._here
         }
 
     @property

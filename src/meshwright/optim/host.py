@@ -272,7 +272,7 @@ def _on(
 
 
 def _pin(owner: object, line: Tensor) -> None:
-    """Lock the pages of `line` while `owner` lives. Torch's own pinned buffers are rounded up to a power of two, twice this much at worst."""
+    """Lock the pages of `line` while `owner` lives. Torch's own pinned buffers are rounded up to a power of two: twice as much at worst."""
     runtime: Any = torch.cuda.cudart()
     size = line.nbytes
     if not size:
@@ -282,4 +282,5 @@ def _pin(owner: object, line: Tensor) -> None:
             f"{size / 2**30:.1f} GiB of host memory could not be pinned for the optimizer of one rank (plan.offload); offload fewer "
             "layers (plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
         )
-    weakref.finalize(owner, runtime.cudaHostUnregister, line.data_ptr()).atexit = False
+    let_go: Any = weakref.finalize(owner, runtime.cudaHostUnregister, line.data_ptr())
+    let_go.atexit = False  # with the process its pages go anyway, and the runtime may be gone before

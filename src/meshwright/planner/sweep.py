@@ -163,7 +163,10 @@ def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> 
         own = np.ones(len(points), bool)
         if gradients == "whole" and pins.gradients is None:
             own &= sharded & many  # reduced once a step in any case
-        chooses = points.trainable and offload in ("activations", "both")  # among what candidate.untrainable lets through
+        chooses = points.trainable and offload in (
+            "activations",
+            "both",
+        )  # among what candidate.untrainable lets through
         if chooses and pins.schedule is None:
             own &= ~np.isin(points.schedule, SPLITTING)
         priced: dict[End, tuple[np.ndarray, np.ndarray]] = {}
