@@ -60,7 +60,11 @@ def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
         ("[{axis: pipeline, size: 8}]", "", "is not for this model of 4 layers"),
         ("[{axis: shard, size: 1}]", "layers: [{range: 0-2}]", "no strategy covers layer 3"),
         ("[{axis: context_ulysses, size: 3}]", "", "context_ulysses: expected a divisor of model.heads"),
-        ("[{axis: shard, size: 1}]", "layers: [{offload: optimizer}]", "cannot train offload optimizer"),
+        (
+            "[{axis: shard, size: 1}]",
+            "layers: [{offload: both, recompute: selective}]\ncompile: false",
+            "recompute selective where blocks are not compiled",
+        ),
         ("[{axis: tensor, size: 3}]", "", "a divisor of model.heads"),
     ],
 )

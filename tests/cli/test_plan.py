@@ -62,12 +62,13 @@ def test_bars_are_the_memory_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path) -> None:
-    pinned = meshwright("plan", *ONE, "plan.offload=optimizer", "--out", tmp_path / "host.yaml")
-    assert pinned.code == 0 and "planned only: this release cannot train offload optimizer" in " ".join(
+    late = ["plan.offload=both", "plan.pipeline=2", "plan.schedule=zbv"]
+    pinned = meshwright("plan", *ONE, *late, "--out", tmp_path / "host.yaml")
+    assert pinned.code == 0 and "planned only: this release cannot train offload both under zbv" in " ".join(
         pinned.out.split()
     )
     refused = meshwright("plan", *ONE, f"plan={tmp_path / 'host.yaml'}", "--for", "train")
-    assert refused.code == 2 and "cannot train offload optimizer" in refused.err
+    assert refused.code == 2 and "cannot train offload both under zbv" in refused.err
     answers = meshwright("plan", *TCP, "--for", "train", "--json").json
     assert all(other["trainable"] for other in answers["alternatives"])
 

@@ -120,15 +120,21 @@ def test_it_needs_no_torch() -> None:
 
 
 def test_what_only_simulation_takes_is_not_trained(tiny: Path, tmp_path: Path) -> None:
-    pins = ["plan.offload=optimizer", "cluster.gpus_per_node=2"]
+    pins = [
+        "plan.offload=both",
+        "plan.pipeline=2",
+        "plan.schedule=zb_h1",
+        "plan.micro_batch=1",
+        "cluster.gpus_per_node=2",
+    ]
     planned = meshwright("plan", tiny, *pins, "--json")
     assert planned.code == 0 and any(
-        "cannot train offload optimizer" in reason for reason in planned.json["plan"]["why"]
+        "cannot train offload both under zb_h1" in reason for reason in planned.json["plan"]["why"]
     )
     for command in ("train", "check"):
         refused = meshwright(command, tiny, *pins, "--runs", tmp_path / "runs")
         assert refused.code == 2, refused.err
-        assert "cannot train offload optimizer" in " ".join((refused.out + refused.err).split())
+        assert "cannot train offload both under zb_h1" in " ".join((refused.out + refused.err).split())
     assert not (tmp_path / "runs").exists()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.costs.account import Formats
+from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS, Formats
 from meshwright.costs.memory import FRAMEWORK_BYTES, activation_bytes, allocated, memory_by_kind, memory_by_rank
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, layer_parameters, parameter_count
@@ -192,12 +192,25 @@ def test_under_a_pipeline_one_more_comes_while_another_goes() -> None:
 def test_an_optimizer_in_host_memory_leaves_the_compute_format_and_the_sums() -> None:
     """Master weights and moments go; bf16 shards stay to gather from, and gradients are summed on the device."""
     here, away = (kinds(plan({"shard": 4}, offload=kept)) for kept in ("none", "optimizer"))
-    assert (2 * away["weights"], away["optimizer"]) == (here["weights"], 0)
+    chunks = STAGING_BUFFERS * 3 * STAGED_ELEMENTS * 4
+    assert 4 * BLOCK / 4 > STAGED_ELEMENTS, "also where only half of the blocks are away"
+    assert (2 * away["weights"], away["optimizer"]) == (here["weights"], chunks)
     assert all(away[kind] == here[kind] for kind in ("gradients", "gathered", "activations"))
     half = replace(
         plan({"shard": 4}), layers=(LayerStrategy(range="0-3", offload="optimizer"), LayerStrategy(range="4-7"))
     )
-    assert kinds(half)["optimizer"] == pytest.approx(here["optimizer"] * (1 - 4 * BLOCK / parameter_count(MODEL)))
+    # The embedding goes with the first block.
+    gone = (4 * BLOCK + TABLE) / parameter_count(MODEL)
+    assert kinds(half)["optimizer"] == pytest.approx(here["optimizer"] * (1 - gone) + chunks)
+
+
+def test_an_optimizer_in_host_memory_leaves_masters_that_are_gathered_as_they_are() -> None:
+    """In fp32, and where weights are measured at full width before they travel in fp8."""
+    for precision in (Precision(compute="fp32"), Precision(linear="fp8_tensorwise", gather="fp8")):
+        here, away = (
+            kinds(replace(plan({"shard": 4}, offload=kept), precision=precision)) for kept in ("none", "optimizer")
+        )
+        assert (away["weights"], away["optimizer"]) == (here["weights"], STAGING_BUFFERS * 2 * STAGED_ELEMENTS * 4)
 
 
 def test_layers_may_differ() -> None:

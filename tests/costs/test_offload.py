@@ -14,7 +14,7 @@ from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import Layouts
 from meshwright.costs.machine import machine_of
 from meshwright.costs.memory import kept_per_token
-from meshwright.costs.offload import HOST_SHARE, copied_bytes, host_share
+from meshwright.costs.offload import HOST_SHARE, copied_bytes, host_share, rate_both_ways
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -63,13 +63,20 @@ def test_fewer_devices_get_more_of_the_host() -> None:
     assert [round(float(host_share(devices)), 3) for devices in (1, 3, 4, 8, 16)] == [1.0, 1.0, 0.8, 0.4, 0.4]
 
 
-def test_an_optimizer_in_host_memory_costs_its_transfers_and_its_steps() -> None:
-    """One rank's share of 8.03e9 parameters: 4 bytes of gradient out and 2 of weight back at 20 GB/s, 1e9 parameters a second."""
+def test_copies_both_ways_at_once_get_less() -> None:
+    rates = [float(rate_both_ways(replace(MACHINE, per_node=devices))) / 1e9 for devices in (1.0, 2.0, 4.0, 8.0)]
+    assert rates == pytest.approx([43.5, 43.5, 26, 13])
+
+
+def test_an_optimizer_in_host_memory_costs_its_transfers() -> None:
+    """One rank's share of 8.03e9 parameters: 12 bytes of state come and go, at 13 GB/s each way."""
     here, away = (step_cost(MODEL, MACHINE, replace(PLAIN, offload=float(there)), K) for there in (0, 1))
     share = (float(MODEL.dense_params) + 2 * float(MODEL.table_params)) / 8
     launches = K.step_layer_us * 1e-6 * 32
-    assert float(away.optimizer) == pytest.approx(share * (6 / 20e9 + 1e-9) + launches)
+    assert float(away.optimizer) == pytest.approx(share * 12 / 13e9 + launches)
     assert float(away.seconds - here.seconds) == pytest.approx(float(away.optimizer - here.optimizer))
+    masters_stay = step_cost(MODEL, MACHINE, replace(PLAIN, offload=1.0, state_bytes=8.0), K)
+    assert float(masters_stay.optimizer) == pytest.approx(share * 8 / 13e9 + launches)
 
 
 def test_two_layers_stay() -> None:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.observe.metrics import MetricsWriter
+from meshwright.optim.host import MASTER, MOMENTS
+from meshwright.optim.shards import like
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.model import ModelSpec
@@ -200,9 +202,13 @@ def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Weights and moments of this rank's stages, gathered over its shards and tensor ranks; collective, also where they are not kept."""
     weights = {f"model.{name}": weight.detach() for name, weight in session.engine.model.named_parameters()}
     moments = {f"optimizer.{moment}.{name}": part for (moment, name), part in session.optimizer.moments().items()}
-    whole = {
-        name: assembled(name, tensor, session.run.model, session.mesh) for name, tensor in (weights | moments).items()
+    prefixes = {kind: f"optimizer.{kind}" for kind in MOMENTS} | {MASTER: "model"}
+    away = {
+        f"{prefixes[kind]}.{name}": like(part, session.engine.model.get_parameter(name))
+        for (kind, name), part in session.optimizer.on_host().items()
     }
+    everything = weights | moments | away
+    whole = {name: assembled(name, tensor, session.run.model, session.mesh) for name, tensor in everything.items()}
     return whole if keep else {}
 
 

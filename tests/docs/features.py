@@ -17,6 +17,7 @@ from tests.distributed import (
     test_equality,
     test_experts,
     test_fp8,
+    test_host_optimizer,
     test_offload,
     test_pairs,
     test_schedules,
@@ -34,6 +35,7 @@ from meshwright.spec.plan import (
     ExpertPlan,
     LayerStrategy,
     MeshAxis,
+    Offload,
     Plan,
     ScheduleName,
     SchedulePlan,
@@ -74,6 +76,18 @@ def strategy(**fields: Any) -> Feature:
     return Feature(has, lambda plan: replace(plan, layers=tuple(replace(layer, **fields) for layer in plan.layers)))
 
 
+def on_host(kind: Offload) -> Feature:
+    """What waits in host memory, alone or beside the other."""
+
+    def beside(layer: LayerStrategy) -> LayerStrategy:
+        return replace(layer, offload=kind if layer.offload in ("none", kind) else "both")
+
+    return Feature(
+        lambda plan, spec: any(layer.offload in (kind, "both") for layer in plan.layers),
+        lambda plan: replace(plan, layers=tuple(map(beside, plan.layers))),
+    )
+
+
 def precision(**fields: Any) -> Feature:
     def has(plan: Plan, spec: ModelSpec) -> bool:
         return all(getattr(plan.precision, key) == value for key, value in fields.items())
@@ -110,7 +124,8 @@ FEATURES: dict[str, Feature] = {
     "copied gathers": Feature(
         lambda plan, spec: plan.gather_engine == "copy", lambda plan: replace(plan, gather_engine="copy")
     ),
-    "offload": strategy(offload="activations"),
+    "offload": on_host("activations"),
+    "optimizer in host memory": on_host("optimizer"),
     "fp8 products": Feature(
         lambda plan, spec: plan.precision.linear != "compute", precision(linear="fp8_tensorwise").ask
     ),
@@ -136,7 +151,7 @@ NOTHING = {
 
 
 def compared() -> Iterator[Tested]:
-    """Every plan whose training is compared with one device's, or in fp8 with one rank's."""
+    """Every plan whose training is compared with one device's, in fp8 with one rank's, or bit for bit with the same without offload."""
     for given in parametrized(test_equality.test_float64_equals_one_device):
         yield test_equality.PLANS[given["name"]], given["spec"]
     deep = {False: test_schedules.DEEP, True: test_schedules.DEEP_TIED}
@@ -157,6 +172,7 @@ def compared() -> Iterator[Tested]:
         (test_context.test_compiled, None),
         (test_offload.test_float64_equals_one_device, None),
         (test_offload.test_compiled, None),
+        (test_host_optimizer.test_float64_equals_one_device, None),
         (test_experts.test_experts_on_ranks_of_their_own_equal_one_device, None),
     ):
         for given in parametrized(test):
@@ -177,6 +193,9 @@ def compared() -> Iterator[Tested]:
         yield test_fp8.low(given["case"].plan), deep[False]
     for given in parametrized(test_offload.test_fp8_comes_back_bit_for_bit):
         yield test_fp8.low(replace(given["case"], offload="activations").plan), deep[False]
+    for given in parametrized(test_host_optimizer.test_same_bits_as_without):
+        spec, chosen = test_host_optimizer.BITS[given["name"]]
+        yield chosen, spec
 
 
 def parametrized(test: Callable[..., None]) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,8 @@ LAYERS_STAYING = 2
 a pipeline, where backwards follow forwards of other micro-batches, one more: one is on its way out while another comes back."""
 BLOCK_SLOTS = 2
 """Blocks that copy engines have room for in their window (parallel/copy_engine.py), beside one of the ends."""
+STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 3
+"""Elements of a chunk of an optimizer in host memory, and how many chunks have room on the device (optim/host.py)."""
 WIDE = 4
 """Bytes of the loss's own sums (fp32)."""
 
@@ -34,6 +36,8 @@ class Formats:
     compute: Array = 2
     reduce: Array = 4
     stored: Array = 4
+    resident: Array = 2
+    """Of a weight that stays on the device while its optimizer is in host memory."""
     gathered: Array = 1.0
     """Of a block's gathered weight, over `compute`."""
     low: Array = 1.0
@@ -79,7 +83,8 @@ class Held:
     reduces: Array
     """1 when units reduce their gradients in a backward that finds all activations alive."""
     away: Array
-    """Share of the parameters whose optimizer is in host memory: of those the compute-format shard stays, and the gradients' sum."""
+    """Share of the parameters whose optimizer is in host memory: of those the shard stays as it is gathered, the gradients' sum, and room
+    for the chunks that are stepped."""
     layers: Array
     alive: Array
     """Bytes that forwards under way left for their backwards."""
@@ -109,10 +114,13 @@ def account(held: Held, f: Formats) -> dict[str, Array]:
         for kind in ("gradients", "gathered", "activations", "logits")
     }
     stays = 1 - held.away
+    # Two moments, and the master weight where it is there too.
+    kinds = 2.0 + (np.asarray(f.resident) < f.stored)
+    staged = STAGING_BUFFERS * kinds * np.minimum(STAGED_ELEMENTS, held.owned * held.away)
     return {
-        "weights": held.owned * (f.stored * stays + f.compute * held.away),
+        "weights": held.owned * (f.stored * stays + f.resident * held.away),
         "gradients": at_peak["gradients"],
-        "optimizer": 2 * held.owned * f.stored * stays,
+        "optimizer": (2 * held.owned * stays + staged) * f.stored,
         "gathered": at_peak["gathered"],
         "activations": at_peak["activations"],
         "logits": at_peak["logits"],

@@ -147,7 +147,9 @@ class Layouts:
     loss_chunk: Array = 4096.0
     """Tokens whose logits exist at once (train.loss_chunk)."""
     offload: Array = 0.0
-    """1 when the optimizer runs in host memory."""
+    """1 when the optimizer's state is in host memory."""
+    state_bytes: Array = 12.0
+    """Of a parameter in host memory then: two moments, and the master weight where weights are gathered in a narrower format."""
     offload_activations: Array = 0.0
     """1 when what backward needs waits in host memory, two layers excepted."""
     slowest: Array = 1.0

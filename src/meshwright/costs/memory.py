@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.costs.account import KINDS, LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.inputs import Array
-from meshwright.costs.of_plan import context_size, experts_over, shard_size
+from meshwright.costs.of_plan import context_size, experts_over, shard_size, state_bytes
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
@@ -44,7 +44,7 @@ def formats(
     """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding."""
     narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
-        compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored),
+        compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
         travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
         logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
@@ -82,7 +82,7 @@ def memory_by_rank(
 
     A layer with `offload: activations` (or `both`) leaves nothing on the device between its forward and its backward but two layers of one
     micro-batch (three under a pipeline). Where the optimizer is in host memory, master weights and moments are there too; the rank keeps
-    its shard of the weights in the compute format, from which units are gathered, and the sum of their gradients.
+    its shard of the weights in the compute format, from which units are gathered, the sum of their gradients, and room for a few chunks.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     times = 1 if one_by_one(plan) else plan.batch.accumulate
@@ -96,6 +96,14 @@ def memory_by_rank(
     found = account(joined, formats(train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine))
     kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
     return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))
+
+
+def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
+    """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
+    away = sum(
+        row.count for row in parameters(model) if _steps_away(plan.strategy_of(row.name, model.layers))
+    ) * plan.axis_size("replicate")
+    return away * state_bytes(plan.precision) / nodes
 
 
 def one_by_one(plan: Plan) -> bool:
@@ -180,6 +188,11 @@ def _kept(model: ModelSpec, plan: Plan, layer: int, recompute: Recompute) -> flo
 def _waits(strategy: LayerStrategy) -> bool:
     """Whether a layer's activations wait in host memory."""
     return strategy.offload in ("activations", "both")
+
+
+def _steps_away(strategy: LayerStrategy) -> bool:
+    """Whether the state of a layer's optimizer is in host memory."""
+    return strategy.offload in ("optimizer", "both")
 
 
 def _tokens(train: TrainSpec, plan: Plan) -> float:
@@ -269,7 +282,9 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
     )
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
     whole = shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16"
-    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.offload in ("optimizer", "both"))
+    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if _steps_away(s))
+    host += part.head * _steps_away(plan.strategy(model.layers - 1, model.layers))
+    host += (part.ends - part.head) * _steps_away(plan.strategy(0, model.layers))
     piled = accumulate if plan.layered else 0
     staying = LAYERS_STAYING + (plan.axis_size("pipeline") > 1)
     once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
@@ -278,7 +293,7 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
         "gathers": not whole, "kept": sum(not strategy.reshard for strategy in strategies),
         "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
         "reduces": not once or one_by_one(plan) or plan.layered,
-        "away": (host + part.ends * (strategies[-1].offload in ("optimizer", "both"))) / (sum(part.blocks) + part.ends),
+        "away": host / (sum(part.blocks) + part.ends),
         "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-staying:]),
         "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
         "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled,

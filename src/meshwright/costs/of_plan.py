@@ -170,6 +170,11 @@ def gathered_bytes(precision: Precision) -> float:
     return 1.0 if precision.gather == "fp8" else 2.0
 
 
+def state_bytes(precision: Precision) -> float:
+    """Bytes of a parameter's state where its optimizer is in host memory: two moments, and the master weight unless that stays."""
+    return (8.0 if precision.stored == "fp64" else 4.0) * (2 + (precision.resident != precision.stored))
+
+
 def context_size(plan: Plan) -> int:
     """Ranks that one sequence is split over."""
     return plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
@@ -240,7 +245,7 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
         replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
         fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
-        gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
+        gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"), state_bytes=state_bytes(plan.precision),
         **_strides(plan), **_strategy(plan.layers[0]),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What host memory holds and what that costs: activations, copied behind other layers' compute, and the optimizer.
+"""What host memory holds and what that costs: activations, copied behind other layers' compute, and the optimizer's state.
 
 A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device: the
 one that computes and the one on the link. So a layer takes the longer of its compute and its copy, and only the difference shows. What
@@ -17,8 +17,9 @@ HOST_SHARE, SHARERS = 0.4, 8
 """Share of its host link that a device gets while all of its node copy (measured on 8×H200: 20 of 50 GB/s, host memory is the limit), and
 how many devices share the host then. Fewer get more, up to the whole link: a guess."""
 
-HOST_PARAMS = 1e9
-"""Parameters a second that the host steps for each of its devices (measured: 8.1e9 in all by 64 threads beside 8×H200, fused AdamW)."""
+BOTH_WAYS, BOTH_WAYS_ALONE = 0.26, 0.87
+"""The same in each direction while copies run in both (measured on 8×H200: 13 of 50 GB/s each way when all copy), and the most that a
+lone device gets (43.5 of 50 GB/s)."""
 
 
 def host_share(devices: Array) -> Array:
@@ -29,6 +30,12 @@ def host_share(devices: Array) -> Array:
 def host_rate(machine: Machine) -> Array:
     """Bytes a second to or from host memory, one direction, while all devices of a node copy."""
     return machine.host * host_share(machine.per_node)
+
+
+def rate_both_ways(machine: Machine) -> Array:
+    """Bytes a second to host memory, and as many from it meanwhile, while all devices of a node copy."""
+    devices = np.maximum(1.0, machine.per_node)
+    return machine.host * np.clip(BOTH_WAYS * SHARERS / devices, BOTH_WAYS, BOTH_WAYS_ALONE)
 
 
 def copied_bytes(shape: Shape, layout: Layouts) -> Array:
@@ -52,6 +59,7 @@ def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Arr
     return np.where(layout.offload_activations > 0, shown, 0.0)
 
 
-def host_optimizer(machine: Machine, owned: Array, gradient_bytes: Array) -> Array:
-    """Seconds of an optimizer in host memory that owns `owned` parameters: gradients out, the step, 16-bit weights back, one by one."""
-    return owned * ((gradient_bytes + 2.0) / host_rate(machine) + 1 / HOST_PARAMS)
+def host_optimizer(machine: Machine, owned: Array, state_bytes: Array, sweep: Array) -> Array:
+    """Seconds of an optimizer whose state of `owned` parameters is in host memory: `state_bytes` of each come to the device and go back,
+    both ways at once, and are stepped there, which takes `sweep` by itself, chunk by chunk beside other chunks' copies."""
+    return np.maximum(owned * state_bytes / rate_both_ways(machine), sweep)

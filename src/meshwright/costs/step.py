@@ -279,5 +279,5 @@ def _optimizer(shape: Shape, machine: Machine, layout: Layouts, k: Constants) ->
     dense, experts = _rank_params(shape, layout)
     owned = np.where(layout.zero >= 1, dense / layout.shards + experts / layout.expert_shard, dense + experts)
     sweep = owned * k.update / (machine.hbm * k.hbm)
-    sweep = np.where(layout.offload > 0, host_optimizer(machine, owned, k.reduce_bytes), sweep)
+    sweep = np.where(layout.offload > 0, host_optimizer(machine, owned, layout.state_bytes, sweep), sweep)
     return sweep + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

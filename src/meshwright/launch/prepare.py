@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 
+from meshwright.costs.memory import optimizer_on_host
 from meshwright.data.corpus import STDLIB
 from meshwright.data.source import DataSource, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
@@ -115,7 +116,8 @@ def prepare_run(
 ) -> Prepared:
     """Make or reopen the run's folder and write what its ranks need.
 
-    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk is too small.
+    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk or the host's memory is
+    too small.
     """
     run = resolve_data(run, note)
     folder, resumes = find_folder(run, runs, fresh=fresh)
@@ -123,6 +125,7 @@ def prepare_run(
     # What the run is held to; a plan file's own figures may be of another machine.
     plan = repriced(run, training_plan(run))
     check_disk(run, folder)
+    check_host_memory(run, plan)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):
         (folder / name).mkdir(exist_ok=True)
@@ -147,6 +150,16 @@ def check_disk(run: RunSpec, folder: Path) -> None:
         raise OutOfResources(
             f"{folder}: one checkpoint needs {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
             "choose another disk with --runs DIR, or write none with checkpoint.every=0 checkpoint.at_end=false"
+        )
+
+
+def check_host_memory(run: RunSpec, plan: Plan) -> None:
+    """Raise OutOfResources when this host cannot hold its ranks' part of an optimizer in host memory."""
+    need, there = optimizer_on_host(run.model, plan, run.cluster.nodes), host_memory_bytes()
+    if need > there:
+        raise OutOfResources(
+            f"plan.offload: the optimizer needs {need / 1e9:.1f} GB of host memory and this host has {there / 1e9:.1f} GB; "
+            "offload that of fewer layers (plan.layers), or use more nodes"
         )
 
 

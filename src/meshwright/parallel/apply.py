@@ -24,6 +24,7 @@ from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_whole_sequences, spread_experts
 from meshwright.parallel.fp8 import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, ShardedUnit, Streams
+from meshwright.parallel.joint import JointUnit
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
 from meshwright.parallel.recompute import recomputing
@@ -47,6 +48,7 @@ class Engine:
     `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches. `division` says which parts
     the rank holds of what tensor and expert ranks divide. `copied` lists by parameter the rows of this rank's tensor whose gradients
     another rank counts in the norm: the second end's copy of a tied weight, and what tensor ranks hold alike on all of them but the first.
+    `away` names the parameters whose optimizer is in host memory, each with what lets its master weight leave the device, or None.
     """
 
     model: Decoder
@@ -55,6 +57,7 @@ class Engine:
     evaluating: Callable[[int], Schedule]
     division: Division
     copied: Mapping[str, Sequence[range]]
+    away: Mapping[str, Callable[[], torch.Tensor] | None]
 
     @property
     def holds_loss(self) -> bool:
@@ -138,8 +141,26 @@ def build_engine(
         host=HostMemory(mesh.device) if any(unit.offloads for row in units for unit in row) else None,
     )
     return Engine(
-        model, executor, training, partial(evaluation_schedule, plan, spec.layers), division, _copied(held, tied)
+        model,
+        executor,
+        training,
+        partial(evaluation_schedule, plan, spec.layers),
+        division,
+        _copied(held, tied),
+        _away(model, plan, sharded),
     )
+
+
+def _away(
+    model: Decoder, plan: Plan, units: Sequence[ShardedUnit | JointUnit]
+) -> dict[str, Callable[[], torch.Tensor] | None]:
+    masters = {id(one.weight): one.leave for unit in units for part in unit.parts for one in part.masters()}
+    leaves = plan.precision.resident != plan.precision.stored
+    return {
+        name: masters[id(weight)] if leaves else None
+        for name, weight in model.named_parameters()
+        if plan.strategy_of(name, model.spec.layers).offload in ("optimizer", "both")
+    }
 
 
 def _copied(held: Mapping[str, Sequence[Box]], tied: TiedSum | None) -> dict[str, tuple[range, ...]]:

@@ -162,6 +162,10 @@ class ShardedUnit:
             if isinstance(parameter._module_info.module, Linear) and parameter._module_info.param_name == "weight"
         ]
 
+    def masters(self) -> list[MasterShard]:
+        """Its weights as the optimizer steps them, each by itself."""
+        return [MasterShard(parameter) for parameter in self._group.fsdp_params]
+
     @property
     def gradient_shards(self) -> list[torch.Tensor]:
         """The rank's part of every gradient, as plain tensors."""
@@ -274,6 +278,31 @@ class LinearShard:
         if self.linear.low_weight is None:
             values = outputs[0].view(E4M3)[: self.linear.out_features]
             self.linear.low_weight = Low(values, self._scale)
+
+
+class MasterShard:
+    """This rank's part of a parameter, of which a copy in the format it is gathered in may be all that stays on the device."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter as the model has it."""
+        return self._parameter.sharded_param
+
+    @torch.no_grad()
+    def leave(self) -> torch.Tensor:
+        """Let go of the master's memory, and return its copy in the narrower format, laid out as the part. To be asked once there are
+        `Streams`, while nothing is gathered. The parameter keeps shape and format, for its gradient's sake, and has no values."""
+        whole, part = self._parameter._sharded_param_data, self._parameter._sharded_local_tensor
+        assert not part.numel() or part.data_ptr() == whole.data_ptr()
+        rounded = whole.to(self._parameter.param_dtype)
+        assert rounded is not whole, "gathered as it is stored: a master has nothing to leave behind"
+        # What is gathered from here on; padded as the master was (torch 2.11 to 2.13 read nothing else of it).
+        self._parameter._sharded_param_data = rounded
+        whole.untyped_storage().resize_(0)
+        return rounded[: part.numel()].view(part.shape)
 
 
 class Streams:

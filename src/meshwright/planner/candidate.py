@@ -71,16 +71,14 @@ def untrainable(plan: Plan) -> str | None:
 
 
 def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
-    """What of a layer's offload cannot be trained."""
-    if layer.offload in ("optimizer", "both"):
-        yield f"offload {layer.offload}"
-    elif layer.offload == "activations":
+    """What of a layer's offload cannot be trained: the optimizer waits for the whole step, and goes with everything."""
+    if layer.offload in ("activations", "both"):
         if entry_of(plan.schedule.name).splits_backward:
             # Inputs of the products stay on the device for the weight gradients, however long those are put off.
-            yield f"offload activations under {plan.schedule.name}, which puts weight gradients off"
+            yield f"offload {layer.offload} under {plan.schedule.name}, which puts weight gradients off"
         if layer.recompute == "selective" and not plan.compile:
             # Only a compiler says what it keeps in a way that can be moved; torch's own selective recompute holds it itself.
-            yield "offload activations with recompute selective where blocks are not compiled"
+            yield f"offload {layer.offload} with recompute selective where blocks are not compiled"
 
 
 def _unreachable(plan: Plan) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from meshwright.costs.memory import optimizer_on_host
 from meshwright.costs.of_plan import shard_size
 from meshwright.planner.candidate import HEADROOM, Candidate, kernels_because, peak_bytes, pins_of, untrainable
 from meshwright.planner.explain import EQUAL, seconds_text, shortfall
@@ -136,6 +137,9 @@ def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[s
         said.append(f"weights gathered again for the backward pass on {on_layers(again, run.model.layers)}: {why}")
     if plan.layers[0].offload != "none" and pins.offload is None:
         said.append(f"offload {plan.layers[0].offload}: without it memory asks for a slower plan")
+    on_host = optimizer_on_host(run.model, plan, run.cluster.nodes)
+    if on_host:
+        said.append(f"the optimizer takes {on_host / 1e9:.1f} GB of each host's memory")
     return said
 
 

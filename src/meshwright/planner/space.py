@@ -132,7 +132,7 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
     mesh, *steps = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(STEP)).T
     columns = dict(zip(STEP, steps, strict=True))
     return Points(
-        meshes=meshes, facts=_facts(run, meshes), mesh=mesh, offloads=_offloads(run, trainable), trainable=trainable,
+        meshes=meshes, facts=_facts(run, meshes), mesh=mesh, offloads=_offloads(run), trainable=trainable,
         **columns,
     )  # fmt: skip
 
@@ -233,13 +233,11 @@ def _experts(run: RunSpec, ranks: int, tensor: int) -> list[int]:
     return [size for size in wanted if ranks % size == 0 and run.model.experts % (size * tensor) == 0]
 
 
-def _offloads(run: RunSpec, trainable: bool) -> tuple[Offload, ...]:
+def _offloads(run: RunSpec) -> tuple[Offload, ...]:
     pinned = pins_of(run).offload
     if pinned is not None:
         return (pinned,)
-    if run.cluster.is_cpu:
-        return ("none",)
-    return ("none", "activations") if trainable else get_args(Offload)
+    return ("none",) if run.cluster.is_cpu else get_args(Offload)
 
 
 def _wanted(pinned: int | None, otherwise: Iterable[int]) -> list[int]:

@@ -19,7 +19,7 @@ from meshwright.costs.footprint import planned
 from meshwright.costs.idle import fill
 from meshwright.costs.inputs import Layouts
 from meshwright.costs.memory import bytes_of, formats
-from meshwright.costs.of_plan import Pricing, gathered_bytes
+from meshwright.costs.of_plan import Pricing, gathered_bytes, state_bytes
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.planner.candidate import compiles, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
@@ -138,11 +138,12 @@ def _bounds(run: RunSpec, pricing: Pricing, points: Points) -> tuple[np.ndarray,
     rich = layouts(run, points, End(reshard=False, recompute=_recomputes(run)[0]), "whole", "none")
     cost = _cost(pricing, rich)
     hidden = cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer
-    end, gradients, offload = _leanest(run, points.offloads)
-    # Recomputing may need more than it saves: a block's activations whole, of a rank that has few.
-    ends = [replace(end, recompute=mode) for mode in _recomputes(run)]
+    end, gradients, _ = _leanest(run, points.offloads)
+    # Recomputing may need more than it saves: a block's activations whole, of a rank that has few. So may an optimizer in host memory:
+    # room for its chunks.
+    leanest = [(replace(end, recompute=mode), offload) for mode in _recomputes(run) for offload in points.offloads]
     return cost.seconds - hidden, np.min(
-        [_memory(run, layouts(run, points, end, gradients, offload)) for end in ends], axis=0
+        [_memory(run, layouts(run, points, end, gradients, offload)) for end, offload in leanest], axis=0
     )
 
 
@@ -160,7 +161,10 @@ def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> 
         own = np.ones(len(points), bool)
         if gradients == "whole" and pins.gradients is None:
             own &= sharded & many  # reduced once a step in any case
-        chooses = points.trainable and offload == "activations"  # among what candidate.untrainable lets through
+        chooses = points.trainable and offload in (
+            "activations",
+            "both",
+        )  # among what candidate.untrainable lets through
         if chooses and pins.schedule is None:
             own &= ~np.isin(points.schedule, SPLITTING)
         priced: dict[End, tuple[np.ndarray, np.ndarray]] = {}
@@ -235,7 +239,7 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
         layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
         vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
         in_flight=in_flight(*schedule), in_flight_last=in_flight(*schedule, pipeline - 1), loss_chunk=float(run.train.loss_chunk),
-        copied=points.column("copied"), gathered_bytes=gathered_bytes(precision),
+        copied=points.column("copied"), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
         fill=fill(points.schedule, pipeline, points.accumulate), slowest=points.column("pace"), port=points.column("port"),
         context_stride=points.column("context stride"), shard_stride=points.column("shard stride"),

@@ -18,7 +18,7 @@ from meshwright.costs.collectives import Group, all_reduce, by_copies, crowding,
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import bytes_of, gathered_width
-from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size
+from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
 from meshwright.costs.step import step_cost
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
@@ -146,7 +146,7 @@ class UnitCosts:
         return (self.count(unit) + self._experts(unit) * (experts_over(self.plan) - 1)) / shard_size(self.plan)
 
     def optimizer(self, units: Sequence[Unit]) -> float:
-        """Seconds of a rank's update of `units`, those in host memory one after another with their transfers."""
+        """Seconds of a rank's update of `units`; the state of those in host memory comes and goes meanwhile."""
         machine, k = self.priced.machine, self.priced.constants
         away = [self._strategy(unit).offload in ("optimizer", "both") for unit in units]
         here, there = (
@@ -154,9 +154,8 @@ class UnitCosts:
         )
         blocks = sum(isinstance(unit, int) for unit in units)
         launches = k.step_layer_us * 1e-6 * blocks
-        return number(
-            here * k.update / (machine.hbm * k.hbm) + launches + host_optimizer(machine, there, k.reduce_bytes)
-        )
+        here, sweep = (count * k.update / (machine.hbm * k.hbm) for count in (here, there))
+        return number(here + launches + host_optimizer(machine, there, state_bytes(self.plan.precision), sweep))
 
     def _beside(self, unit: Unit, where: Group, alone: float) -> float:
         """Seconds of a reduction that takes `alone` with nothing beside it, while the backward of a unit like its own is computed: of one

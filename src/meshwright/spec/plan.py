@@ -113,6 +113,12 @@ class Precision:
         """Master weights, gradients after their reduction, optimizer state."""
         return "fp64" if self.compute == "fp64" else "fp32"
 
+    @property
+    def resident(self) -> Literal["bf16", "fp32", "fp64"]:
+        """Weights that stay on the device while their optimizer is in host memory: rounded as they are gathered, so that master weights
+        leave where that is narrower. What is rounded to fp8 on its way is measured at full width, and stays so."""
+        return self.compute if self.gather == "compute" else self.stored
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlan:
@@ -213,6 +219,13 @@ class Plan:
     def strategy(self, layer: int, layers: int) -> LayerStrategy:
         """The strategy of block `layer` in a model of `layers` blocks."""
         return next(s for s in self.layers if layer in layer_range(s.range, layers))
+
+    def strategy_of(self, parameter: str, layers: int) -> LayerStrategy:
+        """The strategy of a parameter by its name: its block's; the embedding has the first block's, what follows the blocks the last's."""
+        first, _, rest = parameter.partition(".")
+        if first == "layers":
+            return self.strategy(int(rest.partition(".")[0]), layers)
+        return self.strategy(0 if first in ("embed", "positions") else layers - 1, layers)
 
     def linear(self, layer: int, layers: int) -> Linear:
         """Number format of the matrix products of block `layer` in a model of `layers` blocks."""

@@ -67,7 +67,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
     held_out = _held_out(run)
     clock.end("data")
-    optimizer = AdamW(engine.model, run.model, run.train)
+    optimizer = AdamW(engine.model, run.model, run.train, engine.away)
     clock.end("optimizer")
     recorder = StepRecorder(world.device, world.rank)
     session = Session(
@@ -88,6 +88,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     )
     if not _resume(session):
         load_initial(engine.model, run.model, run.model.init, engine.division)
+    optimizer.leave_device()
     clock.end("load")
     if world.leads:
         _write_environment(folder)

@@ -18,6 +18,7 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.models.decoder import Decoder
 from meshwright.optim.adamw import AdamW
+from meshwright.optim.host import MASTER, MOMENTS
 from meshwright.parallel.apply import Engine, holding, holdings
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import UNDIVIDED, Division
@@ -30,21 +31,27 @@ ReadRows = Callable[[ParameterSpec, int, int], torch.Tensor]
 
 
 def run_tensors(engine: Engine, optimizer: AdamW) -> dict[str, torch.Tensor | Boxed]:
-    """Weights and moments by checkpoint name."""
+    """Weights and moments by checkpoint name, wherever they are; waits for the last update of what is in host memory."""
     spec, division = engine.model.spec, engine.division
     rows = {row.name: row for row in parameters(spec)}
+    held = holdings(engine.model, division)
 
     def given(name: str, mine: torch.Tensor) -> torch.Tensor | Boxed:
         if division.tensor.of == 1 and not (rows[name].expert and division.expert.of > 1):
             return mine
-        held = holding(spec, rows[name], mine, division)
-        return Boxed(held.local, held.boxes, torch.Size(held.row.shape))
+        part = holding(spec, rows[name], mine, division)
+        return Boxed(part.local, part.boxes, torch.Size(part.row.shape))
 
     weights = {f"model.{name}": given(name, parameter.detach()) for name, parameter in engine.model.named_parameters()}
     moments = {
         f"optimizer.{moment}.{name}": given(name, state) for (moment, name), state in optimizer.moments().items()
     }
-    return weights | moments
+    prefix = {kind: f"optimizer.{kind}" for kind in MOMENTS} | {MASTER: "model"}
+    away = {
+        f"{prefix[kind]}.{name}": Boxed(part, held[name].boxes, torch.Size(rows[name].shape))
+        for (kind, name), part in optimizer.on_host().items()
+    }
+    return weights | moments | away
 
 
 def run_state(step: int, global_batch: int, tokens: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def train_step(
         norm.copy_(clip_gradients(gradients, clip_norm, mesh.one_copy, copies))
 
     def update() -> None:
-        optimizer.step(learning_rate, norm)
+        optimizer.step(learning_rate, norm, recorder.aside if recorder.detail else None)
 
     closing: Closing = {"norm_barrier": clip, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)

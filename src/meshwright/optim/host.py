@@ -1,0 +1,286 @@
+"""AdamW whose state waits in host memory: it comes to the device in chunks, is stepped there by the same kernel as ever, and goes back.
+
+Moments, and master weights where weights are gathered in a narrower format, lie in host memory in one line of elements each, parameter
+after parameter. A chunk is a run of that line. While compute steps one chunk, another comes in on one stream and a third leaves on a
+second, so the link is busy both ways at once; as nothing but the gradients' factor ties a chunk to the backward, the first come in beside
+its end, and the last leave beside the next forward. Streams wait for events; the host waits for nothing but a checkpoint's reading.
+
+Every element is stepped by the arithmetic of the optimizer that stays on the device, so both give the same bits.
+Method: Ren et al. 2021 (ZeRO-Offload) for what waits where; Maurya et al. 2024 (Deep Optimizer States) for stepping it on the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.errors import OutOfResources
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "weight"
+STAGED_ELEMENTS = 1 << 23
+"""Elements of a chunk: copies of 32 MiB, long enough for the whole of the link's rate."""
+STAGED_ON_CPU = 1 << 10
+"""On a CPU there is no link to fill; short chunks, so that small models have several and are tested as large ones run."""
+STAGING_BUFFERS = 3
+"""Chunks on the device at once: one that comes, one that is stepped, one that leaves. The memory account has both figures too."""
+ALIGNED = 64
+"""Elements between the possible beginnings of a part of a chunk: kernels take whole vectors from there, as from a tensor's beginning."""
+
+Aside = Callable[[str, str], AbstractContextManager[None]]
+"""The span of a copy from its name and its lane."""
+Release = Callable[[], Tensor]
+"""Lets go of a parameter's master weight on the device; returns what stays there, laid out as this rank's part in a narrower format."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` elements of the parameter `name`, from its element `first` on, which lie at `at` of their chunk."""
+
+    name: str
+    first: int
+    count: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`size` elements from `start` of the line on, all with one weight decay."""
+
+    start: int
+    size: int
+    weight_decay: float
+    segments: tuple[Segment, ...]
+
+
+def lay_out(groups: Sequence[tuple[float, Mapping[str, int]]], most: int) -> list[Chunk]:
+    """Chunks of at most `most` elements that hold, by weight decay, parameters of so many elements, each in one piece of the line."""
+    assert most % ALIGNED == 0
+    chunks: list[Chunk] = []
+    for weight_decay, sizes in groups:
+        segments: list[Segment] = []
+        used = 0
+        for name, size in sizes.items():
+            first = 0
+            while first < size:
+                if used == most:
+                    chunks.append(_chunk(chunks, used, weight_decay, segments))
+                    segments, used = [], 0
+                count = min(size - first, most - used)
+                segments.append(Segment(name, first, count, used))
+                first, used = first + count, -(-(used + count) // ALIGNED) * ALIGNED
+        if segments:
+            chunks.append(_chunk(chunks, used, weight_decay, segments))
+    return chunks
+
+
+def _chunk(before: Sequence[Chunk], size: int, weight_decay: float, segments: Sequence[Segment]) -> Chunk:
+    start = before[-1].start + before[-1].size if before else 0
+    return Chunk(start, size, weight_decay, tuple(segments))
+
+
+class HostAdamW:
+    """Steps the `parts` of one rank, all of one format and device, whose state is in host memory.
+
+    `decays` has each one's weight decay, `release` how its master weight leaves the device, for all or for none of them; they leave with
+    `leave`. Raises OutOfResources when the host's memory cannot be pinned.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Tensor],
+        decays: Mapping[str, float],
+        release: Mapping[str, Release],
+        *,
+        betas: tuple[float, float],
+        epsilon: float,
+        chunk: int | None = None,
+    ) -> None:
+        assert not release or release.keys() == parts.keys()
+        self._parts, self._release, self._betas, self._epsilon = dict(parts), dict(release), betas, epsilon
+        like = next(iter(parts.values()))
+        self._device = like.device
+        self._kinds = (*MOMENTS, MASTER) if release else MOMENTS
+        groups = [
+            (decay, {name: part.numel() for name, part in parts.items() if decays[name] == decay})
+            for decay in sorted(set(decays.values()), reverse=True)
+        ]
+        usual = STAGED_ELEMENTS if self._device.type == "cuda" else STAGED_ON_CPU
+        self._chunks = lay_out(groups, chunk or usual)
+        length = sum(one.size for one in self._chunks)
+        self._line = torch.zeros(len(self._kinds), length, dtype=like.dtype)
+        widest = max((one.size for one in self._chunks), default=0)
+        self._ring = torch.zeros(STAGING_BUFFERS, len(self._kinds), widest, dtype=like.dtype, device=self._device)
+        self._places = {s.name: one.start + s.at for one in self._chunks for s in one.segments if not s.first}
+        self._steps = {name: torch.zeros((), dtype=torch.float32, device=self._device) for name in parts}
+        self._here: dict[str, Tensor] = {}
+        self._links = _Links(self._device, len(self._ring))
+        if self._device.type == "cuda":
+            _pin(self, self._line)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory."""
+        return self._line.nbytes
+
+    def leave(self) -> None:
+        """Take the master weights, as they are now, to the host; nothing where they stay."""
+        for name, release in self._release.items():
+            self._at(MASTER, name).copy_(self._parts[name])
+            self._here[name] = release().view(-1)
+
+    def step(
+        self, gradients: Mapping[str, Tensor], learning_rate: float, skip: Tensor, aside: Aside | None = None
+    ) -> None:
+        """One update of the parameters that have a gradient; none where `skip` (scalar, on the device) is 1."""
+        counted = [self._steps[name] for name in gradients]
+        torch._foreach_add_(counted, 1)
+        self._links.begin()
+        for number in range(min(len(self._ring), len(self._chunks))):
+            self._fetch(number, aside)
+        for number, chunk in enumerate(self._chunks):
+            self._update(number, chunk, gradients, learning_rate, skip)
+            self._send(number, aside)
+            if number + len(self._ring) < len(self._chunks):
+                self._fetch(number + len(self._ring), aside)
+        torch._foreach_sub_(counted, [skip] * len(counted))
+
+    def state(self, kind: str, name: str) -> Tensor:
+        """A moment or the master weight of a parameter, in host memory and laid out as this rank's part; waits until it is up to date."""
+        self._links.finish()
+        return self._at(kind, name)
+
+    def set_steps(self, steps: int) -> None:
+        for step in self._steps.values():
+            step.fill_(float(steps))
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether master weights are in host memory."""
+        return bool(self._here)
+
+    def _at(self, kind: str, name: str) -> Tensor:
+        part = self._parts[name]
+        start = self._places.get(name, 0)  # an empty shard has no place
+        return self._line[self._kinds.index(kind), start : start + part.numel()].view(part.shape)
+
+    def _fetch(self, number: int, aside: Aside | None) -> None:
+        chunk = self._chunks[number]
+        with self._links.coming(number, _span(aside, f"optimizer {number}", "fetch")):
+            for kind, line in enumerate(self._line):
+                self._staged(number, kind).copy_(line[chunk.start : chunk.start + chunk.size], non_blocking=True)
+
+    def _send(self, number: int, aside: Aside | None) -> None:
+        chunk = self._chunks[number]
+        with self._links.leaving(number, _span(aside, f"optimizer {number}", "offload")):
+            for kind, line in enumerate(self._line):
+                line[chunk.start : chunk.start + chunk.size].copy_(self._staged(number, kind), non_blocking=True)
+
+    def _staged(self, number: int, kind: int) -> Tensor:
+        return self._ring[number % len(self._ring), kind, : self._chunks[number].size]
+
+    def _update(
+        self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], learning_rate: float, skip: Tensor
+    ) -> None:
+        self._links.arrived(number)
+        rows = [segment for segment in chunk.segments if segment.name in gradients]
+        if not rows:
+            return
+        first, second, *masters = (
+            [self._staged(number, kind)[row.at : row.at + row.count] for row in rows]
+            for kind in range(len(self._kinds))
+        )
+        weights = masters[0] if masters else [_run(self._parts[row.name], row) for row in rows]
+        torch._fused_adamw_(
+            weights, [_run(gradients[row.name], row) for row in rows], first, second, [],
+            [self._steps[row.name] for row in rows], lr=learning_rate, beta1=self._betas[0], beta2=self._betas[1],
+            weight_decay=chunk.weight_decay, eps=self._epsilon, amsgrad=False, maximize=False, found_inf=skip,
+        )  # fmt: skip
+        if masters:
+            torch._foreach_copy_([_run(self._here[row.name], row) for row in rows], weights)
+
+
+def _run(whole: Tensor, segment: Segment) -> Tensor:
+    return whole.view(-1)[segment.first : segment.first + segment.count]
+
+
+def _span(aside: Aside | None, name: str, lane: str) -> AbstractContextManager[None] | None:
+    return None if aside is None else aside(name, lane)
+
+
+class _Links:
+    """The two streams of the copies, and who waits for whom at each of the ring's buffers. On a CPU all runs in order and nobody waits."""
+
+    def __init__(self, device: torch.device, buffers: int) -> None:
+        cuda = device.type == "cuda"
+        self._in, self._out = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
+        self._came: list[Any] = [None] * buffers
+        self._left: list[Any] = [None] * buffers
+        if self._in is not None:
+            self._in.wait_stream(torch.cuda.current_stream(device))  # the ring was made there
+
+    def begin(self) -> None:
+        """A step begins: what the last one sent must be on the host before it is fetched again."""
+        if self._in is not None and self._out is not None:
+            self._in.wait_stream(self._out)
+
+    def coming(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
+        """Around the copies to the device of chunk `number`, behind those from its buffer."""
+        buffer = number % len(self._left)
+        if self._in is not None and self._left[buffer] is not None:
+            self._in.wait_event(self._left[buffer])
+        return _on(self._in, span, self._came, buffer)
+
+    def arrived(self, number: int) -> None:
+        """Let compute wait for chunk `number`."""
+        if self._in is not None:
+            torch.cuda.current_stream(self._in.device).wait_event(self._came[number % len(self._came)])
+
+    def leaving(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
+        """Around the copies from the device of chunk `number`, behind what compute was given until now."""
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self._out.device))
+        return _on(self._out, span, self._left, number % len(self._left))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        if self._out is not None:
+            self._out.synchronize()
+
+
+def _on(
+    stream: torch.cuda.Stream | None, span: AbstractContextManager[None] | None, events: list[Any], buffer: int
+) -> AbstractContextManager[Any]:
+    """On `stream`, whose event behind the copies is kept in `events`; `span` around them."""
+    stack = ExitStack()
+    if stream is not None:
+        stack.enter_context(torch.cuda.stream(stream))
+
+        def stamp() -> None:
+            events[buffer] = stream.record_event()
+
+        stack.callback(stamp)
+    if span is not None:
+        stack.enter_context(span)
+    return stack
+
+
+def _pin(owner: object, line: Tensor) -> None:
+    """Lock the pages of `line` while `owner` lives. Torch's own pinned buffers are rounded up to a power of two: twice as much at worst."""
+    runtime: Any = torch.cuda.cudart()
+    size = line.nbytes
+    if not size:
+        return
+    if int(runtime.cudaHostRegister(line.data_ptr(), size, 0)):
+        raise OutOfResources(
+            f"{size / 2**30:.1f} GiB of host memory could not be pinned for the optimizer of one rank (plan.offload); offload fewer "
+            "layers (plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
+        )
+    let_go: Any = weakref.finalize(owner, runtime.cudaHostUnregister, line.data_ptr())
+    let_go.atexit = False  # with the process its pages go anyway, and the runtime may be gone before

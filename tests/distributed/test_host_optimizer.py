@@ -1,0 +1,155 @@
+"""Training with the optimizer in host memory gives the bits of training without, under everything it goes with, over stops and changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.parallel.world import World
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import LayerStrategy, Plan
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import LLAMA, STEPS, compare, one_device, plan, sharded
+from tests.distributed.test_experts import EVEN
+from tests.distributed.test_fp8 import low
+from tests.distributed.test_schedules import DEEP, DEEP_TIED, UNEVEN, Case
+from tests.distributed.test_training import held, same_bits, trained
+from tests.slow import quick_first
+from tests.train.tiny import make_tiny, ranks
+
+CASES = [
+    (DEEP, Case("1f1b", shard=2, micro=2, offload="optimizer")),
+    (DEEP_TIED, Case("1f1b", pipeline=2, shard=2, recompute="full", offload="both")),
+    (DEEP_TIED, Case("breadth_first", shard=2, reshard=False, gradients="whole", offload="both")),
+    (DEEP, Case("zbv", pipeline=2, replicate=2, recompute="selective", offload="optimizer")),
+    (replace(LLAMA, layers=4), Case("1f1b", tensor=2, micro=2, offload="both")),
+    (EVEN, Case("1f1b", shard=2, expert=2, micro=4, offload="optimizer")),
+    (DEEP, Case("dualpipe_v", pipeline=2, offload="optimizer")),
+    (DEEP, Case("zb_h1", pipeline=2, stages=UNEVEN, offload="optimizer")),
+    (DEEP_TIED, Case("interleaved", pipeline=2, shard=2, offload="both")),
+    (DEEP_TIED, Case("gpipe", pipeline=2, offload="optimizer")),
+    (DEEP, Case("1f1b", ring=2, micro=2, offload="optimizer")),
+    (DEEP, Case("1f1b", ulysses=2, micro=2, offload="optimizer")),
+]
+"""In float64, where masters stay: weights are gathered as they are stored."""
+MIXED = (
+    LayerStrategy(range="0-3", offload="optimizer"),
+    LayerStrategy(range="4-5"),
+    LayerStrategy(range="6-7", offload="both", recompute="full"),
+)
+
+
+def bf16(chosen: Plan) -> Plan:
+    return replace(chosen, precision=replace(chosen.precision, compute="bf16", reduce="fp32"))
+
+
+BITS = {
+    "uneven shards": (LLAMA, bf16(Case("1f1b", shard=4, offload="optimizer").plan)),
+    "tied pipeline": (DEEP_TIED, bf16(Case("1f1b", pipeline=2, shard=2, offload="both").plan)),
+    "one rank, layered": (DEEP_TIED, bf16(Case("breadth_first", micro=2, offload="optimizer").plan)),
+    "some layers": (DEEP, bf16(replace(Case("1f1b", shard=2, micro=2).plan, layers=MIXED))),
+    "replicas and tensor ranks": (LLAMA, bf16(Case("1f1b", replicate=2, tensor=2, offload="optimizer").plan)),
+    "experts": (EVEN, bf16(Case("1f1b", shard=2, expert=2, offload="optimizer").plan)),
+    "fp8": (DEEP, low(Case("1f1b", shard=2, micro=2, offload="optimizer").plan, compute="bf16")),
+    "fp32": (LLAMA, plan(1, 2, 2, compute="fp32", layers=(LayerStrategy(offload="optimizer"),))),
+}
+
+
+def named(value: ModelSpec | Case) -> str:
+    return str(value) if isinstance(value, Case) else value.family
+
+
+@pytest.mark.parametrize(("spec", "case"), quick_first(3, CASES, rows=True), ids=named)
+def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
+
+
+def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.Tensor], int]:
+    """What a few steps with clipping leave on this rank: figures, weights and moments; and bytes of weights that are on the device."""
+    from meshwright.checkpoint.boxed import Boxed
+    from meshwright.data.loader import MicroBatch
+    from meshwright.events.span import NullRecorder
+    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.shards import local
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.train.state import run_tensors
+    from meshwright.train.step import train_step
+    from tests.distributed.test_equality import BATCH, CLIP, RATE, TRAIN, batch
+
+    mesh = build_mesh(chosen, world)
+    engine = build_engine(spec, chosen, mesh, loss_chunk=5, seed=0)
+    optimizer = AdamW(engine.model, spec, TRAIN, engine.away)
+    optimizer.leave_device()
+    share = BATCH // mesh.data_ranks
+    left: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        first = mesh.data_rank * share
+        mine = [tensor[first : first + share].split(chosen.batch.micro_batch) for tensor in batch(step, spec)]
+        batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+        options = {"learning_rate": RATE, "clip_norm": CLIP, "stop_flag": 0, "recorder": NullRecorder()}
+        left[f"figures {step}"] = train_step(engine, optimizer, mesh, batches, **options).values
+    held = run_tensors(engine, optimizer).items()
+    left |= {name: (one.local if isinstance(one, Boxed) else local(one)).clone() for name, one in held}
+    here = sum(local(weight).untyped_storage().nbytes() for weight in engine.model.parameters())
+    return left, here
+
+
+def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tuple[set[str], list[int]]:
+    """What a few steps under the plan leave otherwise than the same without offload; `lose` is a kind of state that never comes back."""
+    from meshwright.optim.host import HostAdamW
+
+    plain = replace(chosen, layers=tuple(replace(layer, offload="none") for layer in chosen.layers))
+    truth, whole = steps(world, spec, plain)
+    staged = HostAdamW._staged
+
+    def lost(self: HostAdamW, number: int, kind: int) -> torch.Tensor:
+        found = staged(self, number, kind)
+        return found.clone() if self._kinds[kind] == lose else found
+
+    HostAdamW._staged = lost  # type: ignore[method-assign]
+    try:
+        found, here = steps(world, spec, chosen)
+    finally:
+        HostAdamW._staged = staged  # type: ignore[method-assign]
+    assert found.keys() == truth.keys()
+    return {name for name, value in found.items() if not torch.equal(value, truth[name])}, [here, whole]
+
+
+@pytest.mark.parametrize("name", quick_first(4, BITS))
+def test_same_bits_as_without(pool: Pool, name: str) -> None:
+    spec, chosen = BITS[name]
+    for rank in pool.run(differing, chosen.ranks, spec, chosen):
+        found, (here, whole) = rank
+        assert found == set()
+        if name not in ("fp8", "fp32"):
+            assert here < (0.6 if name == "some layers" else 0.01) * whole, "masters are not on the device"
+
+
+@pytest.mark.parametrize("lose", ["exp_avg", "exp_avg_sq", "weight"])
+def test_state_that_is_lost_is_noticed(pool: Pool, lose: str) -> None:
+    spec, chosen = BITS["one rank, layered"]
+    ((found, _),) = pool.run(differing, 1, spec, chosen, lose)
+    assert "figures 0" not in found and {"figures 2", "model.layers.3.mlp.up.weight"} <= found
+
+
+AWAY, HERE = "plan.offload=optimizer", "plan.offload=none"
+
+
+@pytest.mark.parametrize("order", [(AWAY, HERE), (HERE, AWAY), pytest.param((AWAY, AWAY), marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_or_without(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, order: tuple[str, str]
+) -> None:
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    common: list[Any] = [*ranks(2), "plan.compute=bf16"]
+    whole = trained(pool, tiny, tmp_path / "whole", *common)
+    first = trained(pool, tiny, tmp_path / "parts", *common, order[0], stop_at=3)
+    second = trained(pool, tiny, tmp_path / "parts", *common, order[1])
+    assert [seen.began for seen in second] == [3, 3]
+    for rank in range(2):
+        assert first[rank].losses + second[rank].losses == whole[rank].losses
+    assert same_bits(held(second), held(whole)) and not same_bits(held(first), held(whole))

@@ -1,0 +1,109 @@
+"""On a real GPU an optimizer in host memory gives the same bits, copies both ways at once, and leaves the device's memory to others: a
+minute on one H200."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.gpu.test_offload import BOUND, peak, steps
+
+from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.optim.host import MASTER, MOMENTS, HostAdamW
+from meshwright.spec.load import load_resolved
+from meshwright.spec.model import parameter_count
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"a": (1000, 1001), "b": (37,), "c": (4096, 4096), "d": (129,), "e": (3, 5, 7)}
+OPTIONS: dict[str, Any] = {"betas": (0.9, 0.95), "epsilon": 1e-8}
+
+
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator("cuda").manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw, device="cuda") for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("chunk", [None, 1 << 20])
+def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
+    """Over many steps one behind another, none waited for, of which one is skipped."""
+    truth, parts = drawn(0), drawn(0)
+    here = {name: part.to(torch.bfloat16) for name, part in parts.items()} if masters else parts
+    plain = torch.optim.AdamW(
+        list(truth.values()), lr=1e-3, betas=OPTIONS["betas"], eps=1e-8, weight_decay=0.1, fused=True
+    )
+    release = {name: (lambda copy=copy: copy) for name, copy in here.items()} if masters else {}
+    made = HostAdamW(parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, **OPTIONS)
+    made.leave()
+    if masters:
+        for part in parts.values():
+            part.fill_(torch.nan)  # nothing reads what has left
+    for step in range(12):
+        gradients = drawn(step + 1)
+        skip = torch.full((), float(step == 5), device="cuda")
+        made.step(gradients, 1e-3, skip)
+        for name, gradient in gradients.items():
+            truth[name].grad = gradient
+        plain.found_inf = skip  # type: ignore[attr-defined]
+        plain.step()
+    for name, weight in truth.items():
+        for moment in MOMENTS:
+            assert torch.equal(made.state(moment, name), plain.state[weight][moment].cpu()), (moment, name)
+        assert torch.equal(here[name], weight.to(here[name].dtype)), name
+        assert not masters or torch.equal(made.state(MASTER, name), weight.cpu()), name
+
+
+def test_chunks_come_while_others_leave() -> None:
+    parts = {"weight": torch.zeros(24 * STAGED_ELEMENTS, device="cuda")}
+    made = HostAdamW(parts, {"weight": 0.1}, {}, **OPTIONS)
+    start, spans = torch.cuda.Event(enable_timing=True), []
+
+    @contextmanager
+    def aside(name: str, lane: str) -> Iterator[None]:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        yield
+        ended.record()
+        spans.append((lane, begun, ended))
+
+    gradient, skip = torch.ones_like(parts["weight"]), torch.zeros((), device="cuda")
+    made.step({"weight": gradient}, 1e-3, skip)
+    torch.cuda.synchronize()
+    start.record()
+    made.step({"weight": gradient}, 1e-3, skip, aside)
+    torch.cuda.synchronize()
+    seen = {
+        wanted: [
+            (start.elapsed_time(begun), start.elapsed_time(ended)) for lane, begun, ended in spans if lane == wanted
+        ]
+        for wanted in ("fetch", "offload")
+    }
+    assert [len(rows) for rows in seen.values()] == [24, 24]
+    beside = [any(f[0] < o[1] and o[0] < f[1] for f in seen["fetch"]) for o in seen["offload"]]
+    # All but those that leave when everything has come.
+    assert sum(beside) >= 24 - STAGING_BUFFERS - 1, seen
+
+
+def test_memory_is_let_go_and_losses_stay(tmp_path: Path) -> None:
+    here, away = (steps(tmp_path, kind, f"plan.offload={kind}") for kind in ("none", "optimizer"))
+    assert away[0]["loss"] == here[0]["loss"]
+    assert [step["loss"] for step in away] == pytest.approx([step["loss"] for step in here], rel=BOUND)
+    count = parameter_count(load_resolved(tmp_path / "optimizer" / "config.yaml").model)
+    # Master weights and moments go, weights in bf16 and the chunks come.
+    gone = 10 * count - STAGING_BUFFERS * 3 * 4 * STAGED_ELEMENTS
+    assert gone > 0 and peak(here) - peak(away) == pytest.approx(gone, rel=0.1)
+
+
+def test_a_run_goes_on_without(tmp_path: Path) -> None:
+    """Saved with the optimizer away, read with it on the device: the loss goes on as it would have."""
+    away = steps(tmp_path, "run", "checkpoint.every=3", "plan.offload=optimizer")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    again = steps(tmp_path, "run", "checkpoint.every=3", "plan.offload=none")
+    assert [step["step"] for step in again] == [step["step"] for step in away] == list(range(1, 7))
+    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in away], rel=BOUND)
