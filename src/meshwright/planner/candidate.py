@@ -80,14 +80,18 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
 
 
 def _unreachable(plan: Plan) -> str | None:
-    """Why weights cannot be gathered as the plan has it, or None."""
-    over = next((axis for axis in plan.mesh if axis.axis in SHARD_AXES and axis.crosses == "node"), None)
-    if plan.gather_engine == "kernel" or over is None:
-        return None
-    return (
-        f"plan.gather_engine = copy: the {over.size} ranks of the {over.axis} axis are on several nodes, which share no memory; "
-        f"expected it inside a node (lower plan.{over.axis}), or plan.gather_engine = kernel"
-    )
+    """Why weights or tokens cannot be copied as the plan has it, or None."""
+    for key, engine, over in (
+        ("gather_engine", plan.gather_engine, SHARD_AXES),
+        ("tensor_engine", plan.tensor_engine, ("tensor",)),
+    ):
+        wide = next((axis for axis in plan.mesh if axis.axis in over and axis.crosses == "node"), None)
+        if engine == "copy" and wide is not None:
+            return (
+                f"plan.{key} = copy: the {wide.size} ranks of the {wide.axis} axis are on several nodes, which share no memory; "
+                f"expected it inside a node (lower plan.{wide.axis}), or plan.{key} = kernel"
+            )
+    return None
 
 
 def peak_bytes(plan: Plan) -> int:

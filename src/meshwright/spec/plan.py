@@ -182,6 +182,9 @@ class Plan:
     gather_engine: Engine = "kernel"
     """What gathers weights along the shard axis. kernel: the communication library's, on some of a device's multiprocessors. copy: the
     devices' copy engines, which leaves multiprocessors to compute; for a shard axis inside a node."""
+    tensor_engine: Engine = "kernel"
+    """What moves tokens along the tensor axis. kernel: the communication library's, before and behind each product. copy: the devices' copy
+    engines, beside the product, which is made in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
@@ -265,6 +268,8 @@ class PlanPins:
     """Number format of the gradient sum over replicas."""
     gather_engine: Engine | None = None
     """What gathers weights along the shard axis; left out, kernels."""
+    tensor_engine: Engine | None = None
+    """What moves tokens along the tensor axis, where `tensor` is pinned; left out, kernels."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 
