@@ -54,45 +54,54 @@ def test_bf16_stays_within_its_bound(pool: Pool) -> None:
     compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
 
 
+def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    """What each gives for numbers that are the rank's own, in float64."""
+    from meshwright.parallel import products
+
+    draw = torch.Generator().manual_seed(rank)
+    part, wide, narrow = 6, 10, 7
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    x, x_grad, y = normal(batch, part, wide), normal(batch, part, wide), normal(batch, ranks * part, narrow)
+    rows, columns, bias = normal(narrow, wide), normal(wide, narrow), normal(narrow)
+    name = group, ranks
+    return {
+        "gathered": (products.gathered_product(x, rows, None, *name),),
+        "gathered with bias": (products.gathered_product(x, rows, bias, *name),),
+        "gathered backward": products.gathered_gradients(x, rows, y, *name),
+        "gathered backward, split": products.gathered_input_gradient(x, rows, y, *name),
+        "scattered": (products.scattered_product(y, columns, *name),),
+        "scattered backward": products.scattered_input_gradient(x_grad, columns, *name),
+    }
+
+
 def both_ways(world: World, ranks: int, piece_rows: int, batch: int) -> dict[str, float]:
     """By operator, how far the asynchronous twin is from the plain one, three times over."""
-    from meshwright.parallel import async_tensor, products
+    from meshwright.parallel import async_tensor
     from meshwright.parallel.mesh import build_mesh
     from meshwright.parallel.peers import close_peers, open_peers
 
-    kept, async_tensor.PIECE_ROWS = async_tensor.PIECE_ROWS, piece_rows
     mesh = build_mesh(Case("1f1b", tensor=ranks).plan, world)
     group = mesh.group("tensor")
     assert group is not None
-    draw = torch.Generator().manual_seed(world.rank)
-    part, wide, narrow = 6, 10, 7
-    x, grad_x = (torch.randn(batch, part, wide, generator=draw, dtype=torch.float64) for _ in range(2))
-    y = torch.randn(batch, ranks * part, narrow, generator=draw, dtype=torch.float64)
-    rows, columns = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((narrow, wide), (wide, narrow)))
-    bias = torch.randn(narrow, generator=draw, dtype=torch.float64)
-
-    def all_of() -> dict[str, tuple[torch.Tensor, ...]]:
-        name = group.group_name, ranks
-        return {
-            "gathered": (products.gathered_product(x, rows, None, *name),),
-            "gathered with bias": (products.gathered_product(x, rows, bias, *name),),
-            "gathered backward": products.gathered_gradients(x, rows, y, *name),
-            "gathered backward, split": products.gathered_input_gradient(x, rows, y, *name),
-            "scattered": (products.scattered_product(y, columns, *name),),
-            "scattered backward": products.scattered_input_gradient(grad_x, columns, *name),
-        }
-
-    plain = all_of()
-    peers = open_peers(mesh, "tensor", "a test")
-    again = [all_of() for _ in range(3)]
-    close_peers(group.group_name)
-    async_tensor.PIECE_ROWS = kept
+    plain = every_operator(world.rank, group.group_name, ranks, batch)
+    kept, async_tensor.PIECE_ROWS = async_tensor.PIECE_ROWS, piece_rows
+    try:
+        peers = open_peers(mesh, "tensor", "a test")
+        again = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
+    finally:
+        close_peers(group.group_name)
+        async_tensor.PIECE_ROWS = kept
     assert peers.ranks == ranks
-    assert all(a.is_contiguous() and a.shape == b.shape for n in plain for a, b in zip(again[0][n], plain[n], strict=True))
-    return {
-        name: max(float((a - b).abs().max()) for found in again for a, b in zip(found[name], plain[name], strict=True))
-        for name in plain
-    }
+    errors = {}
+    for name, truths in plain.items():
+        for found in again:
+            for a, b in zip(found[name], truths, strict=True):
+                assert a.is_contiguous() and a.shape == b.shape
+                errors[name] = max(errors.get(name, 0.0), float((a - b).abs().max()))
+    return errors
 
 
 @pytest.mark.parametrize(("ranks", "piece_rows", "batch"), [(4, 1, 2), (4, 12, 1), (2, 1, 1)])

@@ -46,8 +46,13 @@ def open_peers(mesh: Mesh, axis: str, what: str) -> Peers:
     else:
         mesh.world.refuse_unmapped(ranks, what)
         peers = PeerMemory(group, mesh.device)
-    _open[group.group_name] = peers
+    register(group.group_name, peers)
     return peers
+
+
+def register(group: str, peers: Peers) -> None:
+    """Let the group's operators exchange tokens through `peers`, for as long as the caller keeps them."""
+    _open[group] = peers
 
 
 def close_peers(group: str) -> None:
@@ -184,12 +189,14 @@ class PeerMemory(Peers):
         window, part = self.begin(x.nbytes * self.ranks), x.shape[1]
         window.slot(self.rank, self.uses, x.shape, x.dtype).copy_(x)
         self.stream.wait_stream(torch.cuda.current_stream())
-        arrived = {}
+        arrived: dict[int, Any] = {}
         with torch.cuda.stream(self.stream):
             window.meet(self.uses)
             for peer in order:
                 source = window.slot(peer, self.uses, x.shape, x.dtype)
-                for target, sequence in zip(whole, source, strict=True):  # each in one piece, which a copy engine can move
+                for target, sequence in zip(
+                    whole, source, strict=True
+                ):  # each in one piece, which a copy engine can move
                     target[peer * part : (peer + 1) * part].copy_(sequence, non_blocking=True)
                 arrived[peer] = self.stream.record_event()
         return _Copied(arrived)
@@ -201,13 +208,15 @@ class PeerMemory(Peers):
         """The next exchange, with slots of `size` bytes or more."""
         self.uses += 1
         if self._window is None or self._window.size < size:
-            torch.cuda.synchronize(self._device)  # and the others do, before the new window is there: nobody reads the old one
+            torch.cuda.synchronize(
+                self._device
+            )  # and the others do, before the new window is there: nobody reads the old one
             self._window = _Window(self._group, size, self._device)
         return self._window
 
 
 class _Copied(Arriving):
-    def __init__(self, arrived: dict[int, torch.cuda.Event]) -> None:
+    def __init__(self, arrived: dict[int, Any]) -> None:
         self._arrived = arrived
 
     def wait(self, peer: int) -> None:
@@ -220,9 +229,7 @@ class _Pushing(Collecting):
         self._window, self._number = memory.begin(like.element_size() * full.numel()), memory.uses
         self.landing = self._window.slot(memory.rank, self._number, full, like.dtype)
         peers = [peer for peer in range(memory.ranks) if peer != memory.rank]
-        self._targets = {
-            peer: self._window.slot(peer, self._number, full, like.dtype)[memory.rank] for peer in peers
-        }
+        self._targets = {peer: self._window.slot(peer, self._number, full, like.dtype)[memory.rank] for peer in peers}
         self._left = len(peers) * shape[0]
         self._kept: list[Mapping[int, Tensor]] = []
         """What is copied must last until it has been."""

@@ -254,6 +254,9 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 
 def _memory(run: RunSpec, layout: Layouts) -> np.ndarray:
-    engine = pins_of(run).gather_engine or "kernel"
-    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, engine=engine)
+    pins = pins_of(run)
+    numbers = formats(
+        run.train, precision_of(run), cpu=run.cluster.is_cpu, engine=pins.gather_engine or "kernel",
+        tensor_engine=pins.tensor_engine or "kernel",
+    )  # fmt: skip
     return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))
