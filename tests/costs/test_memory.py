@@ -279,4 +279,14 @@ def test_copy_engines_have_a_window_for_what_they_gather() -> None:
     assert alone[0] == alone[1]
 
 
+def test_tokens_copied_beside_products_have_a_window() -> None:
+    """Two slots for all tokens of a micro-batch in bf16, outside the allocator; none for one tensor rank or a processor."""
+    for tensor, cpu, more in ((4, False, 2 * TOKENS * HIDDEN * 2), (1, False, 0), (4, True, 0)):
+        given = plan({"tensor": tensor})
+        told = [
+            memory_by_kind(MODEL, TRAIN, replace(given, tensor_engine=how), cpu=cpu)["framework"] for how in ENGINES
+        ]
+        assert told[1] - told[0] == more, (tensor, cpu)
+
+
 ENGINES = ("kernel", "copy")

@@ -91,6 +91,8 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     rows.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
     if plan.gather_engine == "copy":
         rows.append(("gathers", "by copy engines"))
+    if plan.tensor_engine == "copy":
+        rows.append(("tokens of tensor ranks", "by copy engines, beside the products"))
     rows.append(("compile", "each block" if plan.compile else "no"))
     return rows
 

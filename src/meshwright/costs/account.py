@@ -25,6 +25,8 @@ BLOCK_SLOTS = 2
 """Blocks that copy engines have room for in their window (parallel/copy_engine.py), beside one of the ends."""
 STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 3
 """Elements of a chunk of an optimizer in host memory, and how many chunks have room on the device (optim/host.py)."""
+TOKEN_SLOTS = 2
+"""Slots of the window of tensor ranks that copy, each for all tokens of a micro-batch, one hidden vector wide (parallel/peers.py)."""
 WIDE = 4
 """Bytes of the loss's own sums (fp32)."""
 
@@ -52,6 +54,8 @@ class Formats:
     """Scratch memory of matrix products and attention."""
     window: Array = 0
     """1 where weights are gathered into a window that stays, by copy engines."""
+    token_window: Array = 0
+    """1 where tensor ranks copy tokens beside their products, through a window that stays."""
     framework: Array = 3 << 30
     """Context, communicators, kernels: what no tensor takes."""
 
@@ -126,7 +130,8 @@ def account(held: Held, f: Formats) -> dict[str, Array]:
         "logits": at_peak["logits"],
         # A message sent is let go when the next one goes out.
         "transfers": np.where(held.messages < 0, 0.0, (RECEIVES_AHEAD + held.messages) * stream),
-        "framework": f.framework * np.ones_like(totals[0]),
+        # Mapped memory is not the allocator's: no tensor of torch's account takes it.
+        "framework": f.framework + np.where(held.width > 1, f.token_window * TOKEN_SLOTS * held.width * stream, 0.0),
     }
 
 

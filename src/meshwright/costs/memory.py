@@ -39,9 +39,15 @@ def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
 
 
 def formats(
-    train: TrainSpec, precision: Precision, *, cpu: bool, replicas: int = 1, engine: Engine = "kernel"
+    train: TrainSpec,
+    precision: Precision,
+    *,
+    cpu: bool,
+    replicas: int = 1,
+    engine: Engine = "kernel",
+    tensor_engine: Engine = "kernel",
 ) -> Formats:
-    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding."""
+    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's."""
     narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
         compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
@@ -49,6 +55,7 @@ def formats(
         logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
         low=low_share(precision, precision.linear), window=engine == "copy",
+        token_window=tensor_engine == "copy" and not cpu,
     )  # fmt: skip
 
 
@@ -93,7 +100,10 @@ def memory_by_rank(
         columns.append(_held(model, train, plan, part, held))
     joined = Held(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
     replicas = plan.axis_size("replicate")
-    found = account(joined, formats(train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine))
+    numbers = formats(
+        train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine
+    )
+    found = account(joined, numbers)
     kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
     return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))
 

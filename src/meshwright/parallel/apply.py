@@ -98,7 +98,7 @@ def build_engine(
     keep_only(model, held_parameters(spec, table, pipeline_rank))
     division = mesh.division
     keep_parts(model, division)
-    divide_over_tensor_ranks(model, mesh)
+    divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh)
     spread_experts(model, mesh)
     count_whole_sequences(model, mesh)

@@ -96,24 +96,13 @@ def _group(mesh: Mesh) -> dist.ProcessGroup | None:
     mesh.world.refuse_across_nodes(ranks, "plan.gather_engine = copy")
     if mesh.device.type == "cpu":
         return shards
-    _refuse_unmapped(mesh, ranks)
+    mesh.world.refuse_unmapped(ranks, "plan.gather_engine = copy")
     library: Any = dist.ProcessGroupNCCL
     if not hasattr(library, "NCCL_CTA_POLICY_ZERO"):
         raise BadInput("plan.gather_engine = copy: this NCCL has no zero-CTA policy; expected NCCL 2.28 or later")
     options = library.Options()
     options.config.cta_policy = library.NCCL_CTA_POLICY_ZERO
     return mesh.world.split(mesh.layout.groups(*SHARD_AXES), "gathers by copies", options)
-
-
-def _refuse_unmapped(mesh: Mesh, ranks: Sequence[int]) -> None:
-    here = mesh.device.index
-    for rank in ranks:
-        peer = here + rank - mesh.rank  # consecutive ranks of a host have consecutive devices
-        if rank != mesh.rank and not torch.cuda.can_device_access_peer(here, peer):
-            raise BadInput(
-                f"plan.gather_engine = copy: device {here} cannot map the memory of device {peer}; expected devices joined by NVLink or "
-                "another peer-to-peer link; leave plan.gather_engine out"
-            )
 
 
 def _registered(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, Any]:

@@ -3,7 +3,8 @@
 Between products a tensor rank has its part of every sequence; inside, all tokens and its part of the features (Shoeybi et al. 2019,
 Korthikanti et al. 2022). Each product is one operator together with its collectives, so that a compiled block stays one graph and the
 compiler neither moves nor keeps what was gathered. Backward gathers the tokens anew: a block then leaves a rank its own part of the
-sequence only. In backward a collective runs beside the product that does not wait for it.
+sequence only. In backward a collective runs beside the product that does not wait for it. Where the ranks' group has peers
+(`parallel.peers`), an operator has its asynchronous twin do the work (`parallel.async_tensor`).
 
 Shapes: x `(batch, seq / ranks, in)` becomes `(batch, seq, out)` behind a gathered product; behind a scattered one `(batch, seq, in)`
 becomes `(batch, seq / ranks, out)`.
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from meshwright.kernels.linear import Linear
+from meshwright.parallel import async_tensor
+from meshwright.parallel.peers import Peers, peers_of
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -27,14 +30,17 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class GroupedLinear(Linear):
-    """A part of a linear layer, whose weight and bias it takes over; the other parts are with the tensor ranks of `group`, by its name."""
+    """A part of a linear layer, whose weight and bias it takes over; the other parts are with the tensor ranks of `group`, by its name.
 
-    def __init__(self, linear: nn.Linear, group: str, ranks: int) -> None:
+    `peers` are kept open for the group's operators.
+    """
+
+    def __init__(self, linear: nn.Linear, group: str, ranks: int, peers: Peers | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = linear.weight.shape
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(linear, name))
-        self.group, self.spread = group, ranks
+        self.group, self.spread, self.peers = group, ranks, peers
 
 
 class GatheredLinear(GroupedLinear):
@@ -98,8 +104,7 @@ class _Scattered(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole = gathered_tokens(grad, ctx.group, ctx.ranks)
-        x_grad = whole @ weight
+        x_grad, whole = scattered_input_gradient(grad, weight, ctx.group, ctx.ranks)
         if ctx.tapped:
             return x_grad, None, x, whole, None, None
         return x_grad, whole.flatten(0, -2).t() @ x.flatten(0, -2), None, None, None, None
@@ -130,6 +135,8 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
 @torch.library.custom_op("meshwright::gathered_product", mutates_args=())
 def gathered_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, ranks: int) -> Tensor:
     """gathered(x) · weightᵀ + bias."""
+    if peers := peers_of(group):
+        return async_tensor.gathered_product(peers, x, weight, bias)
     return F.linear(_gather(x, group, ranks).wait(), weight, bias)
 
 
@@ -141,6 +148,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, ranks: int) ->
 @torch.library.custom_op("meshwright::gathered_gradients", mutates_args=())
 def gathered_gradients(x: Tensor, weight: Tensor, grad: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight, of a gathered product's output gradient."""
+    if peers := peers_of(group):
+        return async_tensor.gathered_gradients(peers, x, weight, grad)
     tokens = _gather(x, group, ranks, aside=True)
     x_grad = _scatter(grad @ weight, group, ranks, aside=True)  # the product beside the gather
     weight_grad = grad.flatten(0, -2).t() @ tokens.wait().flatten(0, -2)  # and this one beside the scatter
@@ -155,6 +164,8 @@ def _(x: Tensor, weight: Tensor, grad: Tensor, group: str, ranks: int) -> tuple[
 @torch.library.custom_op("meshwright::gathered_input_gradient", mutates_args=())
 def gathered_input_gradient(x: Tensor, weight: Tensor, grad: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
     """The gradient of x, and the gathered tokens that the weight's will need."""
+    if peers := peers_of(group):
+        return async_tensor.gathered_input_gradient(peers, x, weight, grad)
     tokens = _gather(x, group, ranks, aside=True)
     x_grad = _scatter(grad @ weight, group, ranks)
     return x_grad.wait(), tokens.wait()
@@ -168,12 +179,28 @@ def _(x: Tensor, weight: Tensor, grad: Tensor, group: str, ranks: int) -> tuple[
 @torch.library.custom_op("meshwright::scattered_product", mutates_args=())
 def scattered_product(x: Tensor, weight: Tensor, group: str, ranks: int) -> Tensor:
     """This rank's tokens of the ranks' sum of x · weightᵀ."""
+    if peers := peers_of(group):
+        return async_tensor.scattered_product(peers, x, weight)
     return _scatter(F.linear(x, weight), group, ranks).wait()
 
 
 @scattered_product.register_fake
 def _(x: Tensor, weight: Tensor, group: str, ranks: int) -> Tensor:
     return _shorter(x, weight.shape[0], ranks)
+
+
+@torch.library.custom_op("meshwright::scattered_input_gradient", mutates_args=())
+def scattered_input_gradient(grad: Tensor, weight: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
+    """The gradient of a scattered product's input, and the gathered output gradient that the weight's will need."""
+    if peers := peers_of(group):
+        return async_tensor.scattered_input_gradient(peers, grad, weight)
+    whole = _gather(grad, group, ranks).wait()
+    return whole @ weight, whole
+
+
+@scattered_input_gradient.register_fake
+def _(grad: Tensor, weight: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
+    return _longer(grad, weight.shape[1], ranks), _longer(grad, grad.shape[-1], ranks)
 
 
 class _Moving(NamedTuple):

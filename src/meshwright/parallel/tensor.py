@@ -19,18 +19,21 @@ from torch.distributed.tensor import DTensor
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.peers import Peers, close_peers, open_peers
 from meshwright.parallel.products import GatheredLinear, ScatteredLinear
 from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import TENSOR_CUTS, Box, check_tensor, even_rows
+from meshwright.spec.plan import Engine
 
 PRODUCTS = {"rows": GatheredLinear, "columns": ScatteredLinear}
 
 
-def divide_over_tensor_ranks(model: Decoder, mesh: Mesh) -> None:
+def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kernel") -> None:
     """Let each module compute this tensor rank's part, which a model without memory was left; nothing to do on one tensor rank.
 
-    Raises BadInput when that many ranks cannot divide it.
+    `engine` is what moves tokens around the blocks' products. Raises BadInput when that many ranks cannot divide the model, or copy
+    engines cannot reach from each to each.
     """
     group, part = mesh.group("tensor"), mesh.part("tensor")
     if group is None:
@@ -38,9 +41,11 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh) -> None:
     if expected := check_tensor(model.spec, part.of):
         raise BadInput(f"plan.tensor: expected {expected}, got {part.of}")
     spec, name = model.spec, group.group_name
+    close_peers(name)
+    peers = open_peers(mesh, "tensor", "plan.tensor_engine = copy") if engine == "copy" else None
     for block in model.layers.values():
         assert isinstance(block, Block)
-        _divide_block(block, name, part.of)
+        _divide_block(block, name, part.of, peers)
     vocabulary = [even_rows(spec.vocab_size, part.of, index) for index in range(part.of)]
     if model.embed is not None:
         model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.of)
@@ -51,11 +56,11 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh) -> None:
         model.head = VocabularyHead(model.head.weight, sizes, model.head.loss_chunk, part.index, name)
 
 
-def _divide_block(block: Block, group: str, ranks: int) -> None:
+def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> None:
     for name, linear in list(block.named_modules()):
         if isinstance(linear, Linear) and name in TENSOR_CUTS:
             owner, _, last = name.rpartition(".")
-            product = PRODUCTS[TENSOR_CUTS[name]](linear, group, ranks)
+            product = PRODUCTS[TENSOR_CUTS[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(owner), last, product)
     _divide_heads(block.attention, ranks)
 

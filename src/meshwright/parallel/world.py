@@ -75,6 +75,17 @@ class World:
                 f"nodes share no memory; keep it to the {self.ranks_per_node} ranks of one node"
             )
 
+    def refuse_unmapped(self, ranks: Sequence[int], what: str) -> None:
+        """Raise BadInput when this rank's device cannot map the memory of those of `ranks`, which all live on its node."""
+        here = self.device.index
+        for rank in ranks:
+            peer = here + rank - self.rank  # consecutive ranks of a host have consecutive devices
+            if rank != self.rank and not torch.cuda.can_device_access_peer(here, peer):
+                raise BadInput(
+                    f"{what}: device {here} cannot map the memory of device {peer}; expected devices joined by NVLink or another "
+                    f"peer-to-peer link; leave {what.partition(' = ')[0]} out"
+                )
+
     def split(self, parts: Sequence[Sequence[int]], what: str, options: Any = None) -> dist.ProcessGroup:
         """This rank's group, where `parts` divides all ranks into groups; collective over all ranks, in one order.
 

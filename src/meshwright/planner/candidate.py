@@ -12,7 +12,7 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.fp8 import unlike_fp8
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
-from meshwright.spec.plan import SHARD_AXES, LayerStrategy, Linear, MeshAxis, Plan, PlanPins, Precision
+from meshwright.spec.plan import SHARD_AXES, AxisName, LayerStrategy, Linear, MeshAxis, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
 HEADROOM = 0.91
@@ -82,19 +82,22 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
 
 
 def _unreachable(plan: Plan) -> str | None:
-    """Why weights cannot be gathered as the plan has it, or None."""
-    over = _leaving(plan)
-    if plan.gather_engine == "kernel" or over is None:
-        return None
-    return (
-        f"plan.gather_engine = copy: the {over.size} ranks of the {over.axis} axis are on several nodes, which share no memory; "
-        f"expected it inside a node (lower plan.{over.axis}), or plan.gather_engine = kernel"
-    )
+    """Why weights or tokens cannot be copied as the plan has it, or None."""
+    for key, engine, over in (
+        ("gather_engine", plan.gather_engine, _leaving(plan, *SHARD_AXES)),
+        ("tensor_engine", plan.tensor_engine, _leaving(plan, "tensor")),
+    ):
+        if engine == "copy" and over is not None:
+            return (
+                f"plan.{key} = copy: the {over.size} ranks of the {over.axis} axis are on several nodes, which share no memory; "
+                f"expected it inside a node (lower plan.{over.axis}), or plan.{key} = kernel"
+            )
+    return None
 
 
-def _leaving(plan: Plan) -> MeshAxis | None:
-    """An axis over which weights are gathered from other nodes."""
-    return next((axis for axis in plan.mesh if axis.axis in SHARD_AXES and axis.crosses == "node"), None)
+def _leaving(plan: Plan, *axes: AxisName) -> MeshAxis | None:
+    """The first of `axes` whose ranks are on several nodes."""
+    return next((axis for axis in plan.mesh if axis.axis in axes and axis.crosses == "node"), None)
 
 
 def kernels_only(run: RunSpec) -> str | None:
@@ -108,7 +111,9 @@ def kernels_only(run: RunSpec) -> str | None:
 
 def kernels_because(run: RunSpec, plan: Plan) -> str | None:
     """Why the weights of `plan` are not gathered by copy engines, where no comparison of seconds says it."""
-    return kernels_only(run) or ("the ranks that share weights are on several nodes" if _leaving(plan) else None)
+    return kernels_only(run) or (
+        "the ranks that share weights are on several nodes" if _leaving(plan, *SHARD_AXES) else None
+    )
 
 
 def peak_bytes(plan: Plan) -> int:

@@ -60,6 +60,7 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         layers=pins.layers or (_layer("all", strategy.rich, strategy),),
         precision=precision_of(run),
         gather_engine="copy" if points.column("copied")[row] else "kernel",
+        tensor_engine=pins.tensor_engine or "kernel",
         compile=compiles(run),
     )
     if pins.layers or strategy.rich == strategy.lean:

@@ -257,5 +257,8 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 
 def _memory(run: RunSpec, layout: Layouts) -> np.ndarray:
-    numbers = replace(formats(run.train, precision_of(run), cpu=run.cluster.is_cpu), window=layout.copied)
+    numbers = formats(
+        run.train, precision_of(run), cpu=run.cluster.is_cpu, tensor_engine=pins_of(run).tensor_engine or "kernel"
+    )
+    numbers = replace(numbers, window=layout.copied)
     return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))

@@ -113,6 +113,10 @@ def plan_rules(plan: Document) -> list[Mistake]:
         if axis["axis"] in seen:
             mistakes.append(_at(plan, ("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
         seen.add(axis["axis"])
+    tensor = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "tensor"), 1)
+    if tensor == 1 and plan.has(("tensor_engine",)) and plan.get(("tensor_engine",)) == "copy":
+        expected = "kernel, as `mesh` has one tensor rank"
+        mistakes.append(_at(plan, ("tensor_engine",), expected, "copy", "kernel"))
     if product != batch["global_batch"]:
         expected = f"micro_batch × accumulate × replicate × shard = {product}"
         mistakes.append(_at(plan, ("batch", "global_batch"), expected, say(batch["global_batch"]), str(product)))
@@ -243,6 +247,9 @@ def _tensor(run: _Run) -> Iterator[Mistake]:
     if ranks and (expected := _tensor_misfit(run, ranks)):
         nearest_below = next(size for size in range(ranks - 1, 0, -1) if not _tensor_misfit(run, size))
         yield run.broken("plan.tensor", expected, str(nearest_below))
+    if run("plan.tensor_engine") == "copy" and (ranks or 1) == 1:
+        expected = "kernel where `tensor` is not pinned to 2 or more: one rank has no peers to copy from"
+        yield run.broken("plan.tensor_engine", expected, "kernel")
 
 
 def _tensor_misfit(run: _Run, ranks: int) -> str | None:

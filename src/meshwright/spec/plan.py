@@ -27,7 +27,7 @@ DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
 CONTEXT_AXES = ("context_ring", "context_ulysses")
 """Axes along which ranks have different parts of the same sequences."""
-SHARD_AXES = ("shard", *CONTEXT_AXES)
+SHARD_AXES: tuple[AxisName, ...] = ("shard", *CONTEXT_AXES)
 """Axes along which parameters, gradients and optimizer are split: context ranks would otherwise hold the same. Experts are folded over
 them anew (`ExpertPlan`)."""
 
@@ -188,6 +188,9 @@ class Plan:
     gather_engine: Engine = "kernel"
     """What gathers weights over shard and context ranks. kernel: the communication library's, on some of a device's multiprocessors. copy:
     the devices' copy engines, which leaves multiprocessors to compute; for shard and context ranks inside a node."""
+    tensor_engine: Engine = "kernel"
+    """What moves tokens along the tensor axis. kernel: the communication library's, before and behind each product. copy: the devices' copy
+    engines, beside the product, which is made in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
@@ -278,6 +281,8 @@ class PlanPins:
     """Number format of the gradient sum over replicas."""
     gather_engine: Engine | None = None
     """What gathers weights over shard and context ranks."""
+    tensor_engine: Engine | None = None
+    """What moves tokens along the tensor axis, where `tensor` is pinned; left out, kernels."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 

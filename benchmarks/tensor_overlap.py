@@ -1,0 +1,239 @@
+"""The products of a tensor-parallel layer with their tokens gathered and summed: by collectives around them, and by copies beside them.
+
+    python benchmarks/tensor_overlap.py [--gpus N] [--widths 2,4,8] [--tokens 8192] [--batch 1] [--rows 1024,2048,4096] [--out FILE]
+
+One line for each product of Llama-3-8B and direction, in ms of the slowest rank, medians over rounds of several calls in a row:
+
+  plain      collectives before and behind (`plan.tensor_engine: kernel`)
+  beside     copies by the devices' copy engines, the product in pieces (`copy`), for each number of rows that a piece has at least
+  products   the matrix products alone, uncut: no way can be faster
+  exchange   the collectives alone
+  hidden     what part of the exchange's time `beside` takes off `plain`: 100% is `products`
+
+`--widths` are the numbers of tensor ranks that the matrices are cut for, the number of GPUs left out; on fewer GPUs the exchange is that
+of these few. Results of the two ways are compared. NVLink multicast is left off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HIDDEN = 4096
+PRODUCTS = {
+    "qkv": ("gathered", 6144),
+    "out": ("scattered", 4096),
+    "gate_up": ("gathered", 28672),
+    "down": ("scattered", 14336),
+}
+"""What lies around the product, and its width beside the hidden one."""
+OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+LIMIT_SECONDS = 400
+CALLS = 8
+"""In a row, as in a step: the host runs ahead of the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One product in one direction."""
+
+    product: str
+    width: int
+    direction: str
+    plain_ms: float
+    beside_ms: dict[int, float] = field(default_factory=dict)
+    products_ms: float
+    exchange_ms: float
+    error: float
+    """Largest difference between the two ways, over the largest number."""
+
+    def text(self) -> str:
+        beside = "  ".join(
+            f"beside/{rows} {ms:6.3f} ({(self.plain_ms - ms) / self.exchange_ms:4.0%})"
+            for rows, ms in self.beside_ms.items()
+        )
+        return (
+            f"{self.product:8} /{self.width}  {self.direction:8}  plain {self.plain_ms:6.3f}  {beside}  products {self.products_ms:6.3f}  "
+            f"exchange {self.exchange_ms:6.3f}  error {self.error:.1e}"
+        )
+
+
+def main() -> None:
+    options = parser().parse_args()
+    os.environ |= OFF | LOOPBACK
+    if options.folder:
+        be_rank(options)
+        return
+    gpus = options.gpus or torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--gpus", str(gpus)]
+        environment = [os.environ | {"RANK": str(rank)} for rank in range(gpus)]
+        ranks = [subprocess.Popen(words, env=one) for one in environment]
+        try:
+            codes = [rank.wait(LIMIT_SECONDS) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            sys.exit(f"ranks ended with {codes}")
+        lines = json.loads((Path(folder) / "lines").read_text())
+    if options.out:
+        from meshwright.observe.environment import environment as machine
+
+        result = {"command": " ".join(sys.argv), "gpus": gpus, "tokens": options.tokens, "batch": options.batch}
+        options.out.write_text(
+            json.dumps({**result, "environment": machine(), "lines": lines}, indent=1, default=str) + "\n"
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--gpus", type=int)
+    found.add_argument("--widths", help="by default the number of GPUs")
+    found.add_argument("--tokens", type=int, default=8192, help="of a sequence")
+    found.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
+    found.add_argument("--rows", default="1024,2048,4096")
+    found.add_argument("--rounds", type=int, default=11)
+    found.add_argument("--out", type=Path)
+    found.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return found
+
+
+# --- in a rank
+
+
+def be_rank(options: argparse.Namespace) -> None:
+    rank, ranks = int(os.environ["RANK"]), options.gpus
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(str(options.folder / "store"), ranks)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device)
+    bench = Bench(options, device, ranks)
+    lines = []
+    for width in map(int, (options.widths or str(ranks)).split(",")):
+        for product in PRODUCTS:
+            for direction in ("forward", "backward"):
+                line = bench.line(product, width, direction)
+                lines.append(line)
+                if rank == 0:
+                    print(line.text(), flush=True)
+    if rank == 0:
+        (options.folder / "lines").write_text(json.dumps([asdict(line) for line in lines]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace, device: torch.device, ranks: int) -> None:
+        from meshwright.parallel.peers import PeerMemory
+
+        group = dist.group.WORLD
+        assert isinstance(group, dist.ProcessGroup)
+        self.device, self.ranks, self.name = device, ranks, group.group_name
+        self.peers = PeerMemory(group, device)
+        self.batch, self.tokens, self.rounds = options.batch, options.tokens, options.rounds
+        self.rows = list(map(int, options.rows.split(",")))
+
+    def line(self, product: str, width: int, direction: str) -> Line:
+        from meshwright.parallel import async_tensor
+        from meshwright.parallel.peers import close_peers, register
+
+        kind, wide = PRODUCTS[product]
+        call, alone, exchange = self.gathered(wide // width) if kind == "gathered" else self.scattered(wide // width)
+        call, alone, exchange = (one[direction == "backward"] for one in (call, alone, exchange))
+        close_peers(self.name)
+        truth, plain = call(), self.seconds(call)
+        register(self.name, self.peers)
+        beside, error = {}, 0.0
+        for rows in self.rows:
+            async_tensor.PIECE_ROWS = rows
+            error = max(
+                error, *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(call(), truth, strict=True))
+            )
+            beside[rows] = 1e3 * self.seconds(call)
+        close_peers(self.name)
+        return Line(
+            product=product, width=width, direction=direction, plain_ms=1e3 * plain, beside_ms=beside,
+            products_ms=1e3 * self.seconds(alone), exchange_ms=1e3 * self.seconds(exchange), error=error,
+        )  # fmt: skip
+
+    def gathered(self, out: int) -> Any:
+        """(forward, backward) of the whole operator, of its products alone, and of its exchanges alone."""
+        from meshwright.parallel import products as ops
+
+        x, weight, grad = self.part(HIDDEN), self.normal(out, HIDDEN), self.all(out)
+        whole, name = self.all(HIDDEN), (self.name, self.ranks)
+        return (
+            (
+                lambda: (ops.gathered_product(x, weight, None, *name),),
+                lambda: ops.gathered_gradients(x, weight, grad, *name),
+            ),
+            (lambda: whole @ weight.t(), lambda: (grad @ weight, grad.flatten(0, 1).t() @ whole.flatten(0, 1))),
+            (
+                lambda: ops.gathered_tokens(x, *name),
+                lambda: (ops.gathered_tokens(x, *name), ops.scattered_sum(whole, *name)),
+            ),
+        )
+
+    def scattered(self, wide: int) -> Any:
+        """The same; the weight's gradient belongs to backward."""
+        from meshwright.parallel import products as ops
+
+        x, weight, grad = self.all(wide), self.normal(HIDDEN, wide), self.part(HIDDEN)
+        whole, name = self.all(HIDDEN), (self.name, self.ranks)
+
+        def backward() -> tuple[Tensor, Tensor]:
+            x_grad, gathered = ops.scattered_input_gradient(grad, weight, *name)
+            return x_grad, gathered.flatten(0, 1).t() @ x.flatten(0, 1)
+
+        return (
+            (lambda: (ops.scattered_product(x, weight, *name),), backward),
+            (lambda: x @ weight.t(), lambda: (whole @ weight, whole.flatten(0, 1).t() @ x.flatten(0, 1))),
+            (lambda: ops.scattered_sum(whole, *name), lambda: ops.gathered_tokens(grad, *name)),
+        )
+
+    def part(self, width: int) -> Tensor:
+        return self.normal(self.batch, self.tokens // self.ranks, width)
+
+    def all(self, width: int) -> Tensor:
+        return self.normal(self.batch, self.tokens, width)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of one call, on the slowest rank."""
+        for _ in range(3):
+            call()
+        found = []
+        for _ in range(self.rounds):
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(CALLS):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3 / CALLS)
+        slowest = torch.tensor(statistics.median(found), device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Products of tensor parallelism whose tokens travel beside them: the asynchronous twins of those in `products`.
+
+A gathered product is made of pieces, the tokens of a few ranks each, beginning with this rank's own, while the others' arrive. A
+scattered product is made in the opposite order, this rank's own tokens last, while the pieces before are on their way to the ranks that
+add them up (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; PyTorch's asynchronous tensor
+parallelism). Where two products follow one exchange each, as in the backward of a gathered one, nothing need be cut: the gather travels
+beside the first product, and its sum beside the second.
+
+A rank's parts are added up in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `products`; peers are
+`peers.Peers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.loss import compiled
+from meshwright.kernels.norm import accumulate_dtype
+from meshwright.parallel.peers import Peers
+
+PIECE_ROWS = 2048
+"""Rows that a piece of a product should have at least, so that its tiles fill a device; a piece takes the tokens of several ranks where
+one's are fewer."""
+
+
+def gathered_product(peers: Peers, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """gathered(x) · weightᵀ + bias."""
+    return _Tokens(peers, x).product(weight.t(), bias)
+
+
+def gathered_gradients(peers: Peers, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight, of a gathered product's output gradient."""
+    tokens, sums = _Tokens(peers, x), _Sums(peers, x.shape, x)
+    x_grads = grad @ weight  # beside the gather
+    for sequence, x_grad in enumerate(x_grads):
+        sums.add(sequence, range(peers.ranks), x_grad)
+    weight_grad = grad.flatten(0, -2).t() @ tokens.whole().flatten(0, -2)  # beside the sum
+    return sums.total(), weight_grad
+
+
+def gathered_input_gradient(peers: Peers, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and the gathered tokens that the weight's will need."""
+    tokens = _Tokens(peers, x)
+    return _scattered(peers, grad, weight), tokens.whole()
+
+
+def scattered_product(peers: Peers, x: Tensor, weight: Tensor) -> Tensor:
+    """This rank's tokens of the ranks' sum of x · weightᵀ."""
+    return _scattered(peers, x, weight.t())
+
+
+def scattered_input_gradient(peers: Peers, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of a scattered product's input, and the gathered output gradient that the weight's will need."""
+    tokens = _Tokens(peers, grad)
+    return tokens.product(weight, None), tokens.whole()
+
+
+def _scattered(peers: Peers, x: Tensor, by: Tensor) -> Tensor:
+    part = x.shape[1] // peers.ranks
+    sums = _Sums(peers, torch.Size((x.shape[0], part, by.shape[1])), x)
+    own, *others = pieces(peers, part)
+    for ranks in (*others, own):
+        for sequence in range(x.shape[0]):
+            rows = x[sequence, ranks.start * part : ranks.stop * part]
+            sums.add(sequence, ranks, torch.mm(rows, by, out=sums.room(sequence, ranks)))
+    return sums.total()
+
+
+def pieces(peers: Peers, rows: int) -> list[range]:
+    """The ranks whose tokens are multiplied together, this rank's own piece first, then round; `rows` tokens of a sequence are one rank's.
+
+    The smallest number of ranks that divides them and has rows enough; at least two pieces, so that one can travel beside another.
+    """
+    sizes = [size for size in range(1, peers.ranks) if peers.ranks % size == 0]
+    size = next((size for size in sizes if size * rows >= PIECE_ROWS), sizes[-1])
+    first = peers.rank // size * size
+    starts = ((first + step) % peers.ranks for step in range(0, peers.ranks, size))
+    return [range(start, start + size) for start in starts]
+
+
+def in_turn(peers: Peers, ranks: range) -> Iterator[int]:
+    """The peers among `ranks`, so that at any time each is asked by one other: from this rank's own place in its piece on, round."""
+    for step in range(len(ranks)):
+        peer = ranks[(peers.rank + step) % len(ranks)]
+        if peer != peers.rank:
+            yield peer
+
+
+class _Tokens:
+    """All tokens, on their way from the ranks that have them."""
+
+    def __init__(self, peers: Peers, x: Tensor) -> None:
+        self._peers, self._x = peers, x.contiguous()
+        batch, self._part, width = x.shape
+        self._pieces = pieces(peers, self._part)
+        self._whole = x.new_empty((batch, peers.ranks * self._part, width))
+        order = [peer for ranks in self._pieces for peer in in_turn(peers, ranks)]
+        self._arriving = peers.fetch(self._x, self._whole, order)
+        self._own_placed = False
+
+    def product(self, by: Tensor, bias: Tensor | None) -> Tensor:
+        """Times `by` `(width, out)`, piece by piece as they arrive."""
+        y = self._x.new_empty((*self._whole.shape[:2], by.shape[1]))
+        for ranks in self._pieces:
+            for peer in in_turn(self._peers, ranks):
+                self._arriving.wait(peer)
+            for sequence, target in enumerate(y):
+                rows, out = self._rows(sequence, ranks), target[self._place(ranks)]
+                torch.mm(rows, by, out=out) if bias is None else torch.addmm(bias, rows, by, out=out)
+        return y
+
+    def whole(self) -> Tensor:
+        """All of them, in order."""
+        for peer in range(self._peers.ranks):
+            if peer != self._peers.rank:
+                self._arriving.wait(peer)
+        self._place_own()
+        return self._whole
+
+    def _rows(self, sequence: int, ranks: range) -> Tensor:
+        if len(ranks) == 1 and self._peers.rank in ranks:
+            return self._x[sequence]
+        if self._peers.rank in ranks:
+            self._place_own()
+        return self._whole[sequence, self._place(ranks)]
+
+    def _place_own(self) -> None:
+        if not self._own_placed:
+            self._whole[:, self._place(range(self._peers.rank, self._peers.rank + 1))].copy_(self._x)
+            self._own_placed = True
+
+    def _place(self, ranks: range) -> slice:
+        return slice(ranks.start * self._part, ranks.stop * self._part)
+
+
+class _Sums:
+    """Sums over ranks, each rank's part of the sequence on it: parts `(batch, part, width)`."""
+
+    def __init__(self, peers: Peers, shape: torch.Size, like: Tensor) -> None:
+        self._peers, self._part = peers, shape[1]
+        self._own = like.new_empty(shape)
+        self._collecting = peers.collect(shape, like)
+
+    def room(self, sequence: int, ranks: range) -> Tensor:
+        """Where a product for these ranks may be made: what is for this rank alone need not be moved."""
+        if len(ranks) == 1 and self._peers.rank in ranks:
+            return self._own[sequence]
+        return self._own.new_empty((len(ranks) * self._part, self._own.shape[2]))
+
+    def add(self, sequence: int, ranks: range, product: Tensor) -> None:
+        """This rank's summand of one sequence, `(ranks × part, width)` for the tokens of these ranks; peers' parts go on their way."""
+        parts = dict(zip(ranks, product.split(self._part), strict=True))
+        self._collecting.send({peer: parts[peer] for peer in in_turn(self._peers, ranks)}, sequence)
+        own = parts.get(self._peers.rank)
+        if own is not None and own.data_ptr() != self._own[sequence].data_ptr():
+            self._own[sequence].copy_(own)
+
+    def total(self) -> Tensor:
+        """The sum over all ranks, when every part is on its way."""
+        self._collecting.wait()
+        add = compiled(_in_rank_order) if self._own.is_cuda else _in_rank_order
+        return add(self._collecting.landing, self._own, self._peers.rank)
+
+
+def _in_rank_order(landing: Tensor, own: Tensor, rank: int) -> Tensor:
+    """Sum over ranks of what landed `(ranks, …)`, this rank's being `own`."""
+    parts = [(own if peer == rank else landed).to(accumulate_dtype(own.dtype)) for peer, landed in enumerate(landing)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(own.dtype)

@@ -1,0 +1,125 @@
+"""Products whose tokens travel beside them equal those that wait for their collectives, and runs made of them equal one device.
+
+On processors tokens travel as messages; pieces, their order and the sums are the same as on GPUs (tests/gpu/test_async_tensor.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.parallel.world import World
+from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import BF16_BOUND, LLAMA, compare, one_device, sharded
+from tests.distributed.test_schedules import STEPS, Case
+from tests.distributed.test_tensor import GPT4, PARALLEL, QWEN, bf16, named
+from tests.slow import quick_first
+
+CASES = [
+    (QWEN, Case("zb_h1", tensor=2, pipeline=2, micro=2, recompute="selective")),
+    (GPT4, Case("1f1b", tensor=2, shard=2, micro=2)),
+    (PARALLEL, Case("1f1b", tensor=4, micro=4, recompute="full")),
+    (LLAMA, Case("breadth_first", tensor=2, shard=2, recompute="selective")),
+    (QWEN, Case("zbv", tensor=2, pipeline=2, recompute="full")),
+    (LLAMA, Case("1f1b", tensor=2, replicate=2, micro=2)),
+    (LLAMA, Case("1f1b", tensor=2, ring=2)),
+    (QWEN, Case("1f1b", tensor=2, micro=4, recompute="selective", compile=True)),
+]
+
+
+def beside(plan: Plan) -> Plan:
+    return replace(plan, tensor_engine="copy")
+
+
+@pytest.mark.parametrize(("spec", "case"), quick_first(3, CASES, rows=True), ids=named)
+def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    plan = beside(case.plan)
+    compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS), one_device(spec)[:STEPS], 1e-9)
+
+
+def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
+    results = pool.run(sharded, 2, LLAMA, beside(Case("1f1b", tensor=2, micro=4).plan), 2.0, 1)
+    with pytest.raises(AssertionError):
+        compare(results, one_device(LLAMA)[:1], 1e-9, weights=False)
+
+
+@pytest.mark.slow
+def test_bf16_stays_within_its_bound(pool: Pool) -> None:
+    results = pool.run(sharded, 2, LLAMA, bf16(beside(Case("1f1b", tensor=2, micro=2).plan)), 1.0, 1)
+    compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
+
+
+def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    """What each gives for numbers that are the rank's own, in float64."""
+    from meshwright.parallel import products
+
+    draw = torch.Generator().manual_seed(rank)
+    part, wide, narrow = 6, 10, 7
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    x, x_grad, y = normal(batch, part, wide), normal(batch, part, wide), normal(batch, ranks * part, narrow)
+    rows, columns, bias = normal(narrow, wide), normal(wide, narrow), normal(narrow)
+    name = group, ranks
+    return {
+        "gathered": (products.gathered_product(x, rows, None, *name),),
+        "gathered with bias": (products.gathered_product(x, rows, bias, *name),),
+        "gathered backward": products.gathered_gradients(x, rows, y, *name),
+        "gathered backward, split": products.gathered_input_gradient(x, rows, y, *name),
+        "scattered": (products.scattered_product(y, columns, *name),),
+        "scattered backward": products.scattered_input_gradient(x_grad, columns, *name),
+    }
+
+
+def both_ways(world: World, ranks: int, piece_rows: int, batch: int) -> dict[str, float]:
+    """By operator, how far the asynchronous twin is from the plain one, three times over."""
+    from meshwright.parallel import async_tensor
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.parallel.peers import close_peers, open_peers
+
+    mesh = build_mesh(Case("1f1b", tensor=ranks).plan, world)
+    group = mesh.group("tensor")
+    assert group is not None
+    plain = every_operator(world.rank, group.group_name, ranks, batch)
+    kept, async_tensor.PIECE_ROWS = async_tensor.PIECE_ROWS, piece_rows
+    try:
+        peers = open_peers(mesh, "tensor", "a test")
+        again = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
+    finally:
+        close_peers(group.group_name)
+        async_tensor.PIECE_ROWS = kept
+    assert peers.ranks == ranks
+    errors = {}
+    for name, truths in plain.items():
+        for found in again:
+            for a, b in zip(found[name], truths, strict=True):
+                assert a.is_contiguous() and a.shape == b.shape
+                errors[name] = max(errors.get(name, 0.0), float((a - b).abs().max()))
+    return errors
+
+
+@pytest.mark.parametrize(("ranks", "piece_rows", "batch"), [(4, 1, 2), (4, 12, 1), (2, 1, 1)])
+def test_every_operator_equals_its_plain_twin(pool: Pool, ranks: int, piece_rows: int, batch: int) -> None:
+    """With pieces of one rank's tokens, and of two ranks'."""
+    for found in pool.run(both_ways, ranks, ranks, piece_rows, batch):
+        assert max(found.values()) < 1e-12, found
+
+
+def refused(world: World) -> str:
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    plan = beside(Case("1f1b", tensor=2).plan)
+    with pytest.raises(BadInput) as error:
+        build_engine(LLAMA, plan, build_mesh(plan, replace(world, node_ranks=1)), loss_chunk=5, seed=0)
+    return str(error.value)
+
+
+def test_nodes_played_on_one_host_share_no_memory(pool: Pool) -> None:
+    assert all("plan.tensor_engine = copy between rank 0" in text for text in pool.run(refused, 2))

@@ -1,0 +1,131 @@
+"""Exchanges through mapped memory, on memory that processes share: streams are played in program order, all else is what GPUs run.
+
+One rank is as late as it can be: behind every meeting it waits until each of the others has come to its next one, so whatever they may
+overwrite by then, they have.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.world import World
+from tests.distributed.pool import Pool
+from tests.distributed.test_async_tensor import every_operator
+from tests.distributed.test_schedules import Case
+
+
+class Now:
+    """A stream whose work is done when it is given."""
+
+    def wait_stream(self, other: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def record_event(self) -> None: ...
+
+
+def shared_window(folder: Path, late: int) -> type:
+    """`peers._Window` over files that the ranks map; rank `late` is late."""
+    from meshwright.parallel import peers
+
+    class Window(peers._Window):
+        made = 0
+
+        def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
+            self.size, self._rank, self._ranks = peers.aligned(size), group.rank(), group.size()
+            self._front = peers.aligned(4 * self._ranks)
+            Window.made += 1
+            whole = self._front + peers.SLOTS * self.size
+            names = [str(folder / f"{owner}-{Window.made}") for owner in range(self._ranks)]
+            torch.from_file(names[self._rank], shared=True, size=whole, dtype=torch.uint8).zero_()
+            dist.barrier(group)
+            self._all = [torch.from_file(name, shared=True, size=whole, dtype=torch.uint8) for name in names]
+            self._flags = [self._view(owner, 0, (self._ranks,), torch.int32) for owner in range(self._ranks)]
+
+        def _view(self, owner: int, first: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+            return self._all[owner][first : first + prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+        def meet(self, number: int) -> None:
+            self.tell(number)
+            self.hear(number)
+            if self._rank == late:
+                self.hear(number + 1)
+
+        def tell(self, number: int) -> None:
+            for owner in range(self._ranks):
+                self._flags[owner][self._rank] = number
+
+        def hear(self, number: int) -> None:
+            end = time.monotonic() + 20
+            others = [rank for rank in range(self._ranks) if rank != self._rank]
+            while any(self._flags[self._rank][other] < number for other in others):
+                assert time.monotonic() < end, f"meeting {number} did not come about: {self._flags[self._rank]}"
+                os.sched_yield()
+
+    return Window
+
+
+@contextmanager
+def streams_in_order() -> Iterator[None]:
+    plain = {
+        "Stream": lambda *_, **__: Now(),
+        "current_stream": Now,
+        "stream": nullcontext,
+        "synchronize": lambda _: None,
+    }
+    kept = {name: getattr(torch.cuda, name) for name in plain}
+    try:
+        for name, value in plain.items():
+            setattr(torch.cuda, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(torch.cuda, name, value)
+
+
+def largest_error(world: World, ranks: int, late: int, slots: int, batch: int, folder: Path) -> float:
+    """Of all operators, three times over, against their plain twins."""
+    from meshwright.parallel import peers
+    from meshwright.parallel.mesh import build_mesh
+
+    group = build_mesh(Case("1f1b", tensor=ranks).plan, world).group("tensor")
+    assert group is not None
+    plain = every_operator(world.rank, group.group_name, ranks, batch)
+    kept = peers._Window, peers.SLOTS
+    peers._Window, peers.SLOTS = shared_window(folder, late), slots  # type: ignore[misc]
+    try:
+        with streams_in_order():
+            memory = peers.PeerMemory(group, torch.device("cpu"))
+            peers.register(group.group_name, memory)
+            again = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
+        assert memory._window is not None
+        memory._window.tell(memory.uses + 1)  # type: ignore[attr-defined]
+        dist.barrier(group)
+    finally:
+        peers.close_peers(group.group_name)
+        peers._Window, peers.SLOTS = kept  # type: ignore[misc]
+    return max(
+        float((a - b).abs().max())
+        for found in again
+        for name in plain
+        for a, b in zip(found[name], plain[name], strict=True)
+    )
+
+
+@pytest.mark.parametrize(("ranks", "late", "batch"), [(2, 1, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)])
+def test_nobody_overwrites_what_a_late_rank_has_still_to_read(
+    pool: Pool, tmp_path: Path, ranks: int, late: int, batch: int
+) -> None:
+    assert max(pool.run(largest_error, ranks, ranks, late, 2, batch, tmp_path)) < 1e-12
+
+
+def test_one_slot_would_not_do(pool: Pool, tmp_path: Path) -> None:
+    assert max(pool.run(largest_error, 2, 2, 1, 1, 1, tmp_path)) > 1e-3

@@ -1,0 +1,146 @@
+"""Tokens copied beside the products of tensor ranks, on two GPUs: every operator against its plain twin, under delays, and whole runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.gpu.test_layouts import LAYOUT_BOUND, losses
+
+pytestmark = pytest.mark.gpu
+
+GPUS = 2
+ROUNDS = 40
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Largest error over the largest number: the same products, cut and added up otherwise. In bf16 each rank's product is rounded by both."""
+FP32_BOUND = 1e-4
+"""Relative difference of fp32 losses over six steps, twenty times closer than bf16's."""
+CASES = {
+    "tensor 2": ["plan.micro_batch=2"],
+    "tensor 2, not compiled, recompute full": ["plan.compile=false", "plan.recompute=full"],
+    "tensor 2, recompute selective": ["plan.recompute=selective"],
+}
+
+
+def needs_mapped_gpus() -> None:
+    if torch.cuda.device_count() < GPUS or not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip(f"needs {GPUS} GPUs that map each other's memory")
+
+
+def test_operators_equal_their_plain_twins_however_late_a_rank_is(tmp_path: Path) -> None:
+    """Exchanges follow one another without a rest, on ranks that are late by turns: a slot that was taken early would show."""
+    needs_mapped_gpus()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.test_async_tensor", str(tmp_path / "store")],
+            env=os.environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(GPUS)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * GPUS, "\n".join(said)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_train_alike(name: str, tmp_path: Path) -> None:
+    needs_mapped_gpus()
+    words = ["plan.tensor=2", *CASES[name]]
+    plain = losses(tmp_path, "plain", GPUS, [*words, "plan.tensor_engine=kernel"])
+    beside = losses(tmp_path, "beside", GPUS, [*words, "plan.tensor_engine=copy"])
+    assert beside == pytest.approx(plain, rel=LAYOUT_BOUND)
+
+
+def test_runs_train_alike_in_fp32(tmp_path: Path) -> None:
+    """Tight: over six steps nothing but the order of sums differs."""
+    needs_mapped_gpus()
+    words = ["plan.tensor=2", "plan.compute=fp32", "plan.micro_batch=2"]
+    plain = losses(tmp_path, "plain", GPUS, [*words, "plan.tensor_engine=kernel"])
+    beside = losses(tmp_path, "beside", GPUS, [*words, "plan.tensor_engine=copy"])
+    assert beside == pytest.approx(plain, rel=FP32_BOUND)
+
+
+def be_rank(store: str, rank: int) -> None:
+    """One of the ranks: rounds of all operators, both ways on the same numbers."""
+    from meshwright.parallel import async_tensor
+    from meshwright.parallel.peers import PeerMemory, close_peers, register
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.FileStore(store, GPUS), rank=rank, world_size=GPUS, device_id=device)
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    name, draw = group.group_name, torch.Generator().manual_seed(rank)
+
+    def late() -> None:
+        if torch.rand((), generator=draw) < 0.3:
+            torch.cuda._sleep(int(2e6))
+
+    peers = PeerMemory(group, device)
+    async_tensor.PIECE_ROWS = 1
+    for dtype, bound in BOUNDS.items():
+        worst: dict[str, float] = {}
+        rounds = []
+        for number in range(ROUNDS):
+            # Sizes change, and grow beyond the window.
+            given = numbers(number, dtype, device, batch=1 + number % 2, part=160 if number > ROUNDS // 2 else 96)
+            plain = all_of(given, name)
+            register(name, peers)
+            rounds.append((plain, all_of(given, name, late)))
+            close_peers(name)
+        for plain, beside in rounds:
+            for what in plain:
+                for a, b in zip(beside[what], plain[what], strict=True):
+                    error = float((a - b).abs().max() / b.abs().max())
+                    worst[what] = max(worst.get(what, 0.0), error)
+        print(dtype, worst, flush=True)  # shown when the test fails
+        assert max(worst.values()) < bound, (dtype, worst)
+    dist.destroy_process_group()
+
+
+def numbers(seed: int, dtype: torch.dtype, device: torch.device, batch: int, part: int) -> dict[str, torch.Tensor]:
+    """What a round multiplies; ranks draw their own."""
+    draw = torch.Generator(device).manual_seed(1000 * seed + device.index)
+    wide, narrow = 256, 192
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, device=device, dtype=torch.float32).to(dtype)
+
+    return {
+        "x": normal(batch, part, wide), "y": normal(batch, GPUS * part, narrow), "rows": normal(narrow, wide),
+        "columns": normal(wide, narrow), "bias": normal(narrow),
+    }  # fmt: skip
+
+
+def all_of(
+    given: dict[str, torch.Tensor], name: str, before: Callable[[], None] = lambda: None
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """What every operator gives, by its name; `before` is called before each."""
+    from meshwright.parallel import products
+
+    x, y, rows, columns = (given[key] for key in ("x", "y", "rows", "columns"))
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    for what, operator, inputs in (
+        ("gathered", products.gathered_product, (x, rows, given["bias"])),
+        ("gathered backward", products.gathered_gradients, (x, rows, y)),
+        ("scattered", products.scattered_product, (y, columns)),
+        ("gathered backward, split", products.gathered_input_gradient, (x, rows, y)),
+        ("scattered backward", products.scattered_input_gradient, (x, columns)),
+    ):
+        before()
+        made = operator(*inputs, name, GPUS)
+        found[what] = made if isinstance(made, tuple) else (made,)
+    return found
+
+
+if __name__ == "__main__":
+    be_rank(sys.argv[1], int(os.environ["RANK"]))
