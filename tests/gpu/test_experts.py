@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.gpu.runs import Record, losses, needs, steps, trained
 from tests.models.tiny import MIXTURES, built
 
 pytestmark = pytest.mark.gpu
@@ -50,27 +48,21 @@ CASES = {
 }
 
 
-def losses(folder: Path, name: str, gpus: int, overrides: list[str]) -> list[float]:
-    (folder / "run.yaml").write_text(RUN)
-    words = [f"name={name}", f"cluster.gpus_per_node={gpus}", *overrides]
-    command = [sys.executable, "-m", "meshwright", "train", str(folder / "run.yaml"), "--runs", str(folder), *words]
-    subprocess.run(command, check=True, timeout=300)
-    steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    assert all(1 <= step["expert_load"] <= 16 for step in steps if step["kind"] == "step")
-    return [step["loss"] for step in steps if step["kind"] in ("step", "validation")]
+def checked_losses(records: list[Record]) -> list[float]:
+    assert all(1 <= step["expert_load"] <= 16 for step in steps(records))
+    return losses(records)
 
 
 @pytest.fixture(scope="module")
 def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(tmp_path_factory.mktemp("one"), "one", 1, [])
+    return checked_losses(trained(tmp_path_factory.mktemp("one"), RUN, "one", 1))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_agree(name: str, one_gpu: list[float], tmp_path: Path) -> None:
     gpus, overrides = CASES[name]
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs")
-    assert losses(tmp_path, "run", gpus, overrides) == pytest.approx(one_gpu, rel=BOUND)
+    needs(gpus)
+    assert checked_losses(trained(tmp_path, RUN, "run", gpus, overrides)) == pytest.approx(one_gpu, rel=BOUND)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

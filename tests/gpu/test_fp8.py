@@ -4,9 +4,6 @@ runs train alike. The twins run on the processor, from copies of the same number
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from copy import deepcopy
 from itertools import product as pairs
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.runs import LLAMA, losses, needs, trained
 from torch import Tensor, nn
 
 from meshwright.kernels import fp8, gated
@@ -198,14 +196,7 @@ def test_a_network_is_as_near_the_exact_one_as_its_twin(scaling: Any, compiled: 
         assert relative(ours[name], value) < NO_WORSE * relative(theirs[name], value), name
 
 
-RUN = """
-model: {family: llama, layers: 3, hidden: 512, heads: 8, kv_heads: 4, head_dim: 64, ffn_hidden: 1024, max_seq_len: 512}
-data: {mix: stdlib}
-train: {steps: 8, global_batch: 8, seq_len: 512, learning_rate: 1e-3, warmup_steps: 1, validate_batches: 1}
-cluster: {gpu: H200, gpus_per_node: 1}
-plan: {micro_batch: 2}
-checkpoint: {at_end: false}
-"""
+WORDS = ["train.steps=8", "plan.micro_batch=2"]
 CASES = {
     "rowwise": (1, ["plan.linear=fp8_rowwise"]),
     "tensorwise": (1, ["plan.linear=fp8_tensorwise"]),
@@ -222,31 +213,13 @@ RUN_BOUND = 1e-2
 """Relative difference of the losses of the first steps between fp8 and bf16, and between layouts in fp8."""
 
 
-def losses(folder: Path, gpus: int, overrides: list[str]) -> list[float]:
-    (folder / "run.yaml").write_text(RUN)
-    words = ["name=run", f"cluster.gpus_per_node={gpus}", *overrides]
-    command = [
-        sys.executable,
-        "-m",
-        "meshwright",
-        "train",
-        str(folder / "run.yaml"),
-        "--runs",
-        str(folder),
-        "--fresh",
-        *words,
-    ]
-    subprocess.run(command, check=True, timeout=300)
-    newest = max(folder.glob("run*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    lines = newest.read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if record["kind"] in ("step", "validation")]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_runs_train_like_bf16(name: str, tmp_path: Path) -> None:
     gpus, overrides = CASES[name]
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs")
+    needs(gpus)
     bf16 = [word for word in overrides if not word.startswith(("plan.linear", "plan.gather"))]
-    found = losses(tmp_path, gpus, overrides)
-    assert found == pytest.approx(losses(tmp_path, gpus, bf16), rel=RUN_BOUND)
+    found, expected = (
+        losses(trained(tmp_path, LLAMA, kind, gpus, [*WORDS, *words]))
+        for kind, words in (("fp8", overrides), ("bf16", bf16))
+    )
+    assert found == pytest.approx(expected, rel=RUN_BOUND)

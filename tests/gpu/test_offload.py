@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.gpu.runs import Record, steps, trained
 
 from meshwright.costs.memory import kept_per_token
 from meshwright.spec.load import load_run
@@ -30,32 +27,15 @@ BOUND = 1e-3
 STAYING = 2
 
 
-def steps(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
-    (folder / "run.yaml").write_text(RUN)
-    command = [
-        sys.executable,
-        "-m",
-        "meshwright",
-        "train",
-        str(folder / "run.yaml"),
-        "--runs",
-        str(folder),
-        f"name={name}",
-        *overrides,
-    ]
-    subprocess.run(command, check=True, timeout=300)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "step"]
-
-
-def peak(records: list[dict[str, Any]]) -> int:
+def peak(records: list[Record]) -> int:
     return max(record["memory_allocated_peak_bytes"] for record in records)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_is_let_go_and_losses_stay(tmp_path: Path, recompute: Recompute) -> None:
     here, away = (
-        steps(tmp_path, kind, f"plan.offload={kind}", f"plan.recompute={recompute}") for kind in ("none", "activations")
+        steps(trained(tmp_path, RUN, kind, 1, [f"plan.offload={kind}", f"plan.recompute={recompute}"]))
+        for kind in ("none", "activations")
     )
     assert away[0]["loss"] == here[0]["loss"]
     assert [step["loss"] for step in away] == pytest.approx([step["loss"] for step in here], rel=BOUND)

@@ -3,7 +3,7 @@ import weakref
 import pytest
 import torch
 
-from meshwright.observe.recorder import KEPT_STEPS, HostClock, StepRecorder
+from meshwright.observe.recorder import KEPT_STEPS, DetailRecorder, HostClock, StepRecorder
 
 
 class DeviceClock:
@@ -299,3 +299,19 @@ def test_cuda_events_measure_the_device_and_never_wait_for_it():
         assert times["host"] < 0.1 * times["forward"]
     starts = [span.start for span in recorder.spans()]
     assert starts == sorted(starts) and starts[2] > starts[1]
+
+
+def test_a_recorder_of_details_stamps_nothing_else():
+    clock = DeviceClock()
+    recorder = DetailRecorder(torch.device("cpu"), clock=clock)
+    play_step(recorder, clock, 1, [("data", 1.0), ("forward", 2.0)])
+    with recorder.span("validate"):
+        recorder.mark("here")
+    recorder.wait()
+    assert clock.made == 0 and recorder.step_times(1) == {} and recorder.spans() == ()
+    recorder.detail = True
+    play_step(recorder, clock, 2, [("data", 1.0), ("forward", 2.0)])
+    recorder.detail = False
+    recorder.wait()
+    assert [span.name for step in recorder.take() for span in step.spans] == ["data", "forward"]
+    assert recorder.step_times(2)["forward"] == 2.0

@@ -366,3 +366,23 @@ class StepRecorder:
         self._times[times.step] = times
         if len(self._times) > KEPT_STEPS:
             self._times.pop(next(iter(self._times)))
+
+
+class DetailRecorder(StepRecorder):
+    """Measures nothing but steps with `detail` on: for a run that leaves its phases untimed and may still be asked for a timeline."""
+
+    def begin_step(self, step: int) -> None:
+        if self.detail:
+            super().begin_step(step)
+
+    def end_step(self) -> None:
+        if self.detail:
+            super().end_step()
+
+    def begin(self, name: str, lane: str = "step") -> None:
+        if self.detail:
+            super().begin(name, lane)
+
+    def end(self) -> None:
+        if self.detail:
+            super().end()

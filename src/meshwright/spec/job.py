@@ -67,6 +67,8 @@ class TrainSpec:
     """Global batches read by one validation."""
     gc_every: NotNegative = 100
     """Steps between Python garbage collections, on all ranks at once; 0 leaves Python's own timing."""
+    keep_cores: bool = False
+    """Keep each rank to processor cores of its own, those near its GPU where the host's memory has several nodes."""
     timeout_seconds: Positive = 300
     """A collective that takes longer ends the run with exit code 5."""
 
@@ -85,8 +87,10 @@ class CheckpointSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveSpec:
-    """Where figures go besides metrics.jsonl and report.html."""
+    """What is measured, and where figures go besides metrics.jsonl and report.html."""
 
+    phases: bool = True
+    """Time each phase of every step; without, a step line says how long the step took and not on what."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder (extra `tensorboard`)."""
     wandb: str | None = None

@@ -29,7 +29,7 @@ QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
 _SAME_TRAINING_SECTIONS = ("seed", "model", "data", "train")
 _NOT_COMPARED = {
     "model.preset", "data.validation", "train.validate_every", "train.validate_batches", "train.gc_every",
-    "train.timeout_seconds", "train.loss_chunk",
+    "train.keep_cores", "train.timeout_seconds", "train.loss_chunk",
 }  # fmt: skip
 
 

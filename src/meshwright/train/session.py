@@ -12,7 +12,7 @@ from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
 from meshwright.events.start import StartClock
 from meshwright.observe.environment import environment
-from meshwright.observe.recorder import StepRecorder
+from meshwright.observe.recorder import DetailRecorder, StepRecorder
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.apply import Engine, build_engine
 from meshwright.parallel.mesh import Mesh, build_mesh
@@ -69,7 +69,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     clock.end("data")
     optimizer = AdamW(engine.model, run.model, run.train, engine.away)
     clock.end("optimizer")
-    recorder = StepRecorder(world.device, world.rank)
+    recorder = (StepRecorder if run.observe.phases else DetailRecorder)(world.device, world.rank)
     session = Session(
         run=run,
         plan=plan,

@@ -17,13 +17,13 @@ class DataWait:
         self._waited = self._stepped = 0.0
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A finished step's line, with its phases."""
-        if record["step"] > self._cold:
+        """A finished step's line; one whose phases were not timed says nothing of waiting."""
+        if record["step"] > self._cold and record["phases"]:
             self._waited += record["phases"].get("data", 0.0)
             self._stepped += record["step_seconds"]
 
     def line(self, control: dist.ProcessGroup) -> str | None:
-        """One line about the rank that waited most; None without steps. Collective over `control`."""
+        """One line about the rank that waited most; None without steps whose phases were timed. Collective over `control`."""
         share = torch.tensor([self._waited / self._stepped if self._stepped else -1.0], dtype=torch.float64)
         dist.all_reduce(share, dist.ReduceOp.MAX, group=control)
         return f"waiting for data: {share.item():.2%} of the steps' time" if share.item() >= 0 else None

@@ -33,6 +33,7 @@ from meshwright.spec.errors import (
 )
 from meshwright.spec.fields import to_plain
 from meshwright.spec.run import Assignment
+from meshwright.train.cores import keep_to_own_cores
 from meshwright.train.loop import Trained, train
 from meshwright.train.reporting import Reporter
 from meshwright.train.session import Session, open_session
@@ -98,6 +99,8 @@ def run_rank(assignment: Assignment, world: World, stop: StopRequest, clock: Sta
     """Train on this rank of a joined job, whose start `clock` has counted so far; rank 0 writes metrics, summary and report."""
     folder = Path(assignment.folder)
     started = time.perf_counter()
+    if assignment.run.train.keep_cores:
+        keep_to_own_cores(world)
     session = open_session(assignment, world, clock)
     with Reporter.open(session) as reporter:
         if session.step >= session.run.train.steps:

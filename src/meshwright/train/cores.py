@@ -1,0 +1,75 @@
+"""Which processor cores a rank keeps to: those near its device, shared out among the ranks whose devices are as near.
+
+On a host with several memory nodes a process that the system moves to another node reaches its GPU, and the pinned memory it copies
+from, over the link between the processors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from pathlib import Path
+
+import torch
+
+from meshwright.parallel.world import World
+
+log = logging.getLogger("meshwright")
+
+SYSFS = Path("/sys")
+
+
+def keep_to_own_cores(world: World) -> None:
+    """Bind this process, all its threads, to its rank's share of the cores that it may run on."""
+    place = world.place
+    addresses = [_pci_address(number) if world.device.type == "cuda" else None for number in range(place.local_ranks)]
+    cores = own_cores(place.local_rank, addresses, os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
+    log.info("keeps to processor cores %s", ",".join(map(str, sorted(cores))))
+
+
+def own_cores(local_rank: int, addresses: Sequence[str | None], allowed: set[int], sysfs: Path = SYSFS) -> set[int]:
+    """The cores of a host's rank `local_rank`, of those `allowed`.
+
+    `addresses` has every rank's device on the PCI bus (`0000:1b:00.0`; None: a rank on the processor itself). Ranks with the same near
+    cores get equal parts of them, and threads of one physical core stay together. With fewer cores than ranks nothing is divided.
+    """
+    near = [_near(address, allowed, sysfs) for address in addresses]
+    beside = [rank for rank, cores in enumerate(near) if cores == near[local_rank]]
+    first = {core: min(_siblings(core, sysfs), default=core) for core in near[local_rank]}
+    ordered = sorted(near[local_rank], key=lambda core: (first[core], core))
+    place, count = beside.index(local_rank), len(beside)
+    if len(ordered) < count:
+        return set(ordered)
+    return set(ordered[len(ordered) * place // count : len(ordered) * (place + 1) // count])
+
+
+def _pci_address(number: int) -> str:
+    domain, bus, device = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(
+        torch.cuda.get_device_properties(number)
+    )
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def _near(address: str | None, allowed: set[int], sysfs: Path) -> set[int]:
+    """Those of `allowed` that the system calls local to a device; all of them where it says nothing, or names none of them."""
+    return (address and allowed & set(_listed(sysfs / "bus/pci/devices" / address / "local_cpulist"))) or allowed
+
+
+def _siblings(core: int, sysfs: Path) -> Iterable[int]:
+    return _listed(sysfs / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+
+
+def _listed(file: Path) -> list[int]:
+    """The numbers of a list such as `0-15,32-47`; none when there is no such file."""
+    try:
+        parts = file.read_text(encoding="ascii").strip().split(",")
+    except OSError:
+        return []
+    ranges = [[int(number) for number in part.split("-")] for part in parts if part]
+    return [number for ends in ranges for number in range(ends[0], ends[-1] + 1)]

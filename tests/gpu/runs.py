@@ -1,0 +1,54 @@
+"""A `meshwright train` in processes of its own, as the tests of whole runs on GPUs make them, and what its metrics say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+LLAMA = """
+model: {family: llama, layers: 3, hidden: 512, heads: 8, kv_heads: 4, head_dim: 64, ffn_hidden: 1024, max_seq_len: 512}
+data: {mix: stdlib}
+train: {steps: 6, global_batch: 8, seq_len: 512, learning_rate: 1e-3, warmup_steps: 1, validate_batches: 1}
+cluster: {gpu: H200, gpus_per_node: 1}
+checkpoint: {at_end: false}
+"""
+"""A small run file of bf16."""
+LAYOUT_BOUND = 2e-3
+"""Relative difference of bf16 losses over six steps between layouts: the same products, gradients summed in another order."""
+LIMIT = 300
+"""Seconds for one run."""
+
+Record = Mapping[str, Any]
+
+
+def needs(gpus: int) -> None:
+    """Skip the test on a host with fewer GPUs."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+
+
+def trained(folder: Path, text: str, name: str, gpus: int, overrides: Iterable[str] = ()) -> list[Record]:
+    """The metrics of the run `name` of the run file `text` on so many GPUs of this host, with `overrides` laid over it."""
+    file = folder / "run.yaml"
+    file.write_text(text)
+    words = [f"name={name}", f"cluster.gpus_per_node={gpus}", *overrides]
+    command = [sys.executable, "-m", "meshwright", "train", str(file), "--runs", str(folder), *words]
+    subprocess.run(command, check=True, timeout=LIMIT)
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(records: Iterable[Record]) -> list[float]:
+    """Of every step, and of the validation behind them."""
+    return [record["loss"] for record in records if record["kind"] in ("step", "validation")]
+
+
+def steps(records: Iterable[Record]) -> list[Record]:
+    """The lines of steps alone."""
+    return [record for record in records if record["kind"] == "step"]
