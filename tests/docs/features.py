@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, get_args
 
 from tests.distributed import (
+    test_async_tensor,
     test_context,
     test_copy_engine,
     test_equality,
@@ -124,6 +125,10 @@ FEATURES: dict[str, Feature] = {
     "copied gathers": Feature(
         lambda plan, spec: plan.gather_engine == "copy", lambda plan: replace(plan, gather_engine="copy")
     ),
+    "copied tokens": Feature(
+        lambda plan, spec: plan.tensor_engine == "copy",
+        lambda plan: replace(axis("tensor").ask(plan), tensor_engine="copy"),
+    ),
     "offload": on_host("activations"),
     "optimizer in host memory": on_host("optimizer"),
     "fp8 products": Feature(
@@ -182,6 +187,8 @@ def compared() -> Iterator[Tested]:
     for given in parametrized(test_copy_engine.test_float64_equals_one_device):
         spec, chosen = test_copy_engine.CASES[given["name"]]
         yield test_copy_engine.copying(chosen), spec
+    for given in parametrized(test_async_tensor.test_float64_equals_one_device):
+        yield test_async_tensor.beside(given["case"].plan), given["spec"]
     for given in parametrized(test_zero.test_over_shards):
         yield test_zero.by_range(test_zero.OVER_SHARDS, given["stages"]), deep[False]
     for given in parametrized(test_zero.test_beside_other_axes):
