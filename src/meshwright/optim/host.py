@@ -277,7 +277,7 @@ def _pin(owner: object, line: Tensor) -> None:
     size = line.nbytes
     if not size:
         return
-    if int(runtime.cudaHostRegister(line.data_ptr(), size, 0)):
+    if int(runtime.cudaHostRegister(line.data_ptr(), size, 1)):  # for all devices of the process, as torch does
         raise OutOfResources(
             f"{size / 2**30:.1f} GiB of host memory could not be pinned for the optimizer of one rank (plan.offload); offload fewer "
             "layers (plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
