@@ -5,9 +5,10 @@
     python benchmarks/accuracy.py --profile benchmarks/data/h200x2-profile.json benchmarks/data/h200x2-tcp-profile.json
     python benchmarks/accuracy.py --json
 
-A row is a layout that benchmarks/layouts.py ran. Its run is rebuilt from the words and the run file that it was started with, as
-`meshwright train` does; its plan is the one it ran. Step seconds are predicted by the simulator, which the planner's last word is, and by
-the closed form, which its search uses; memory is compared with the most that torch had allocated, so without the framework's share.
+A row is a layout that benchmarks/layouts.py ran, or this program's side of a row of benchmarks/dense.py. Its run is rebuilt from the words
+and the run file that it was started with, as `meshwright train` does; its plan is the one it ran. Rows of slower kernels than today's are
+priced with those (own.yaml's `before`). Step seconds are predicted by the simulator, which the planner's last word is, and by the closed
+form, which its search uses; memory is compared with the most that torch had allocated, so without the framework's share.
 A star marks rows that the constants were not fitted on: they were predicted before they were measured, or left out. Torch is not needed.
 """
 
@@ -18,14 +19,17 @@ import fnmatch
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
-from meshwright.costs.constants import OWN_FILE
+from meshwright.costs import constants as constants_module
+from meshwright.costs.constants import FILE, OWN_FILE, with_own
 from meshwright.costs.memory import fullest
 from meshwright.costs.of_plan import STACK, plan_time
 from meshwright.simulator.of_plan import memory_of, simulate_plan
@@ -62,10 +66,12 @@ class Row:
     """The most that torch had allocated on a rank; none where the file says that its engine kept more than today's does."""
     phases: dict[str, float]
     """Of one step, on the device of rank 0."""
+    before: bool = False
+    """Whether it ran on the slower kernels of the first builds, before the loss's slope was one of them (its file's `older_kernels`)."""
 
     @property
     def label(self) -> str:
-        return f"{self.file.removesuffix('.json')[11:]} {self.name}"
+        return f"{Path(self.file).stem[11:]} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -135,8 +141,10 @@ def arguments() -> argparse.Namespace:
 
 
 def own_rows(folder: Path = RESULTS) -> list[Row]:
-    """Every kept layout of this program that ran at its machine's own speed, by file and in the order it ran."""
-    return [row for file in sorted(folder.glob("*.json")) for row in _rows_of(file)]
+    """Every kept run of this program at its machine's own speed, by file and in the order it ran: benchmarks/layouts.py's, and of
+    benchmarks/dense.py's this program's side."""
+    layouts = [row for file in sorted(folder.glob("*.json")) for row in _rows_of(file)]
+    return layouts + [row for file in sorted(folder.glob("*.jsonl")) for row in _dense_rows(file)]
 
 
 def measured_by(row: Row, profiles: Sequence[Path]) -> Row:
@@ -152,11 +160,26 @@ def fitted_on() -> frozenset[tuple[str, str]]:
     return frozenset((file, name) for file, names in files.items() for name in names)
 
 
+def kernels_of(row: Row, own: dict[str, Any] | None = None) -> AbstractContextManager[object]:
+    """A context in which the cost model has the kernels that `row` ran on: those of `own`, or of own.yaml, or the slower ones before."""
+    own = own or yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
+    slow = own["before"]["slow"] if row.before else 1.0
+    measured = {chip: {**found, "slow": slow * found["slow"]} for chip, found in own["measured"].items()}
+    table = with_own(_published(), {**own, "measured": measured})
+    return mock.patch.object(constants_module, "table", lambda: table)
+
+
+@cache
+def _published() -> dict[str, Any]:
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
+
+
 def check(row: Row) -> Check:
     """`row` predicted with the present constants."""
     run = row.run
-    timeline = simulate_plan(run.model, run.train, row.plan, run.cluster)
-    closed = plan_time(run.model, run.train, row.plan, run.cluster)
+    with kernels_of(row):
+        timeline = simulate_plan(run.model, run.train, row.plan, run.cluster)
+        closed = plan_time(run.model, run.train, row.plan, run.cluster)
     assert closed is not None  # the simulator would have refused
     kinds = fullest(memory_of(run.model, run.train, row.plan, cpu=False))
     return Check(row, timeline, closed.seconds, float(sum(kinds.values()) - kinds["framework"]))
@@ -221,7 +244,29 @@ def _rows_of(file: Path) -> Iterator[Row]:
             deviation=_deviation(found),
             allocated_bytes=None if kept.get("older_memory") else found["memory_allocated_peak_gib"] * 2**30,
             phases={part: found["phases"].get(part, 0.0) for part in MEASURED_PARTS},
+            before=kept.get("older_kernels", False),
         )
+
+
+def _dense_rows(file: Path) -> Iterator[Row]:
+    """This program's runs of one file of benchmarks/dense.py; where a row ran in several passes, each."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    sessions = {line["date"]: line for line in lines if line["kind"] == "session"}
+    for found in lines:
+        if found["kind"] != "run" or found["side"] != "meshwright" or "plan" not in found:
+            continue
+        session = sessions[found["session"]]
+        asked = yaml.safe_load((HERE / "dense" / f"{session['table']}.yaml").read_text(encoding="utf-8"))
+        run = _run_of(HERE / asked["run"], found["words"], session["environment"])
+        plan = from_plain(Plan, found["plan"])
+        tokens = run.train.global_batch * run.train.seq_len / plan.ranks
+        steps = [tokens / rate for rate in found["rates"]]
+        yield Row(
+            file=file.name, name=found["row"] + (f"-{found['pass']}" if found["pass"] > 1 else ""), run=run, plan=plan,
+            seconds=found["step_seconds"], steps=tuple(steps), deviation=_deviation({"step_seconds_all": steps}),
+            allocated_bytes=found["memory_allocated_peak_gib"] * 2**30,
+            phases={part: found["phases"].get(part, 0.0) for part in MEASURED_PARTS},
+        )  # fmt: skip
 
 
 def _deviation(found: dict[str, Any]) -> float:

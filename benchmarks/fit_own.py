@@ -15,18 +15,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import yaml
-from accuracy import Row, own_rows
+from accuracy import Row, kernels_of, own_rows
 
-from meshwright.costs import constants as constants_module
 from meshwright.costs.compute import layer_times
-from meshwright.costs.constants import FILE, OWN_FILE, with_own
+from meshwright.costs.constants import OWN_FILE
 from meshwright.costs.of_plan import Pricing, number, pricing
 from meshwright.simulator.of_plan import simulate_plan
 
@@ -37,13 +34,16 @@ GUESSES: dict[str, tuple[str, float, float]] = {
     "start_us": ("stack", 120.0, 0.3), "passes": ("stack", 54.0, 0.3), "overlap_tax": ("stack", 0.72, 0.2),
     "side_copies": ("stack", 0.5, 0.4),
     "ragged_vocab": ("stack", 5.0, 0.5), "step_ms": ("stack", 8.0, 0.3), "update": ("stack", 34.0, 0.15),
+    "slow": ("before", 1.04, 0.02),
     "net": ("stack", 0.75, 0.1), "net_sum": ("stack", 1.33, 0.15), "net_yield": ("stack", 0.47, 0.4),
 }  # fmt: skip
 """Constant → (section of own.yaml, guess, standard deviation of its logarithm).
 
 Guesses come from benchmarks/data/h200x8-*.json: matrix products at 671–676 TFLOP/s sustained and slower when small, cuDNN attention at 500
 TFLOP/s forward and backward together, copies at 4.24 of 4.8 TB/s, gathers and scatters by size over 2, 4 and 8 ranks, and 2.1 of the 2.9 ms
-of a gather that runs under products. `passes` and `tail_us` are torchtitan's; `ragged_vocab` and the `net` ones are read off phases."""
+of a gather that runs under products. `passes` and `tail_us` are torchtitan's; `ragged_vocab` and the `net` ones are read off phases.
+`slow` of `before` is no constant of the cost model: device time of the kernels that rows marked `older_kernels` ran on, over that of
+today's (the one configuration that ran on both took 0.580 and 0.560 s)."""
 MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, beside a row's own from step to step."""
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
@@ -106,20 +106,11 @@ def fitted(rows: Sequence[Row], own: dict[str, Any], rounds: int) -> Fit:
 
 def errors(rows: Sequence[Row], own: dict[str, Any]) -> np.ndarray:
     """ln(predicted / measured) of each row under own.yaml's content `own`."""
-    with given(own):
-        found = [simulate_plan(row.run.model, row.run.train, row.plan, row.run.cluster).step_seconds for row in rows]
+    found = []
+    for row in rows:
+        with kernels_of(row, own):
+            found.append(simulate_plan(row.run.model, row.run.train, row.plan, row.run.cluster).step_seconds)
     return np.log(found) - np.log([row.seconds for row in rows])
-
-
-def given(own: dict[str, Any]) -> Any:
-    """A context in which the cost model reads `own` in place of own.yaml."""
-    table = with_own(published(), own)
-    return mock.patch.object(constants_module, "table", lambda: table)
-
-
-@cache
-def published() -> dict[str, Any]:
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
 
 
 def derivatives(rows: Sequence[Row], own: dict[str, Any], x: np.ndarray, r: np.ndarray) -> np.ndarray:
@@ -162,23 +153,25 @@ def left_out(rows: Sequence[Row], fit: Fit) -> np.ndarray:
 
 def filled(own: dict[str, Any], x: np.ndarray) -> dict[str, Any]:
     """own.yaml's content with the constants at `x`."""
-    stack, measured = dict(own["stack"]), dict(own["measured"][CHIP])
+    stack, measured, before = dict(own["stack"]), dict(own["measured"][CHIP]), {}
     for (name, (section, _, _)), value in zip(GUESSES.items(), np.exp(x), strict=True):
-        (stack if section == "stack" else measured)[name] = float(f"{value:.5g}")
-    return {"stack": stack, "measured": {CHIP: {**measured, "slow": 1.0}}, "band": own["band"]}
+        {"stack": stack, "measured": measured, "before": before}[section][name] = float(f"{value:.5g}")
+    return {"stack": stack, "measured": {CHIP: {**measured, "slow": 1.0}}, "before": before, "band": own["band"]}
 
 
 def elsewhere(rows: Sequence[Row], own: dict[str, Any]) -> float:
     """`slow` for a generation that was never measured: what this one's row, fitted to published runs, would need to be as fast here."""
 
     def device(measured: dict[str, Any]) -> list[float]:
-        with given({**own, "measured": measured, "stack": {**own["stack"], "slow": 1.0}}):
-            found = []
-            for row in rows:
+        found = []
+        for row in rows:
+            with kernels_of(
+                replace(row, before=False), {**own, "measured": measured, "stack": {**own["stack"], "slow": 1.0}}
+            ):
                 priced = pricing(row.run.model, row.run.train, row.plan, row.run.cluster)
-                assert priced is not None
-                found.append(device_seconds(priced))
-            return found
+            assert priced is not None
+            found.append(device_seconds(priced))
+        return found
 
     return statistics.median(a / b for a, b in zip(device(own["measured"]), device({}), strict=True))
 
