@@ -30,6 +30,10 @@ KINDS = {
     "bf16": [],
     "fp8 tensorwise": ["plan.linear=fp8_tensorwise"],
     "fp8 rowwise": ["plan.linear=fp8_rowwise"],
+    "fp8 inner": [
+        "plan.linear=fp8_tensorwise",
+        "plan.layers=[{range: 0-0, linear: compute}, {range: 1-14}, {range: 15-15, linear: compute}]",
+    ],
 }
 WORDS = [
     "model=llama3-1b", "train.seq_len=2048", "train.warmup_steps=30", "train.schedule=cosine", "train.validate_batches=32",

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -278,6 +279,20 @@ def test_two_at_once_in_one_place(corpus: Path, tokenizer_file: Path, tmp_path: 
         thread.join()
     assert sorted(results) == [False, True, True]
     assert ".lock" not in contents(out) and verify(out) == []
+
+
+def test_a_lock_whose_name_goes_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last holder removes the file just before it is locked here: once, and then nobody does."""
+    names, flock = [tmp_path / ".lock"], fcntl.flock
+
+    def late(file: TextIO, how: int) -> None:
+        flock(file, how)
+        if names:
+            names.pop().unlink()
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path, wait=True):
+        assert not names and (tmp_path / ".lock").exists()
 
 
 def test_verify_finds_a_flipped_bit_and_a_missing_file(corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:

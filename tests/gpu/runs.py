@@ -24,6 +24,8 @@ LAYOUT_BOUND = 2e-3
 """Relative difference of bf16 losses over six steps between layouts: the same products, gradients summed in another order."""
 LIMIT = 300
 """Seconds for one run."""
+RUNS_LIMIT = 5 * LIMIT
+"""Seconds for one test, of up to five runs: pytest's own limit is for one."""
 
 Record = Mapping[str, Any]
 

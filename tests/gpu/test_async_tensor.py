@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.test_layouts import LAYOUT_BOUND, losses
+from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, losses, trained
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 GPUS = 2
 ROUNDS = 40
@@ -55,8 +55,10 @@ def test_operators_equal_their_plain_twins_however_late_a_rank_is(tmp_path: Path
 def test_runs_train_alike(name: str, tmp_path: Path) -> None:
     needs_mapped_gpus()
     words = ["plan.tensor=2", *CASES[name]]
-    plain = losses(tmp_path, "plain", GPUS, [*words, "plan.tensor_engine=kernel"])
-    beside = losses(tmp_path, "beside", GPUS, [*words, "plan.tensor_engine=copy"])
+    plain, beside = (
+        losses(trained(tmp_path, LLAMA, engine, GPUS, [*words, f"plan.tensor_engine={engine}"]))
+        for engine in ("kernel", "copy")
+    )
     assert beside == pytest.approx(plain, rel=LAYOUT_BOUND)
 
 
@@ -64,8 +66,10 @@ def test_runs_train_alike_in_fp32(tmp_path: Path) -> None:
     """Tight: over six steps nothing but the order of sums differs."""
     needs_mapped_gpus()
     words = ["plan.tensor=2", "plan.compute=fp32", "plan.micro_batch=2"]
-    plain = losses(tmp_path, "plain", GPUS, [*words, "plan.tensor_engine=kernel"])
-    beside = losses(tmp_path, "beside", GPUS, [*words, "plan.tensor_engine=copy"])
+    plain, beside = (
+        losses(trained(tmp_path, LLAMA, engine, GPUS, [*words, f"plan.tensor_engine={engine}"]))
+        for engine in ("kernel", "copy")
+    )
     assert beside == pytest.approx(plain, rel=FP32_BOUND)
 
 

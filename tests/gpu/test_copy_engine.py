@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.runs import LAYOUT_BOUND, LLAMA, losses, trained
+from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, losses, trained
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 CASES = {
     "shard 2": ["plan.reshard=true", "plan.micro_batch=1"],

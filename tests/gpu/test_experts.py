@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.runs import Record, losses, needs, steps, trained
+from tests.gpu.runs import RUNS_LIMIT, Record, losses, needs, steps, trained
 from tests.models.tiny import MIXTURES, built
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 RUN = """
 model:

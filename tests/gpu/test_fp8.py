@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.runs import LLAMA, losses, needs, trained
+from tests.gpu.runs import LLAMA, RUNS_LIMIT, losses, needs, trained
 from torch import Tensor, nn
 
 from meshwright.kernels import fp8, gated
@@ -19,7 +19,7 @@ from meshwright.kernels.fp8 import E4M3, E5M2, Low, inverse, low, low_both, low_
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 TOKENS, IN, OUT = 208, 336, 272
 """No multiples of a tile, but of 16."""

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_offload import BOUND, peak, steps
+from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
+from tests.gpu.test_offload import BOUND, RUN, peak
 
 from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
 from meshwright.optim.host import MASTER, MOMENTS, HostAdamW
 from meshwright.spec.load import load_resolved
 from meshwright.spec.model import parameter_count
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 SHAPES = {"a": (1000, 1001), "b": (37,), "c": (4096, 4096), "d": (129,), "e": (3, 5, 7)}
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.95), "epsilon": 1e-8}
@@ -90,8 +91,12 @@ def test_chunks_come_while_others_leave() -> None:
     assert sum(beside) >= 24 - STAGING_BUFFERS - 1, seen
 
 
+def ran(folder: Path, name: str, *overrides: str) -> list[Record]:
+    return steps(trained(folder, RUN, name, 1, overrides))
+
+
 def test_memory_is_let_go_and_losses_stay(tmp_path: Path) -> None:
-    here, away = (steps(tmp_path, kind, f"plan.offload={kind}") for kind in ("none", "optimizer"))
+    here, away = (ran(tmp_path, kind, f"plan.offload={kind}") for kind in ("none", "optimizer"))
     assert away[0]["loss"] == here[0]["loss"]
     assert [step["loss"] for step in away] == pytest.approx([step["loss"] for step in here], rel=BOUND)
     count = parameter_count(load_resolved(tmp_path / "optimizer" / "config.yaml").model)
@@ -102,8 +107,8 @@ def test_memory_is_let_go_and_losses_stay(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_without(tmp_path: Path) -> None:
     """Saved with the optimizer away, read with it on the device: the loss goes on as it would have."""
-    away = steps(tmp_path, "run", "checkpoint.every=3", "plan.offload=optimizer")
+    away = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=optimizer")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
-    again = steps(tmp_path, "run", "checkpoint.every=3", "plan.offload=none")
+    again = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=none")
     assert [step["step"] for step in again] == [step["step"] for step in away] == list(range(1, 7))
     assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in away], rel=BOUND)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.gpu.runs import Record, steps, trained
+from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
 
 from meshwright.costs.memory import kept_per_token
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import Recompute
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 LAYERS, TOKENS = 8, 8 * 1024
 RUN = f"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -83,7 +83,9 @@ def _acquire(path: Path, wait: bool) -> TextIO:
             raise BadInput(
                 f"{path.parent}: another process is writing here; wait for it, or choose another --out"
             ) from None
-        # The last holder may have removed the file between our open and our lock; a lock on a nameless file is no lock.
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
+        # The last holder may have removed the file between our open and our lock; a lock on a nameless file is no lock. Another may be
+        # removing the one that has the name now.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
         file.close()
