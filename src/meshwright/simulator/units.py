@@ -50,6 +50,7 @@ class UnitCosts:
         self._tied_apart = tied_apart
         self._blocks: dict[tuple[Recompute, bool, bool], Seconds] = {}
         self._counts: dict[Unit, int] = {}
+        self._first: dict[tuple[bool, LayerStrategy], int] = {}
         self._split = cache(
             lambda copied, size: number(gather(self._over(self._shards, copied), priced.constants, size))
         )
@@ -67,6 +68,13 @@ class UnitCosts:
         self._copied = plan.gather_engine == "copy"
         self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
         self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
+
+    def alike(self, unit: Unit) -> Unit:
+        """The first block of the unit's kind and strategy, or the end itself: they cost the same."""
+        if isinstance(unit, str):
+            return unit
+        kind = self.model.routed(unit), replace(self._strategy(unit), range="all")
+        return self._first.setdefault(kind, unit)
 
     def compute(self, unit: Unit) -> Seconds:
         """Arithmetic of one micro-batch."""
