@@ -1,7 +1,7 @@
 """How long the planner thinks: `make bench-search` (CPU only, half a minute).
 
 Times are processor seconds of one thread (user and system), the least of three, so that a busy machine does not count against it. The
-search alone is timed, in a process of its own whose memory is its peak; `plan --help` is timed as a whole. Prints each with its limit.
+search alone is timed, each in a process of its own whose memory is its peak; `plan --help` is timed as a whole. Prints each with its limit.
 """
 
 from __future__ import annotations
@@ -50,20 +50,18 @@ def main() -> None:
 
 
 def asked(question: str) -> dict[str, float]:
-    """What a process of one thread says of a question."""
+    """What processes of one thread say of a question: the quickest of a few, each with nothing kept from another."""
     command = [sys.executable, __file__, *question.split()]
-    return json.loads(subprocess.run(command, env=one_thread(), capture_output=True, check=True).stdout)
+    told = (subprocess.run(command, env=one_thread(), capture_output=True, check=True).stdout for _ in range(TIMES))
+    return min(map(json.loads, told), key=lambda one: one["seconds"])
 
 
 def searched(words: list[str]) -> dict[str, float]:
-    """Processor seconds of the search, the least of a few, and the most memory of this process."""
-    run, seconds, considered = load_run(None, words), [], 0
-    for _ in range(TIMES):
-        before = time.process_time()
-        considered = search(run).considered
-        seconds.append(time.process_time() - before)
+    """Processor seconds of the search, and the most memory of this process."""
+    run, before = load_run(None, words), time.process_time()
+    considered, seconds = search(run).considered, time.process_time() - before
     kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": min(seconds), "bytes": kept, "considered": considered}
+    return {"seconds": seconds, "bytes": kept, "considered": considered}
 
 
 def help_seconds() -> float:

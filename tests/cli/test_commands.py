@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from meshwright import __version__
-from meshwright.cli.main import app
+from meshwright.cli.main import app_for
 from tests.cli.command import meshwright
 from tests.cli.conftest import ONE
 from tests.train.tiny import WORDS
@@ -31,7 +31,7 @@ def commands() -> Iterator[tuple[str, click.Command]]:
         for name, each in (inner or {}).items():
             yield from below((*words, name), each)
 
-    yield from below((), typer.main.get_command(app))
+    yield from below((), typer.main.get_command(app_for(())))
 
 
 COMMANDS = dict(commands())

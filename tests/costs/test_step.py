@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costs.collectives import by_copies, gather, group
+from meshwright.costs.collectives import all_to_all, by_copies, gather, group
 from meshwright.costs.constants import OWN, Constants, aged, constants
 from meshwright.costs.families import by_name, shape
 from meshwright.costs.inputs import Layouts, side_by_side
 from meshwright.costs.machine import machine_of
-from meshwright.costs.step import step_cost
+from meshwright.costs.step import context_traffic, step_cost
 from meshwright.spec.cluster import ClusterSpec
 
 MODEL = shape(by_name("Llama-3-8B"))
@@ -155,3 +155,29 @@ def test_gathers_by_copy_engines_are_faster_and_take_less_of_compute() -> None:
     assert by_kernel.exposed["shard"] - by_copy.exposed["shard"] == pytest.approx(saved, rel=1e-6)
     kept = [step_cost(MODEL, machine, replace(kernels, copied=v, shards=1.0, zero=0.0), k).seconds for v in (0.0, 1.0)]
     assert kept[0] == kept[1], "nothing is gathered"
+
+
+@pytest.mark.parametrize(("recompute", "repeated"), [(0, 0), (2, 1)])
+def test_a_ring_sends_keys_and_values_and_then_gradients_of_twice_the_bytes(recompute: int, repeated: int) -> None:
+    """Closed form of parallel/ring.py: c - 1 passes forward and in backward, c of fp32 sums; half of it shown."""
+    k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
+    plan = layout(context=4, data=1, seq=65536, global_batch=1, recompute=recompute)
+    forward, backward = context_traffic(MODEL, machine, plan, k)
+    passed = float(gather(group(machine, k, 4.0, 1.0), k, 65536 * MODEL.kv_width * 2)) * MODEL.attention_layers
+    assert float(forward) == pytest.approx(0.5 * passed)
+    assert float(backward) == pytest.approx(0.5 * passed * (1 + repeated + 2 * 4 / 3))
+    other = context_traffic(MODEL, machine, plan, K)
+    assert float(other[1]) == pytest.approx(2 * float(other[0])), "published stacks are priced as they were fitted"
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [(0, 1), (2, 2)])
+def test_experts_on_ranks_of_their_own_wait_for_their_counts(recompute: int, forwards: int) -> None:
+    k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
+    mixture = replace(MODEL, moe_layers=8.0, dense_layers=24.0, experts=16.0, top_k=2.0, expert_ffn=1024.0)
+    plan = layout(expert=8, zero=3, recompute=recompute, global_batch=8)
+    found, where = step_cost(mixture, machine, plan, k), group(machine, k, 8.0, 1.0)
+    rows, empty = (float(all_to_all(where, k, machine, size)) for size in (4096 * 2 * mixture.expert_in * 2, 0.0))
+    wanted = 8 * ((2 + 2 * forwards) * rows + forwards * (empty + 50e-6))
+    assert float(found.exposed["expert"]) == pytest.approx(wanted, rel=1e-6)
+    alone = step_cost(mixture, machine, replace(plan, expert=1.0), k)
+    assert float(alone.exposed["expert"]) == 0

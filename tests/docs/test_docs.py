@@ -24,7 +24,7 @@ from benchmarks.dense_table import side_of
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, codes, inline_code, links, table, text_of
 from tests.house.test_laws import FLOORS, TORCH_FREE
 
-from meshwright.cli.main import app
+from meshwright.cli.main import app_for
 from meshwright.data.stdlib import VOCABULARY, stdlib_folder
 from meshwright.events.start import PHASES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
@@ -189,7 +189,7 @@ def commands(page: str) -> Iterator[tuple[str, list[str]]]:
 def test_commands_options_and_overrides_exist(page: str) -> None:
     keys = {".".join(map(str, key)) for key in all_keys(RunSpec)}
     for where, words in commands(page):
-        command = typer.main.get_command(app)
+        command = typer.main.get_command(app_for(()))
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
         at_end = not words or (hasattr(command, "params") and not hasattr(command, "commands"))

@@ -5,52 +5,44 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from meshwright import __version__
-from meshwright.cli import (
-    check,
-    checkpoint,
-    data,
-    evaluate,
-    generate,
-    plan,
-    predict,
-    profile,
-    quickstart,
-    report,
-    schema,
-    simulate,
-    tokenizer,
-    train,
-)
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
 
-app = typer.Typer(
-    name="meshwright",
-    help="Train large language models from one plan.\n\n"
-    "Start with `meshwright quickstart`, or write a run file and `meshwright train run.yaml`.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-app.command()(quickstart.quickstart)
-app.command()(train.train)
-app.command()(plan.plan)
-app.command()(simulate.simulate)
-app.command()(predict.predict)
-app.command()(profile.profile)
-app.command()(check.check)
-app.add_typer(data.app, name="data")
-app.add_typer(tokenizer.app, name="tokenizer")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.command("eval")(evaluate.evaluate)
-app.command()(generate.generate)
-app.command()(report.report)
-app.command()(schema.schema)
+COMMANDS = {
+    name: name
+    for name in (
+        "quickstart", "train", "plan", "simulate", "predict", "profile", "check", "data", "tokenizer", "checkpoint", "eval", "generate",
+        "report", "schema",
+    )
+} | {"eval": "evaluate"}  # fmt: skip
+"""Command → its module in this room, whose function of the same name, or whose `app` of several commands, it is."""
+
+
+def app_for(words: Sequence[str]) -> typer.Typer:
+    """The command line with all commands, or with the one that `words` begin with: each takes a while to be put together."""
+    app = typer.Typer(
+        name="meshwright",
+        help="Train large language models from one plan.\n\n"
+        "Start with `meshwright quickstart`, or write a run file and `meshwright train run.yaml`.",
+        no_args_is_help=True,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+    app.callback()(_root)
+    for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
+        module = import_module(f"meshwright.cli.{COMMANDS[name]}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(getattr(module, COMMANDS[name]))
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,7 +51,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
@@ -72,7 +63,7 @@ def _root(
 def main() -> None:
     """Run the command line; ends the process with the exit codes of docs/getting-started.md."""
     try:
-        app()
+        app_for(sys.argv[1:])()
     except BadConfig as error:
         _say(f"{len(error.mistakes)} mistake{'s' * (len(error.mistakes) > 1)} in the configuration:\n{error}", error)
     except MeshwrightError as error:

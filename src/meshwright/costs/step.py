@@ -25,6 +25,11 @@ LAST_ROUND = 0.8
 activations less; set by hand (docs/cost-model.md, "Blind spots")."""
 RINGS = 10.0
 """Collectives of a layer, forward and backward, when tensor parallelism splits the sequence: six gathers and four scatters."""
+RING_SHOWN = 0.5
+"""Of a ring's messages, what attention does not hide: a guess, the same for all stacks."""
+COUNTS_US = 50.0
+"""What a layer waits for the number of rows that come to its experts, beside the all-to-all that brings it: a copy to the host, its
+wake-up, and the first launches after it. A guess (launches of an H200's host take 5 to 10 µs each)."""
 FULL = 0.92
 """Share of memory at which an allocator starts to give back and ask again."""
 
@@ -47,7 +52,7 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     machine = replace(machine, nic=machine.nic * layout.port)
     times = layer_times(shape, machine, layout, k)
     tensor = _tensor_traffic(shape, machine, layout, k)
-    context = _context_traffic(shape, machine, layout, k)
+    context = sum(context_traffic(shape, machine, layout, k))
     expert = _expert_traffic(shape, machine, layout, k)
     device = times.forward + times.backward
     work = device + tensor + context + expert
@@ -138,23 +143,39 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     return shape.layers * count * each * k.tensor_exposed
 
 
-def _context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Keys and values pass every rank of a ring, once forward and twice backward, half of it under attention; or, exchanging
-    heads, all-to-alls of queries, keys, values and outputs in both directions."""
+def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
+    """What attention does not hide of context ranks' messages, over all layers, forward and backward.
+
+    Keys and values pass every rank of a ring, half of it under attention: once forward, again where that is repeated, and in backward once
+    and then as gradients. Those are summed in fp32, so they are twice the bytes, and this program's engine sends them on once more, home.
+    Or ranks exchange heads: all-to-alls of queries, keys, values and outputs in both directions, and again where they are recomputed.
+    """
     tokens = layout.micro_batch * layout.seq
     where = group(machine, k, layout.context, layout.context_step)
-    ring = 1.5 * gather(where, k, tokens * shape.kv_width / layout.tensor * 2)
+    once = RING_SHOWN * gather(where, k, tokens * shape.kv_width / layout.tensor * 2)
+    turns = np.maximum(1.0, layout.context)
+    sums = np.where(k.copies > 0, 2 * turns / np.maximum(1.0, turns - 1), 1.0)
+    mode = np.asarray(layout.recompute)
+    again = np.where((k.copies > 0) & (mode == 2), 1.0, 0.0)
     widths = (shape.query_width + shape.kv_width + shape.value_width) / layout.tensor
-    heads = 2 * all_to_all(where, k, machine, tokens / layout.context * widths * 2)
-    return shape.attention_layers * np.where(layout.all_to_all > 0, heads, ring)
+    heads = all_to_all(where, k, machine, tokens / layout.context * widths * 2)
+    anew = heads * np.where((k.copies > 0) & (mode > 0), 2.0, 1.0)
+    exchanging = np.asarray(layout.all_to_all) > 0
+    forward = np.where(exchanging, heads, once)
+    backward = np.where(exchanging, anew, once * (1 + again + sums))
+    return shape.attention_layers * forward, shape.attention_layers * backward
 
 
 def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Dispatch and combine, forward and backward."""
+    """Dispatch and combine, forward and backward; in this program's engine also where forward is repeated, and each forward asks first how
+    many rows come, for which the host waits."""
     tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
     where = group(machine, k, layout.expert, 1.0)
     each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2)
-    return np.where(shape.moe_layers > 0, shape.moe_layers * 4 * each * layout.imbalance, 0.0)
+    forwards = 1 + np.where((k.copies > 0) & (np.asarray(layout.recompute) == 2), 1.0, 0.0)
+    counts = k.copies * forwards * (all_to_all(where, k, machine, 0.0) + COUNTS_US * 1e-6) * (layout.expert > 1)
+    rows = (2 + 2 * forwards) * each * layout.imbalance
+    return np.where(shape.moe_layers > 0, shape.moe_layers * (rows + counts), 0.0)
 
 
 def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:

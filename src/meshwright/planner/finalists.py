@@ -16,6 +16,7 @@ from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.sweep import End, Strategy
+from meshwright.simulator.of_plan import timing_of
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
@@ -70,11 +71,14 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
 
 def judged(run: RunSpec, plans: Iterable[Plan]) -> list[Candidate]:
     """All plans with what is predicted of them: those that lead by playing whole stages, played by units, best first; then the others."""
-    quick = (repriced(run, plan, by_units=False) for plan in plans)
+    timings = {plan.bare: timing_of(run.model, run.train, plan, run.cluster) for plan in plans}
+    quick = (repriced(run, plan, by_units=False, timing=timing) for plan, timing in timings.items())
     ranked = [Candidate(plan, simulated=False) for plan in quick]
     ranked = sorted((replace(one, estimated=one.seconds) for one in ranked), key=_seconds)
     leading = _leading(ranked, run.model.layers)
-    played = [replace(one, plan=repriced(run, one.plan), simulated=True) for one in leading]
+    played = [
+        replace(one, plan=repriced(run, one.plan, timing=timings[one.plan.bare]), simulated=True) for one in leading
+    ]
     return sorted(played, key=_seconds) + [one for one in ranked if one not in leading]
 
 
@@ -131,7 +135,7 @@ def _promising(run: RunSpec, plan: Plan, beside: Candidate) -> bool:
 
 def same_layout(one: Plan, other: Plan) -> bool:
     """Whether two plans run alike, whatever is said of them."""
-    return replace(one, predicted=None, why=()) == replace(other, predicted=None, why=())
+    return one.bare == other.bare
 
 
 def _work(plan: Plan, layers: int) -> int:

@@ -8,6 +8,7 @@ from meshwright.costs.memory import fullest
 from meshwright.costs.of_plan import band, pricing
 from meshwright.planner.clock import played_by_stages, played_by_units
 from meshwright.simulator.of_plan import memory_of, timing_of
+from meshwright.simulator.timing import Timing
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Breakdown, Plan, Predicted
 from meshwright.spec.run import RunSpec
@@ -16,16 +17,17 @@ TIMED_AXES = ("pipeline", "shard", "replicate")
 """Axes whose communication has actions of its own in a schedule."""
 
 
-def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True) -> Plan:
-    """`plan` with what is predicted of it, whatever it said before; without `by_units` quicker, for ranking.
+def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing | None = None) -> Plan:
+    """`plan` with what is predicted of it, whatever it said before; without `by_units` quicker, for ranking. `timing` is made when it is
+    not there yet.
 
     Only memory where the cost model has no figures of the device. Raises BadInput when its schedule cannot be made for its micro-batches.
     """
     kinds = fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
     said = Predicted(memory_peak_bytes=sum(kinds.values()), memory_bytes=kinds)
-    if pricing(run.model, run.train, plan, run.cluster) is None:
+    if timing is None and pricing(run.model, run.train, plan, run.cluster) is None:
         return replace(plan, predicted=said)
-    breakdown = _breakdown(run, plan, by_units)
+    breakdown = _breakdown(run, plan, by_units, timing or timing_of(run.model, run.train, plan, run.cluster))
     seconds = breakdown.compute + sum(breakdown.exposed.values()) + breakdown.bubble + breakdown.host
     low, high = band(seconds, run.cluster, plan)
     tokens = run.train.global_batch * run.train.seq_len / seconds
@@ -39,8 +41,7 @@ def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True) -> Plan:
     return replace(plan, predicted=said)
 
 
-def _breakdown(run: RunSpec, plan: Plan, by_units: bool) -> Breakdown:
-    timing = timing_of(run.model, run.train, plan, run.cluster)
+def _breakdown(run: RunSpec, plan: Plan, by_units: bool, timing: Timing) -> Breakdown:
     parts = (played_by_units if by_units else played_by_stages)(run, plan, timing)
     inside = dict(timing.inside)
     host = inside.pop("host", 0.0)

@@ -8,6 +8,7 @@ the model's ends the strategy of the layer beside them.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeVar
 
 from meshwright.schedules.collectives import Gather, Reduce
 from meshwright.schedules.expand import Order, expand
@@ -17,14 +18,17 @@ from meshwright.schedules.schedule import Schedule
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import LayerStrategy, Plan
 
+T = TypeVar("T")
+Kept = tuple[tuple[T, ...], ...]
+"""By stage and unit."""
+
 
 def training_schedule(plan: Plan, layers: int) -> Schedule:
     """A step of a model of `layers` blocks, in unit actions. Raises BadInput when it cannot be made for the plan's sizes."""
     strategies = _strategies(plan, layers)
-    gather = [[_gather(one) for one in row] for row in strategies]
-    reduce = [[_reduce(one) for one in row] for row in strategies]
-    units = [len(row) for row in strategies]
-    return expand(stage_schedule(plan, layers), units, order=_order(plan), gather=gather, reduce=reduce)
+    gather = tuple(tuple(map(_gather, row)) for row in strategies)
+    reduce = tuple(tuple(map(_reduce, row)) for row in strategies)
+    return _expanded(*_stages(plan, layers), _order(plan), gather, reduce)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
@@ -37,14 +41,19 @@ def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule
 
 def stage_schedule(plan: Plan, layers: int) -> Schedule:
     """A step in stage actions, before it is cut into units."""
-    table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
-    return _built(plan.schedule.name, len(table), plan.batch.accumulate, len(table[0]))
+    return _built(*_stages(plan, layers))
 
 
 def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
     """Layers of every virtual stage, in the order a micro-batch visits them."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
     return tuple(sorted((stage for row in table for stage in row), key=lambda stage: stage.start))
+
+
+def _stages(plan: Plan, layers: int) -> tuple[str, int, int, int]:
+    """What `registry.build` asks."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
+    return plan.schedule.name, len(table), plan.batch.accumulate, len(table[0])
 
 
 def _strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
@@ -71,3 +80,17 @@ def _order(plan: Plan) -> Order:
 @lru_cache(maxsize=128)  # the planner asks for the same ones under every batch and strategy
 def _built(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
     return build(name, ranks, micro_batches, stages_per_rank)
+
+
+@lru_cache(maxsize=8)  # plans that the planner plays one after another often differ in what a schedule does not say
+def _expanded(
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    stages_per_rank: int,
+    order: Order,
+    gather: Kept[Gather],
+    reduce: Kept[Reduce],
+) -> Schedule:
+    built = _built(name, ranks, micro_batches, stages_per_rank)
+    return expand(built, [len(row) for row in gather], order=order, gather=gather, reduce=reduce)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, lru_cache
 from typing import TypeVar
 
 from meshwright.costs.memory import activation_bytes, memory_by_rank
@@ -45,6 +46,11 @@ def units_of(model: ModelSpec, stage: range) -> list[Unit]:
 def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> tuple[dict[str, int], ...]:
     """Bytes by kind of every pipeline rank, with as many forwards alive as the plan's schedule holds. Raises BadInput as
     `training_schedule` does."""
+    return _memory_of(model, train, plan.bare, cpu)
+
+
+@lru_cache(maxsize=256)  # a search asks whether a plan fits, and then how much it takes
+def _memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool) -> tuple[dict[str, int], ...]:
     alive = peak_in_flight(stage_schedule(plan, model.layers), activation_bytes(model, train, plan))
     return memory_by_rank(model, train, plan, cpu=cpu, alive=alive)
 
@@ -60,8 +66,12 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     made = {id(one): UnitCosts(model, plan, one, tied_apart=held[0] != held[-1]) for one in prices}
     ranks = [made[id(one)] for one in prices]  # one object for all ranks on nodes alike
 
+    kinds = {unit: ranks[0].alike(unit) for row in stages for unit in row}
+
     def table(price: Callable[[UnitCosts, Unit], T]) -> list[list[T]]:
-        return [[price(ranks[rank], unit) for unit in row] for rank, row in zip(held, stages, strict=True)]
+        """Of every unit; units alike on ranks alike are priced once."""
+        known = cache(lambda costs, unit: price(costs, unit))
+        return [[known(ranks[rank], kinds[unit]) for unit in row] for rank, row in zip(held, stages, strict=True)]
 
     compute = table(UnitCosts.compute)
     # A rank's host time of one micro-batch is booked where its first stage begins.

@@ -20,7 +20,7 @@ from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import bytes_of, gathered_width
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
-from meshwright.costs.step import step_cost
+from meshwright.costs.step import context_traffic, step_cost
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, Recompute
 
@@ -50,6 +50,7 @@ class UnitCosts:
         self._tied_apart = tied_apart
         self._blocks: dict[tuple[Recompute, bool, bool], Seconds] = {}
         self._counts: dict[Unit, int] = {}
+        self._first: dict[tuple[bool, LayerStrategy], int] = {}
         self._split = cache(
             lambda copied, size: number(gather(self._over(self._shards, copied), priced.constants, size))
         )
@@ -67,6 +68,13 @@ class UnitCosts:
         self._copied = plan.gather_engine == "copy"
         self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
         self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
+
+    def alike(self, unit: Unit) -> Unit:
+        """The first block of the unit's kind and strategy, or the end itself: they cost the same."""
+        if isinstance(unit, str):
+            return unit
+        kind = self.model.routed(unit), replace(self._strategy(unit), range="all")
+        return self._first.setdefault(kind, unit)
 
     def compute(self, unit: Unit) -> Seconds:
         """Arithmetic of one micro-batch."""
@@ -237,11 +245,10 @@ class UnitCosts:
         times, cost = layer_times(shape, machine, lone, k), step_cost(shape, machine, lone, k)
         tensor, context, expert = (number(cost.exposed[axis]) for axis in ("tensor", "context", "expert"))
         forward = number(times.forward)
-        # Repeating the forward repeats its two collectives; a ring passes keys and values once forward and twice backward; tokens go to
-        # their experts and back in either direction.
+        # Repeating the forward repeats its two collectives; tokens go to their experts and back in either direction.
         forward += tensor * (1 / 3 if mode == "full" else 1 / 2)
-        forward += context * (1 / 2 if number(self.priced.layout.all_to_all) else 1 / 3)
-        forward += expert / 2
+        forward += number(context_traffic(shape, machine, lone, k)[0])
+        forward += expert * (1 / 3 if mode == "full" else 1 / 2)
         work = number(times.forward + times.backward) + tensor + context + expert
         backward = work - forward
         host = number(cost.host) - number(k.host_micro_us) * 1e-6

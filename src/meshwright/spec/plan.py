@@ -6,7 +6,7 @@ before a run starts (`planner.candidate.untrainable`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Literal, get_args
 
@@ -218,6 +218,11 @@ class Plan:
     def axis_size(self, name: str) -> int:
         """Ranks along `name`; 1 when the mesh lacks the axis."""
         return next((axis.size for axis in self.mesh if axis.axis == name), 1)
+
+    @property
+    def bare(self) -> Plan:
+        """What runs, without what is said of it: equal and hashed alike for plans that run alike."""
+        return self if self.predicted is None and not self.why else replace(self, predicted=None, why=())
 
     def strategy(self, layer: int, layers: int) -> LayerStrategy:
         """The strategy of block `layer` in a model of `layers` blocks."""
