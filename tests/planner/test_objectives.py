@@ -63,7 +63,7 @@ def test_the_fastest_is_not_the_cheapest() -> None:
 
 
 def test_scaling_answers_each_size_or_says_why_not() -> None:
-    small, large = scaling(ask("cluster.memory_gib=20"), (1, 2), trainable=True)
+    small, large = scaling(ask("cluster.memory_gib=20", "plan.offload=none"), (1, 2), trainable=True)
     assert small.answer is None and small.refused.startswith("does not fit")
     assert large.answer is not None and large.answer.best.plan.ranks == 2
     assert large.seconds and large.tokens_per_second == pytest.approx(16 * 4096 / large.seconds)
