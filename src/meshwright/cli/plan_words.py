@@ -92,7 +92,7 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     if plan.gather_engine == "copy":
         rows.append(("gathers", "by copy engines"))
     if plan.tensor_engine == "copy":
-        rows.append(("tokens of tensor ranks", "by copy engines, beside the products"))
+        rows.append(("tokens", "between tensor ranks by copy engines, beside the products"))
     rows.append(("compile", "each block" if plan.compile else "no"))
     return rows
 
