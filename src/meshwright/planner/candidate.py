@@ -15,6 +15,7 @@ from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import SHARD_AXES, AxisName, LayerStrategy, Linear, MeshAxis, Plan, PlanPins, Precision
 from meshwright.spec.run import RunSpec
 
+NOT_IN_FP8 = "with weights gathered in fp8 a run on GPUs came to gradients that were not finite"
 HEADROOM = 0.91
 """Share of a device's memory a plan may fill; the rest is left to fragments, for an allocator at its limit gives back and asks again. On
 H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
@@ -66,7 +67,7 @@ def untrainable(plan: Plan) -> str | None:
     parts = [f"products in fp8 with {beside}"] if beside else []
     parts += dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer))
     if not parts:
-        return _unreachable(plan)
+        return _uncopyable(plan)
     return f"this release cannot train {', '.join(parts)}: it plans and simulates that"
 
 
@@ -81,8 +82,12 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
             yield f"offload {layer.offload} with recompute selective where blocks are not compiled"
 
 
-def _unreachable(plan: Plan) -> str | None:
+def _uncopyable(plan: Plan) -> str | None:
     """Why weights or tokens cannot be copied as the plan has it, or None."""
+    if plan.gather_engine == "copy" and plan.precision.gather == "fp8":
+        return (
+            f"plan.gather_engine = copy: {NOT_IN_FP8}; expected plan.gather_engine = kernel, or plan.gather = compute"
+        )
     for key, engine, over in (
         ("gather_engine", plan.gather_engine, _leaving(plan, *SHARD_AXES)),
         ("tensor_engine", plan.tensor_engine, _leaving(plan, "tensor")),
@@ -104,6 +109,8 @@ def kernels_only(run: RunSpec) -> str | None:
     """Why a search leaves every plan's gathers to kernels, or None; a pin has them copied all the same."""
     if run.cluster.is_cpu:
         return "processors have no copy engines"
+    if precision_of(run).gather == "fp8":
+        return NOT_IN_FP8
     names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
     other = next((name for name in names if name not in CHIPS or CHIPS[name].generation not in COPYING), None)
     return f"by copy engines they were not measured on {other}; plan.gather_engine=copy asks for it" if other else None
