@@ -86,16 +86,17 @@ def _largest(run: RunSpec) -> float:
 def _plans(run: RunSpec, swept: Swept, budget: int | None) -> Iterator[Plan]:
     """The leading points that fit, as plans, a few of each kind."""
     seen: Counter[object] = Counter()
+    many = 0
     for row, strategy in enumerate(swept.strategies):
         points = swept.points
         kind = *points.meshes[points.mesh[row]].inner, int(points.schedule[row])
         if seen[kind] == ALIKE:
             continue
-        for plan in _written(run, points, row, strategy, budget):
-            if fits(run, plan, budget):
-                seen[kind] += 1
-                yield plan
-        if seen.total() == FINALISTS:
+        found = [plan for plan in _written(run, points, row, strategy, budget) if fits(run, plan, budget)]
+        yield from found
+        seen[kind] += bool(found)
+        many += len(found)
+        if many >= FINALISTS:
             return
 
 
@@ -103,9 +104,12 @@ def _written(run: RunSpec, points: Points, row: int, strategy: Strategy, budget:
     """The plan of one point, and the one without the window of copied gathers where that leaves memory for other layers."""
     plan = plan_at(run, points, row, strategy, budget)
     yield plan
-    if plan.gather_engine == "copy" and pins_of(run).gather_engine is None:
+    if plan.gather_engine == "kernel" or pins_of(run).gather_engine is not None:
+        return
+    roomy = fits(run, plan, budget)
+    if strategy.rich != strategy.lean or not roomy:
         other = plan_at(run, by_kernels(points), row, strategy, budget)
-        if other.layers != plan.layers or not fits(run, plan, budget):
+        if other.layers != plan.layers or not roomy:
             yield other
 
 
