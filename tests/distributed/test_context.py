@@ -167,8 +167,8 @@ def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
     block.sharded.wait()
     assert engine.executor.context is not None
     part = engine.executor.context.part_of(MicroBatch(tokens, None, None, (torch.arange(12) // 5).expand(2, 12), 0))
-    shared = engine.executor.context.shared(part, torch.float64)
-    x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
+    shared = engine.executor.context.shared(part, torch.float32)
+    x = torch.randn(2, 6, 16, requires_grad=True)
     shapes = set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,6 +184,8 @@ def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
 @pytest.mark.slow
 def test_a_compiled_block_does_not_keep_what_a_ring_gathered(pool: Pool) -> None:
     """Of the whole sequence's keys and values (12 tokens, 4 wide) nothing waits for backward; its own 6 tokens' do."""
-    for shapes in pool.run(kept_by_a_block, 2, Case("1f1b", ring=2, compile=True).plan):
+    # In fp32: torch 2.11 declares the log-sum of attention on a processor to be fp32 also where it is fp64.
+    plan = replace(Case("1f1b", ring=2, compile=True).plan, precision=Precision(compute="fp32"))
+    for shapes in pool.run(kept_by_a_block, 2, plan):
         assert any(6 in shape and shape[-1] in (4, 16, 32) for shape in shapes)
         assert not [shape for shape in shapes if 12 in shape and shape[-1] in (4, 8)], shapes
