@@ -16,6 +16,7 @@ FIRST = ("pool", "workshop")
 """Fixtures that take long to make. Tests that share one run in one worker and in this order, so that `-n 2` makes each of them once."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def shared(item: pytest.Item) -> int:
         names = getattr(item, "fixturenames", ())
