@@ -31,6 +31,10 @@ class OurRun:
     records: list[dict[str, Any]]
 
 
+KEPT = ("mesh", "batch", "schedule", "experts", "layers", "precision", "gather_engine", "tensor_engine")
+"""What of a plan says how it ran."""
+
+
 def run_ours(
     start: list[str], words: list[str], name: str, runs: Path, log: Path, env: dict[str, str], limit: float
 ) -> OurRun:
@@ -84,7 +88,7 @@ def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: in
         "phases": middle["phases"],
         "traffic": {key: statistics.mean(r[key] for r in records) for key in middle if key.endswith("_wire_bytes")},
         "predicted": plan.get("predicted"),
-        "plan": {key: plan[key] for key in ("mesh", "batch", "schedule", "layers", "precision")},
+        "plan": {key: plan[key] for key in KEPT if plan.get(key) is not None},
         "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
     }
 

@@ -17,6 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -131,7 +132,13 @@ def runnable(page: str) -> list[Block]:
     return [block for block in found if block.text.strip() != ONCE]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
+def _in_its_time(page: str) -> Any:
+    """Pages about one axis or engine start runs like those of the pages on pipelines and the executor: in `make test-all`."""
+    quick = not page.startswith("docs/parallelism/") or page.endswith(("executor.md", "pipeline.md"))
+    return page if quick else pytest.param(page, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("page", [_in_its_time(page) for page in PAGES if runnable(page)])
 def test_the_commands_of_a_page_run(page: str, workshop: Workshop, tmp_path: Path) -> None:
     folder = workshop.folder(tmp_path, page)
     for block in runnable(page):

@@ -126,7 +126,7 @@ def test_deferred_gradients_equal_those_of_nn_linear(compiler: str | None, mode:
 
 @pytest.mark.parametrize("drains", ["in order", "last first"])
 @pytest.mark.parametrize(("bias", "norm"), [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_micro_batches_in_flight(compiler: str | None, bias: bool, norm: bool, drains: str) -> None:
     """Input gradients of all three, then their weight gradients in either order."""
     model = stack(Linear, bias=bias, norm=norm)
@@ -135,14 +135,14 @@ def test_micro_batches_in_flight(compiler: str | None, bias: bool, norm: bool, d
     assert_equal(ours, ordinary(stack(nn.Linear, bias=bias, norm=norm), batches(3)), 1e-12)
 
 
-@pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_without_a_queue_backward_is_whole(compiler: str | None) -> None:
     model = stack(Linear)
     wrap(model, compiler, "selective")
     assert_equal(ordinary(model, batches(2)), ordinary(stack(nn.Linear), batches(2)), 1e-12)
 
 
-@pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_bf16_is_as_near_to_the_truth(compiler: str | None) -> None:
     exact = [x.detach().double().requires_grad_() for x in batches(2, torch.bfloat16)]
     truth = ordinary(stack(nn.Linear, torch.bfloat16).double(), exact)
@@ -160,7 +160,12 @@ def test_bf16_is_as_near_to_the_truth(compiler: str | None) -> None:
     [
         *(pytest.param(None, spec, id=name) for name, spec in ALL.items()),
         pytest.param("inductor", LLAMA, marks=needs_compiler, id="inductor-llama"),
-        pytest.param("inductor", replace(GPT2, parallel_block=True), marks=needs_compiler, id="inductor-gpt2-parallel"),
+        pytest.param(
+            "inductor",
+            replace(GPT2, parallel_block=True),
+            marks=[needs_compiler, pytest.mark.slow],
+            id="inductor-gpt2-parallel",
+        ),
     ],
 )
 def test_every_gradient_of_a_decoder(compiler: str | None, spec: Any) -> None:

@@ -153,7 +153,7 @@ def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
 def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     """What of `plan` is unlike all of this program's own runs."""
     found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
-    found += ["expert ranks"] if experts_over(plan) > 1 else []
+    found += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     found += ["gathers by copy engines"] if plan.gather_engine == "copy" and shard_size(plan) > 1 else []
     found += ["fp8 products"] if plan.precision.products == "fp8" else []
