@@ -4,8 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
-# Two workers: one has the tests that share a pool of ranks, the other the rest.
-SHARED := -n 2 --dist loadgroup
 
 .PHONY: quickstart test test-all lint docs features bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
 
@@ -13,10 +11,10 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
 
 test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest -m 'not slow' $(SHARED)
+	$(BIN)/python -m pytest -m 'not slow'
 
 test-all: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest $(SHARED)
+	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests benchmarks

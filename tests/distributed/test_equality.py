@@ -22,7 +22,7 @@ from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
 from tests.distributed.pool import CaseFailed, Pool
 
-STEPS, BATCH, SEQ = 3, 8, 12
+STEPS, BATCH, SEQ = 2, 8, 12
 RATE, CLIP = 1e-2, 0.5
 LLAMA = ModelSpec(
     family="llama",

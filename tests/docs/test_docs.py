@@ -132,10 +132,18 @@ def runnable(page: str) -> list[Block]:
     return [block for block in found if block.text.strip() != ONCE]
 
 
+FIRST_READ = {
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("getting-started", "data", "checkpoints", "planner", "simulate", "schedules", "benchmarks")
+    ),
+}
+"""Pages whose commands every run of the tests makes; those of the others, which are much alike, are made by `make test-all`."""
+
+
 def _in_its_time(page: str) -> Any:
-    """Pages about one axis or engine start runs like those of the pages on pipelines and the executor: in `make test-all`."""
-    quick = not page.startswith("docs/parallelism/") or page.endswith(("executor.md", "pipeline.md"))
-    return page if quick else pytest.param(page, marks=pytest.mark.slow)
+    return page if page in FIRST_READ else pytest.param(page, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("page", [_in_its_time(page) for page in PAGES if runnable(page)])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import json, sys
 from meshwright.observe.compiling import compiler_work
@@ -18,6 +20,7 @@ print(json.dumps([before, compiler_work()]))
 """
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     works = []
