@@ -19,6 +19,7 @@ from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, pla
 from tests.distributed.test_experts import EVEN
 from tests.distributed.test_fp8 import LAYOUT_BOUND, as_truth, first_step, low
 from tests.distributed.test_schedules import DEEP, Case
+from tests.slow import quick_first
 
 
 def copying(chosen: Plan) -> Plan:
@@ -36,7 +37,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_first(5, CASES))
 def test_float64_equals_one_device(pool: Pool, name: str) -> None:
     spec, chosen = CASES[name]
     compare(pool.run(sharded, chosen.ranks, spec, copying(chosen)), one_device(spec), 1e-9)

@@ -125,7 +125,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("case", SCHEDULES, ids=str)
+@pytest.mark.parametrize("case", quick_first(4, SCHEDULES), ids=str)
 def test_schedules_agree_also_where_the_backward_is_split(pool: Pool, case: Case) -> None:
     one = first_step(pool, DEEP, low(replace(plan(1, 1, MICRO), schedule=SchedulePlan())))
     compare(first_step(pool, DEEP, low(case.plan)), as_truth(one), LAYOUT_BOUND, weights=False)
