@@ -9,14 +9,14 @@ taken its last contents. On 2 H200s its gathers were slower than NCCL's copy eng
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from meshwright.parallel.stream_memory import wait_at_least, write
 
 STAGED = 256 << 20
 """Bytes of all ranks' numbers that a sum has before it at a time."""
@@ -26,8 +26,6 @@ READY, TAKEN = 0, 1
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(target, source)."""
 Event = Any
-WAIT, WRITE = 1, 2
-AT_LEAST = 0
 
 
 class Ring:
@@ -205,44 +203,6 @@ class DeviceWindow:
     def hear(self, flag: int, value: int) -> None:
         first = flag * self.ranks
         wait_at_least([self._flags[self.rank][first + peer : first + peer + 1] for peer in others(self)], value)
-
-
-class _Operation(ctypes.Structure):
-    """One operation on a 32-bit word, as the driver lays it out."""
-
-    _fields_ = (
-        ("kind", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("alias", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64),
-    )
-
-
-def write(word: Tensor, value: int) -> None:
-    """Set `word` `(1,)`, int32 on this device, to `value` when the current stream comes to it."""
-    _give([_Operation(kind=WRITE, address=word.data_ptr(), value=value)])
-
-
-def wait_at_least(words: Sequence[Tensor], value: int) -> None:
-    """Let the current stream wait until each of `words`, int32 `(1,)` on this device, is at least `value` (compared round the wrap)."""
-    _give([_Operation(kind=WAIT, address=word.data_ptr(), value=value, flags=AT_LEAST) for word in words])
-
-
-def _give(operations: Sequence[_Operation]) -> None:
-    count = len(operations)
-    stream = torch.cuda.current_stream().cuda_stream
-    error = _driver().cuStreamBatchMemOp_v2(
-        ctypes.c_void_p(stream), ctypes.c_uint(count), (_Operation * count)(*operations), ctypes.c_uint(0)
-    )
-    if error:
-        raise RuntimeError(f"the driver refused a stream memory operation: CUDA error {error}")
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def aligned(size: int) -> int:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.observe.metrics import MetricsWriter
-from meshwright.optim.host import MASTER, MOMENTS
+from meshwright.optim.fused import MOMENTS
+from meshwright.optim.host import MASTER
 from meshwright.optim.shards import like
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput, MeshwrightError

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,11 +112,8 @@ def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tu
         found = staged(self, number, kind)
         return found.clone() if self._kinds[kind] == lose else found
 
-    HostAdamW._staged = lost  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(HostAdamW, "_staged", lost):
         found, here = steps(world, spec, chosen)
-    finally:
-        HostAdamW._staged = staged  # type: ignore[method-assign]
     assert found.keys() == truth.keys()
     return {name for name, value in found.items() if not torch.equal(value, truth[name])}, [here, whole]
 

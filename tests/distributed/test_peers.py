@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def shared_window(folder: Path, late: int) -> type:
             self.size, self._rank, self._ranks = peers.aligned(size), group.rank(), group.size()
             self._front = peers.aligned(4 * self._ranks)
             Window.made += 1
-            whole = self._front + peers.SLOTS * self.size
+            whole = self._front + peers.TOKEN_SLOTS * self.size
             names = [str(folder / f"{owner}-{Window.made}") for owner in range(self._ranks)]
             torch.from_file(names[self._rank], shared=True, size=whole, dtype=torch.uint8).zero_()
             dist.barrier(group)
@@ -81,14 +82,8 @@ def streams_in_order() -> Iterator[None]:
         "stream": nullcontext,
         "synchronize": lambda _: None,
     }
-    kept = {name: getattr(torch.cuda, name) for name in plain}
-    try:
-        for name, value in plain.items():
-            setattr(torch.cuda, name, value)
+    with mock.patch.multiple(torch.cuda, **plain):
         yield
-    finally:
-        for name, value in kept.items():
-            setattr(torch.cuda, name, value)
 
 
 def largest_error(world: World, ranks: int, late: int, slots: int, batch: int, folder: Path) -> float:
@@ -99,19 +94,15 @@ def largest_error(world: World, ranks: int, late: int, slots: int, batch: int, f
     group = build_mesh(Case("1f1b", tensor=ranks).plan, world).group("tensor")
     assert group is not None
     plain = every_operator(world.rank, group.group_name, ranks, batch)
-    kept = peers._Window, peers.SLOTS
-    peers._Window, peers.SLOTS = shared_window(folder, late), slots  # type: ignore[misc]
-    try:
-        with streams_in_order():
-            memory = peers.PeerMemory(group, torch.device("cpu"))
-            peers.register(group.group_name, memory)
-            again = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
-        assert memory._window is not None
-        memory._window.tell(memory.uses + 1)  # type: ignore[attr-defined]
+    window = shared_window(folder, late)
+    with mock.patch.multiple(peers, _Window=window, TOKEN_SLOTS=slots), streams_in_order():
+        memory = peers.PeerMemory(group, torch.device("cpu"))
+        peers.register(group.group_name, memory)
+        again = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
+        assert isinstance(memory._window, window)
+        memory._window.tell(memory.uses + 1)
         dist.barrier(group)
-    finally:
-        peers.close_peers(group.group_name)
-        peers._Window, peers.SLOTS = kept  # type: ignore[misc]
+    peers.close_peers(group.group_name)
     return max(
         float((a - b).abs().max())
         for found in again

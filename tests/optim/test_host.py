@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costs import account
-from meshwright.optim import host
-from meshwright.optim.host import ALIGNED, MASTER, MOMENTS, HostAdamW, lay_out
+from meshwright.optim.fused import MOMENTS, Coefficients
+from meshwright.optim.host import ALIGNED, MASTER, HostAdamW, lay_out
 
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
 SHAPES = {"a": (37, 11), "empty": (0, 5), "b": (3,), "c": (64, 16), "d": (129,), "e": (5, 7, 9)}
@@ -83,7 +82,7 @@ def away(dtype: torch.dtype, chunk: int, masters: bool) -> tuple[HostAdamW, dict
 
     decays = {name: 0.0 if name in NO_DECAY else DECAY for name in weights}
     releases = {name: release(name) for name in weights} if masters else {}
-    made = HostAdamW(weights, decays, releases, betas=BETAS, epsilon=EPSILON, chunk=chunk)
+    made = HostAdamW(weights, decays, releases, coefficients=Coefficients(BETAS, EPSILON), chunk=chunk)
     made.leave()
     return made, here
 
@@ -142,7 +141,3 @@ def test_the_host_holds_all_of_it() -> None:
     for masters, kinds in ((False, 2), (True, 3)):
         made, _ = away(torch.float32, 1 << 20, masters)
         assert 4 * kinds * elements <= made.host_bytes <= 4 * kinds * (elements + len(SHAPES) * ALIGNED)
-
-
-def test_the_account_knows_the_chunks() -> None:
-    assert (account.STAGED_ELEMENTS, account.STAGING_BUFFERS) == (host.STAGED_ELEMENTS, host.STAGING_BUFFERS)

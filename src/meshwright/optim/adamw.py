@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.optim.host import MASTER, MOMENTS, Aside, HostAdamW, Release
+from meshwright.optim.fused import MOMENTS, Coefficients, counted, new_count, update
+from meshwright.optim.host import MASTER, Aside, HostAdamW, Release
 from meshwright.optim.shards import like, local
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
@@ -36,23 +36,18 @@ class AdamW:
         self._parameters = dict(model.named_parameters())
         self._parts = {name: local(parameter.detach()) for name, parameter in self._parameters.items()}
         decayed = {row.name for row in parameters(spec) if row.decay}
-        decays = {name: train.weight_decay if name in decayed else 0.0 for name in self._parts}
-        betas = (train.beta1, train.beta2)
+        self._decays = {name: train.weight_decay if name in decayed else 0.0 for name in self._parts}
+        self._coefficients = Coefficients((train.beta1, train.beta2), train.epsilon)
         self._here = {name: part for name, part in self._parts.items() if name not in away}
-        groups = [
-            {"params": [part for name, part in self._here.items() if decays[name] == decay], "weight_decay": decay}
-            for decay in dict.fromkeys((train.weight_decay, 0.0))
-        ]
-        self._inner = _fused([group for group in groups if group["params"]], train) if self._here else None
+        self._moments = {
+            moment: {name: torch.zeros_like(part) for name, part in self._here.items()} for moment in MOMENTS
+        }
+        self._counts = {name: new_count(part.device) for name, part in self._here.items()}
         self._host: HostAdamW | None = None
         if away:
             parts = {name: self._parts[name] for name in away}
             release = {name: leave for name, leave in away.items() if leave is not None}
-            self._host = HostAdamW(parts, decays, release, betas=betas, epsilon=train.epsilon)
-        for part in self._here.values():
-            assert self._inner is not None
-            step = torch.zeros((), dtype=torch.float32, device=part.device)
-            self._inner.state[part] = {"step": step, **{moment: torch.zeros_like(part) for moment in MOMENTS}}
+            self._host = HostAdamW(parts, self._decays, release, coefficients=self._coefficients)
 
     def leave_device(self) -> None:
         """From now on the master weights of parameters that are away, as they are now, are in host memory alone, if they are to leave."""
@@ -71,34 +66,29 @@ class AdamW:
         if self._host is not None:
             away = {name: gradient for name, gradient in gradients.items() if name not in self._here}
             self._host.step(away, learning_rate, skip, aside)
-        if self._inner is not None:
-            self._step_here(self._inner, gradients, learning_rate, skip)
+        self._step_here({name: gradients[name] for name in self._here if name in gradients}, learning_rate, skip)
         self.zero_grad()
 
-    def _step_here(
-        self, inner: torch.optim.AdamW, gradients: Mapping[str, torch.Tensor], learning_rate: float, skip: torch.Tensor
-    ) -> None:
-        for name, part in self._here.items():
-            part.grad = gradients.get(name)
-        for group in inner.param_groups:
-            group["lr"] = learning_rate
-        # The fused kernel reads this attribute (torch.amp's GradScaler sets it): 1 leaves weights and moments untouched.
-        inner.found_inf = skip  # type: ignore[attr-defined]
-        inner.step()
+    def _step_here(self, gradients: Mapping[str, torch.Tensor], learning_rate: float, skip: torch.Tensor) -> None:
+        held = (self._here, gradients, *(self._moments[moment] for moment in MOMENTS), self._counts)
+        with counted([self._counts[name] for name in gradients], skip):
+            for weight_decay in dict.fromkeys(self._decays[name] for name in gradients):
+                names = [name for name in gradients if self._decays[name] == weight_decay]
+                update(
+                    *([tensors[name] for name in names] for tensors in held),
+                    coefficients=self._coefficients, learning_rate=learning_rate, weight_decay=weight_decay, skip=skip,
+                )  # fmt: skip
 
     def zero_grad(self) -> None:
-        for name, parameter in self._parameters.items():
+        for parameter in self._parameters.values():
             parameter.grad = None
-            self._parts[name].grad = None
 
     def moments(self) -> dict[tuple[str, str], torch.Tensor]:
         """The moments on the device by their own name and their parameter's, laid out like it and sharing the optimizer's memory."""
-        if self._inner is None:
-            return {}
         return {
-            (moment, name): like(self._inner.state[part][moment], self._parameters[name])
-            for moment in MOMENTS
-            for name, part in self._here.items()
+            (moment, name): like(part, self._parameters[name])
+            for moment, parts in self._moments.items()
+            for name, part in parts.items()
         }
 
     def on_host(self) -> dict[tuple[str, str], torch.Tensor]:
@@ -123,12 +113,5 @@ class AdamW:
         """Tell the bias correction how many updates the moments have seen."""
         if self._host is not None:
             self._host.set_steps(steps)
-        if self._inner is not None:
-            for part in self._here.values():
-                self._inner.state[part]["step"].fill_(float(steps))
-
-
-def _fused(groups: list[dict[str, Any]], train: TrainSpec) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), eps=train.epsilon, fused=True
-    )
+        for count in self._counts.values():
+            count.fill_(float(steps))

@@ -20,16 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.optim.fused import MOMENTS, Coefficients, counted, new_count, update
 from meshwright.spec.errors import OutOfResources
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "weight"
-STAGED_ELEMENTS = 1 << 23
-"""Elements of a chunk: copies of 32 MiB, long enough for the whole of the link's rate."""
 STAGED_ON_CPU = 1 << 10
 """On a CPU there is no link to fill; short chunks, so that small models have several and are tested as large ones run."""
-STAGING_BUFFERS = 3
-"""Chunks on the device at once: one that comes, one that is stepped, one that leaves. The memory account has both figures too."""
 ALIGNED = 64
 """Elements between the possible beginnings of a part of a chunk: kernels take whole vectors from there, as from a tensor's beginning."""
 
@@ -98,12 +95,11 @@ class HostAdamW:
         decays: Mapping[str, float],
         release: Mapping[str, Release],
         *,
-        betas: tuple[float, float],
-        epsilon: float,
+        coefficients: Coefficients,
         chunk: int | None = None,
     ) -> None:
         assert not release or release.keys() == parts.keys()
-        self._parts, self._release, self._betas, self._epsilon = dict(parts), dict(release), betas, epsilon
+        self._parts, self._release, self._coefficients = dict(parts), dict(release), coefficients
         like = next(iter(parts.values()))
         self._device = like.device
         self._kinds = (*MOMENTS, MASTER) if release else MOMENTS
@@ -118,7 +114,7 @@ class HostAdamW:
         widest = max((one.size for one in self._chunks), default=0)
         self._ring = torch.zeros(STAGING_BUFFERS, len(self._kinds), widest, dtype=like.dtype, device=self._device)
         self._places = {s.name: one.start + s.at for one in self._chunks for s in one.segments if not s.first}
-        self._steps = {name: torch.zeros((), dtype=torch.float32, device=self._device) for name in parts}
+        self._counts = {name: new_count(self._device) for name in parts}
         self._here: dict[str, Tensor] = {}
         self._links = _Links(self._device, len(self._ring))
         if self._device.type == "cuda":
@@ -139,17 +135,15 @@ class HostAdamW:
         self, gradients: Mapping[str, Tensor], learning_rate: float, skip: Tensor, aside: Aside | None = None
     ) -> None:
         """One update of the parameters that have a gradient; none where `skip` (scalar, on the device) is 1."""
-        counted = [self._steps[name] for name in gradients]
-        torch._foreach_add_(counted, 1)
         self._links.begin()
         for number in range(min(len(self._ring), len(self._chunks))):
             self._fetch(number, aside)
-        for number, chunk in enumerate(self._chunks):
-            self._update(number, chunk, gradients, learning_rate, skip)
-            self._send(number, aside)
-            if number + len(self._ring) < len(self._chunks):
-                self._fetch(number + len(self._ring), aside)
-        torch._foreach_sub_(counted, [skip] * len(counted))
+        with counted([self._counts[name] for name in gradients], skip):
+            for number, chunk in enumerate(self._chunks):
+                self._update(number, chunk, gradients, learning_rate, skip)
+                self._send(number, aside)
+                if number + len(self._ring) < len(self._chunks):
+                    self._fetch(number + len(self._ring), aside)
 
     def state(self, kind: str, name: str) -> Tensor:
         """A moment or the master weight of a parameter, in host memory and laid out as this rank's part; waits until it is up to date."""
@@ -157,8 +151,8 @@ class HostAdamW:
         return self._at(kind, name)
 
     def set_steps(self, steps: int) -> None:
-        for step in self._steps.values():
-            step.fill_(float(steps))
+        for count in self._counts.values():
+            count.fill_(float(steps))
 
     @property
     def keeps_masters(self) -> bool:
@@ -197,10 +191,9 @@ class HostAdamW:
             for kind in range(len(self._kinds))
         )
         weights = masters[0] if masters else [_run(self._parts[row.name], row) for row in rows]
-        torch._fused_adamw_(
-            weights, [_run(gradients[row.name], row) for row in rows], first, second, [],
-            [self._steps[row.name] for row in rows], lr=learning_rate, beta1=self._betas[0], beta2=self._betas[1],
-            weight_decay=chunk.weight_decay, eps=self._epsilon, amsgrad=False, maximize=False, found_inf=skip,
+        update(
+            weights, [_run(gradients[row.name], row) for row in rows], first, second, [self._counts[row.name] for row in rows],
+            coefficients=self._coefficients, learning_rate=learning_rate, weight_decay=chunk.weight_decay, skip=skip,
         )  # fmt: skip
         if masters:
             torch._foreach_copy_([_run(self._here[row.name], row) for row in rows], weights)

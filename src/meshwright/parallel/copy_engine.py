@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.costs.account import BLOCK_SLOTS
 from meshwright.parallel.fsdp import ShardedUnit
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import SHARD_AXES
 
-BLOCK_SLOTS = 2
-"""The unit that compute waits for next, and the one behind it."""
 ALIGNED = 4096
 """Bytes: where a slot begins; NCCL asks it of windows."""
 

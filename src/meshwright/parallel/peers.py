@@ -11,11 +11,9 @@ width)`, with `part` tokens of a sequence on each rank.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.costs.account import TOKEN_SLOTS
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.stream_memory import wait_at_least, write
 
-SLOTS = 2
-"""With two, one meeting an exchange is enough: see `PeerMemory`."""
 ALIGNED = 256
 """Bytes: where a slot begins, so that copies run at full width."""
 
@@ -264,7 +262,7 @@ class _Window:
         self.size = aligned(size)
         self._rank, self._ranks = group.rank(), group.size()
         self._front = aligned(4 * self._ranks)
-        self._memory = symmetric.empty(self._front + SLOTS * self.size, dtype=torch.uint8, device=device)
+        self._memory = symmetric.empty(self._front + TOKEN_SLOTS * self.size, dtype=torch.uint8, device=device)
         self._memory[: self._front].zero_()
         torch.cuda.synchronize(device)  # flags are zero before a peer can write one
         self._handle = symmetric.rendezvous(self._memory, group.group_name)
@@ -272,16 +270,16 @@ class _Window:
 
     def slot(self, owner: int, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The slot of exchange `number` on one of the ranks."""
-        return self._view(owner, self._front + number % SLOTS * self.size, shape, dtype)
+        return self._view(owner, self._front + number % TOKEN_SLOTS * self.size, shape, dtype)
 
     def meet(self, number: int) -> None:
         """Tell the peers that the current stream has come to here in exchange `number`, and let it wait until theirs have."""
         mine = self._flags[self._rank]
         peers = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]
-        _give([_Operation(kind=_WRITE, address=mine[self._rank :].data_ptr(), value=number)])
+        write(mine[self._rank : self._rank + 1], number)
         for peer in peers:
             self._flags[peer][self._rank].copy_(mine[self._rank], non_blocking=True)
-        _give([_Operation(kind=_WAIT, address=mine[peer:].data_ptr(), value=number) for peer in peers])
+        wait_at_least([mine[peer : peer + 1] for peer in peers], number)
 
     def _view(self, owner: int, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._handle.get_buffer(owner, tuple(shape), dtype, first // dtype.itemsize)
@@ -289,34 +287,3 @@ class _Window:
 
 def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
-
-
-_WAIT, _WRITE = 1, 2
-
-
-class _Operation(ctypes.Structure):
-    """One operation on a 32-bit word as the driver lays it out; a wait with no flags is for at least `value`, compared round the wrap."""
-
-    _fields_ = (
-        ("kind", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("alias", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64),
-    )
-
-
-def _give(operations: Sequence[_Operation]) -> None:
-    """Let the current stream do these, one after another."""
-    count, stream = len(operations), torch.cuda.current_stream().cuda_stream
-    error = _driver().cuStreamBatchMemOp_v2(
-        ctypes.c_void_p(stream), ctypes.c_uint(count), (_Operation * count)(*operations), ctypes.c_uint(0)
-    )
-    if error:
-        raise RuntimeError(f"the driver refused a stream memory operation: CUDA error {error}")
-
-
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")

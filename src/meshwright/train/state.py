@@ -18,7 +18,8 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.models.decoder import Decoder
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.host import MASTER, MOMENTS
+from meshwright.optim.fused import MOMENTS
+from meshwright.optim.host import MASTER
 from meshwright.parallel.apply import Engine, holding, holdings
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import UNDIVIDED, Division
