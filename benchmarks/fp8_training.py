@@ -5,7 +5,8 @@
 
 Prepares the text (this Python's own packages unless --text names others; at least --least-mb of it), trains a tokenizer of 32,768 on it
 and keeps 3% of the documents out. Each run takes one GPU; the order of the text is the seed's. Prints a line a run, then for each way of
-multiplying the mean held-out loss over bf16's, and writes everything as JSON.
+multiplying the mean held-out loss over bf16's, and writes everything as JSON. A run measures its loss as it trains, in fp8 where it
+multiplies in fp8; `meshwright eval` measures the same weights once more in bf16, as they would be served.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,9 +37,11 @@ KINDS = {
         "plan.layers=[{range: 0-0, linear: compute}, {range: 1-14}, {range: 15-15, linear: compute}]",
     ],
 }
+VALIDATION_BATCHES = 32
 WORDS = [
-    "model=llama3-1b", "train.seq_len=2048", "train.warmup_steps=30", "train.schedule=cosine", "train.validate_batches=32",
-    "data.document_mask=false", "checkpoint.at_end=false",
+    "model=llama3-1b", "train.seq_len=2048", "train.warmup_steps=30", "train.schedule=cosine",
+    f"train.validate_batches={VALIDATION_BATCHES}",
+    "data.document_mask=false",
 ]  # fmt: skip
 HELD_OUT = 0.03
 
@@ -147,12 +151,44 @@ def trained(kind: str, seed: int, device: str, corpus: Path, options: argparse.N
         return {"kind": kind, "seed": seed, "error": ran.code, "log": said}
     held_out = held_out_losses(ran.folder)
     figures = our_figures(ran.folder, ran.records, min(20, len(ran.records) // 2))
-    row = {"kind": kind, "seed": seed, "words": words, "held_out_loss": held_out, **figures}
+    in_bf16 = evaluated(ran.folder, env, options)
+    shutil.rmtree(ran.folder / "checkpoints")
+    row = {
+        "kind": kind,
+        "seed": seed,
+        "words": words,
+        "held_out_loss": held_out,
+        "held_out_loss_in_bf16": in_bf16,
+        **figures,
+    }
     del row["step_seconds_all"]
     row["losses"] = {record["step"]: round(record["loss"], 4) for record in ran.records if record["step"] % 10 == 0}
     losses = ", ".join(f"{step}: {loss:.4f}" for step, loss in held_out.items())
-    print(f"{name:28s} {row['tokens_per_second_per_gpu']:9,.0f} tok/s, held-out loss after {losses}", flush=True)
+    print(
+        f"{name:28s} {row['tokens_per_second_per_gpu']:9,.0f} tok/s, held-out loss after {losses}; in bf16 {in_bf16:.4f}",
+        flush=True,
+    )
     return row
+
+
+def evaluated(folder: Path, env: dict[str, str], options: argparse.Namespace) -> float:
+    """The held-out loss of a run's last weights, in the plain format of the device: the sequences that the run measured itself by."""
+    command = [
+        *MESHWRIGHT,
+        "eval",
+        str(folder),
+        "--batch",
+        str(options.sequences),
+        "--batches",
+        str(VALIDATION_BATCHES),
+        "--json",
+    ]
+    answer = subprocess.run(command, env=os.environ | env, text=True, capture_output=True, check=True).stdout
+    return float(json.loads(answer)["loss"])
+
+
+def beside(loss: float, plain: float | None) -> str:
+    return f" ({loss / plain - 1:+.3%} of bf16's)" if plain else ""
 
 
 def held_out_losses(folder: Path) -> dict[int, float]:
@@ -161,14 +197,21 @@ def held_out_losses(folder: Path) -> dict[int, float]:
 
 
 def report(rows: list[dict[str, Any]], corpus: Path, options: argparse.Namespace) -> None:
-    final = {
-        kind: statistics.mean(list(row["held_out_loss"].values())[-1] for row in rows if row["kind"] == kind)
-        for kind in options.kinds
-        if all("held_out_loss" in row for row in rows if row["kind"] == kind)
-    }
-    for kind, loss in final.items():
-        beside = f", {loss / final['bf16'] - 1:+.3%} of bf16's" if "bf16" in final else ""
-        print(f"{kind:16s} held-out loss {loss:.4f} over seeds {options.seeds}{beside}")
+    final = {}
+    for kind in options.kinds:
+        mine = [row for row in rows if row["kind"] == kind]
+        if any("error" in row for row in mine):
+            continue
+        as_trained = statistics.mean(list(row["held_out_loss"].values())[-1] for row in mine)
+        final[kind] = {
+            "as trained": as_trained,
+            "in bf16": statistics.mean(row["held_out_loss_in_bf16"] for row in mine),
+        }
+    for kind, losses in final.items():
+        said = ", ".join(
+            f"{loss:.4f} {how}" + beside(loss, final.get("bf16", {}).get(how)) for how, loss in losses.items()
+        )
+        print(f"{kind:16s} held-out loss over seeds {options.seeds}: {said}")
     tokens = {
         part: json.loads((corpus / part / "manifest.json").read_text(encoding="utf-8"))["tokens"]
         for part in ("train", "held_out")
