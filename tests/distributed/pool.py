@@ -1,4 +1,5 @@
-"""Gloo workers for the tests: started once per session, one thread each, reused by every case.
+"""Gloo workers for the tests: started once per session, one thread each, reused by every case. They are forked from a server that has
+imported what ranks import, so that a pool that begins again costs little.
 
 `pool.run(body, ranks, *arguments)` calls `body(world, *arguments)` on that many ranks at once, each in a process group made for the case,
 and returns the results in rank order. `body` must be a module-level function.
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 LIMIT_SECONDS = 120
+IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "meshwright.train.loop", "tests.distributed.cases_training"]
 
 
 class CaseFailed(AssertionError):
@@ -52,7 +54,8 @@ class Pool:
     def _start(self, ranks: int) -> None:
         """Have at least as many workers as ranks."""
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         for _ in range(ranks - len(self._processes)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
