@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
+PYTEST := $(BIN)/python -m pytest
+# Two workers: one begins with the tests that share a pool of ranks. Then, by themselves, those that count what the host sends.
+TOGETHER := -n 2 --dist loadgroup --no-loadscope-reorder
+ALONE := tests/distributed/test_traffic.py tests/train/test_traffic.py
 
 .PHONY: quickstart test test-all lint docs features bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
 
@@ -11,10 +15,12 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
 
 test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow' $(TOGETHER) $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) $(ALONE)
 
 test-all: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest
+	$(PYTEST) $(TOGETHER) $(addprefix --ignore=,$(ALONE))
+	$(PYTEST) $(ALONE)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests benchmarks

@@ -12,7 +12,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+LONG = ("distributed", "docs", "train", "cli", "planner", "kernels")
+"""Rooms whose tests take long, the longest first: of several workers none is left alone with one of them at the end."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file stay in one worker, and so do all that share the pool of ranks."""
+
+    def place(item: pytest.Item) -> int:
+        room = item.path.parent.name
+        return LONG.index(room) if room in LONG else len(LONG)
+
+    items.sort(key=place)
+    for item in items:
+        shared = "pool" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("pool" if shared else str(item.path)))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
