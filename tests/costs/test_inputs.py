@@ -27,7 +27,7 @@ SHAPE, K = _shape(LLAMA), constants("hopper", "default")
 NETWORK = NetworkSpec(fabric="infiniband", port_gb_per_s=50)
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=64, gpus_per_node=8, network=NETWORK))
 DEFAULT: tuple[AxisName, ...] = ("pipeline", "replicate", "shard", "context_ring", "tensor")
-STRIDES = ("tensor_stride", "context_stride", "shard_stride", "replicate_stride", "pipeline_stride")
+STRIDES = ("tensor_stride", "ring_stride", "ulysses_stride", "shard_stride", "replicate_stride", "pipeline_stride")
 
 
 def laid(sizes: dict[AxisName, int], order: tuple[AxisName, ...] = DEFAULT) -> Layouts:
@@ -77,5 +77,5 @@ def test_tensor_ranks_across_nodes_are_slow() -> None:
 def test_shards_with_copies_between_them_and_their_context_ranks() -> None:
     """Eight hold a copy: two context ranks side by side, four such pairs two pairs apart."""
     layout = laid({"shard": 4, "replicate": 2, "context_ring": 2}, ("shard", "replicate", "context_ring"))
-    assert (layout.shard_step, layout.context_step, layout.replicate_step) == (2, 1, 2)
+    assert (layout.shard_step, layout.ring_step, layout.replicate_step) == (2, 1, 2)
     assert layout.data_step == pytest.approx(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,8 +124,23 @@ def test_unbalanced_routing_costs_what_the_busiest_rank_costs() -> None:
 def test_exchanging_heads_moves_less_than_a_ring_of_many_heads() -> None:
     many = replace(MODEL, kv_width=2 * MODEL.query_width)
     plan = layout(context=8, data=1, seq=65536, global_batch=1)
-    ring, heads = (step_cost(many, machine_of(CLUSTER), p, K) for p in (plan, replace(plan, all_to_all=1.0)))
+    ring, heads = (step_cost(many, machine_of(CLUSTER), p, K) for p in (plan, replace(plan, ulysses=8.0)))
     assert float(heads.exposed["context"]) < float(ring.exposed["context"])
+
+
+def test_ranks_that_exchange_heads_and_pass_keys_round_pay_for_both() -> None:
+    """Two rings of four: each passes half of the heads, and all ranks exchange theirs with one other."""
+    plan = layout(context=8, data=1, seq=65536, global_batch=1)
+    priced = partial(context_traffic, MODEL, machine_of(CLUSTER), k=replace(K, start_us=0.0, link_us=0.0, net_us=0.0))
+    both, ring, heads = (
+        np.array(priced(layout=one)).ravel()
+        for one in (
+            replace(plan, ulysses=2.0),
+            replace(plan, context=4.0, seq=32768.0, ring_stride=2.0),
+            replace(plan, context=2.0, ulysses=2.0, seq=16384.0),
+        )
+    )
+    assert both == pytest.approx(ring + heads)
 
 
 def test_a_ragged_head_is_slower() -> None:

@@ -130,6 +130,8 @@ class Layouts:
     """Of a block's weight while it is gathered."""
     copied: Array = 0.0
     """1 when copy engines gather weights, on links of a communicator of their own."""
+    tokens_copied: Array = 0.0
+    """1 when tensor ranks copy their tokens beside the products."""
     gather_once: Array = 0.0
     """1 when they stay for the whole step, all its micro-batches."""
     reduce_once: Array = 0.0
@@ -154,8 +156,8 @@ class Layouts:
     """1 when what backward needs waits in host memory, two layers excepted."""
     slowest: Array = 1.0
     """Compute time of the slowest rank over the mean (`stragglers.expected_slowest`): all others wait for it."""
-    all_to_all: Array = 0.0
-    """1 when context parallelism exchanges heads (Ulysses) rather than passing keys and values round a ring."""
+    ulysses: Array = 1.0
+    """Context ranks that exchange heads; over the others, `ring`, keys and values are passed round."""
     layered: Array = 0.0
     """1 when all micro-batches pass a layer before the next one is gathered (breadth-first accumulation)."""
     imbalance: Array = 1.0
@@ -169,7 +171,8 @@ class Layouts:
     tensor_stride: Array = 0.0
     """Ranks from one member of an axis's groups to the next (`spec.layout.Layout.stride`); 0 where axes lie tensor, context, shards,
     replicas, pipeline from the innermost outward."""
-    context_stride: Array = 0.0
+    ring_stride: Array = 0.0
+    ulysses_stride: Array = 0.0
     shard_stride: Array = 0.0
     replicate_stride: Array = 0.0
     pipeline_stride: Array = 0.0
@@ -189,8 +192,16 @@ class Layouts:
         return np.where(self.tensor_stride > 0, self.tensor_stride, 1.0)
 
     @property
-    def context_step(self) -> Array:
-        return np.where(self.context_stride > 0, self.context_stride, self.tensor)
+    def ring(self) -> Array:
+        return self.context / self.ulysses
+
+    @property
+    def ulysses_step(self) -> Array:
+        return np.where(self.ulysses_stride > 0, self.ulysses_stride, self.tensor)
+
+    @property
+    def ring_step(self) -> Array:
+        return np.where(self.ring_stride > 0, self.ring_stride, self.tensor * self.ulysses)
 
     @property
     def shard_step(self) -> Array:

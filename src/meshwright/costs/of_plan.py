@@ -238,14 +238,15 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     return Layouts(
         tensor=float(plan.axis_size("tensor")), pipeline=float(pipeline),
         virtual=float(len(stage_table(plan.schedule, pipeline, model.layers)[0]) if pipeline > 1 else 1),
-        context=float(context_size(plan)), all_to_all=float(plan.axis_size("context_ulysses") > 1),
+        context=float(context_size(plan)), ulysses=float(plan.axis_size("context_ulysses")),
         expert=float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0,
         data=float(plan.data_ranks), zero=3.0 if shards > 1 else 0.0, shards=float(shards),
         micro_batch=float(plan.batch.micro_batch), global_batch=float(plan.batch.global_batch), seq=float(train.seq_len),
         sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
         replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
         fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
-        gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"), state_bytes=state_bytes(plan.precision),
+        gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
+        tokens_copied=float(plan.tensor_engine == "copy"), state_bytes=state_bytes(plan.precision),
         **_strides(plan), **_strategy(plan.layers[0]),
     )  # fmt: skip
 
@@ -255,7 +256,8 @@ def _strides(plan: Plan) -> dict[str, float]:
     layout = Layout.of(plan, plan.ranks)
     return {
         "tensor_stride": layout.stride("tensor"),
-        "context_stride": layout.stride("context_ring", "context_ulysses"),
+        "ring_stride": layout.stride("context_ring"),
+        "ulysses_stride": layout.stride("context_ulysses"),
         "shard_stride": layout.stride("shard", "context_ring", "context_ulysses"),
         "replicate_stride": layout.stride("replicate"),
         "pipeline_stride": layout.stride("pipeline"),

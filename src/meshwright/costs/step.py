@@ -140,7 +140,8 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     where = group(machine, k, layout.tensor, layout.tensor_step, crowding(machine, layout, k))
     each = all_reduce(where, k, tokens * shape.hidden * 2)
     count = np.where(layout.recompute == 2, 6.0, 4.0) - 2.0 * (shape.moe_layers > 0)
-    return shape.layers * count * each * k.tensor_exposed
+    shown = k.tensor_exposed * np.where(np.asarray(layout.tokens_copied) > 0, k.copied_tokens, 1.0)
+    return shape.layers * count * each * shown
 
 
 def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
@@ -148,21 +149,22 @@ def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
 
     Keys and values pass every rank of a ring, half of it under attention: once forward, again where that is repeated, and in backward once
     and then as gradients. Those are summed in fp32, so they are twice the bytes, and this program's engine sends them on once more, home.
-    Or ranks exchange heads: all-to-alls of queries, keys, values and outputs in both directions, and again where they are recomputed.
+    Before that, ranks that exchange heads do so: all-to-alls of queries, keys, values and outputs in both directions, and again where they
+    are recomputed. A rank then has its share of the heads of as many sequence parts as exchange.
     """
     tokens = layout.micro_batch * layout.seq
-    where = group(machine, k, layout.context, layout.context_step)
-    once = RING_SHOWN * gather(where, k, tokens * shape.kv_width / layout.tensor * 2)
-    turns = np.maximum(1.0, layout.context)
+    ring = group(machine, k, layout.ring, layout.ring_step)
+    passed = tokens * shape.kv_width / layout.tensor / layout.ulysses * 2
+    once = RING_SHOWN * gather(ring, k, passed)
+    turns = np.maximum(1.0, layout.ring)
     sums = np.where(k.copies > 0, 2 * turns / np.maximum(1.0, turns - 1), 1.0)
     mode = np.asarray(layout.recompute)
     again = np.where((k.copies > 0) & (mode == 2), 1.0, 0.0)
+    exchanging = group(machine, k, layout.ulysses, layout.ulysses_step)
     widths = (shape.query_width + shape.kv_width + shape.value_width) / layout.tensor
-    heads = all_to_all(where, k, machine, tokens / layout.context * widths * 2)
-    anew = heads * np.where((k.copies > 0) & (mode > 0), 2.0, 1.0)
-    exchanging = np.asarray(layout.all_to_all) > 0
-    forward = np.where(exchanging, heads, once)
-    backward = np.where(exchanging, anew, once * (1 + again + sums))
+    heads = all_to_all(exchanging, k, machine, tokens / layout.context * widths * 2)
+    anew = np.where((k.copies > 0) & (mode > 0), 2.0, 1.0)
+    forward, backward = heads + once, heads * anew + once * (1 + again + sums)
     return shape.attention_layers * forward, shape.attention_layers * backward
 
 

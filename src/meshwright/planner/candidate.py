@@ -21,6 +21,8 @@ HEADROOM = 0.91
 H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
 
 COPYING = ("hopper",)
+COPYING_RANKS = 2
+"""Tensor ranks between which copied tokens were measured."""
 """Generations of devices on which gathers by copy engines were measured; on others a search leaves them alone."""
 
 
@@ -105,22 +107,38 @@ def _leaving(plan: Plan, *axes: AxisName) -> MeshAxis | None:
     return next((axis for axis in plan.mesh if axis.axis in axes and axis.crosses == "node"), None)
 
 
-def kernels_only(run: RunSpec) -> str | None:
+def gathers_by_kernels(run: RunSpec) -> str | None:
     """Why a search leaves every plan's gathers to kernels, or None; a pin has them copied all the same."""
+    if not run.cluster.is_cpu and precision_of(run).gather == "fp8":
+        return NOT_IN_FP8
+    return _by_kernels(run, "gather_engine")
+
+
+def tokens_by_kernels(run: RunSpec, ranks: int) -> str | None:
+    """Why a search leaves tokens between so many tensor ranks to kernels, or None; a pin has them copied all the same."""
+    if not run.cluster.is_cpu and ranks > COPYING_RANKS:
+        return f"copies between more than {COPYING_RANKS} tensor ranks were not measured; plan.tensor_engine=copy asks for them"
+    return _by_kernels(run, "tensor_engine")
+
+
+def _by_kernels(run: RunSpec, key: str) -> str | None:
     if run.cluster.is_cpu:
         return "processors have no copy engines"
-    if precision_of(run).gather == "fp8":
-        return NOT_IN_FP8
     names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
     other = next((name for name in names if name not in CHIPS or CHIPS[name].generation not in COPYING), None)
-    return f"by copy engines they were not measured on {other}; plan.gather_engine=copy asks for it" if other else None
+    return f"by copy engines they were not measured on {other}; plan.{key}=copy asks for it" if other else None
 
 
 def kernels_because(run: RunSpec, plan: Plan) -> str | None:
     """Why the weights of `plan` are not gathered by copy engines, where no comparison of seconds says it."""
-    return kernels_only(run) or (
-        "the ranks that share weights are on several nodes" if _leaving(plan, *SHARD_AXES) else None
-    )
+    away = "the ranks that share weights are on several nodes" if _leaving(plan, *SHARD_AXES) else None
+    return gathers_by_kernels(run) or away
+
+
+def tokens_because(run: RunSpec, plan: Plan) -> str | None:
+    """Why copy engines do not carry the tokens of `plan`'s tensor ranks, where no comparison of seconds says it."""
+    away = "the tensor ranks are on several nodes" if _leaving(plan, "tensor") else None
+    return tokens_by_kernels(run, plan.axis_size("tensor")) or away
 
 
 def peak_bytes(plan: Plan) -> int:

@@ -61,7 +61,7 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         layers=pins.layers or (_layer("all", strategy.rich, strategy),),
         precision=precision_of(run),
         gather_engine="copy" if points.column("copied")[row] else "kernel",
-        tensor_engine=pins.tensor_engine or "kernel",
+        tensor_engine="copy" if points.column("tokens copied")[row] else "kernel",
         compile=compiles(run),
     )
     if pins.layers or strategy.rich == strategy.lean:
@@ -115,15 +115,23 @@ def improved(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) 
     ]
 
 
+def kernel_twins(run: RunSpec, plan: Plan) -> Iterator[Plan]:
+    """The plan with kernels for one of the engines that the search, and no pin, has copy: simpler plans."""
+    pins = pins_of(run)
+    if plan.gather_engine == "copy" and pins.gather_engine is None:
+        yield replace(plan, gather_engine="kernel")
+    if plan.tensor_engine == "copy" and pins.tensor_engine is None:
+        yield replace(plan, tensor_engine="kernel")
+
+
 def with_kernels(run: RunSpec, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
-    """The candidates, and beside a chosen one whose weights copy engines gather by choice the same plan with kernels, which is simpler."""
-    if pins_of(run).gather_engine is not None or chosen.plan.gather_engine == "kernel":
-        return list(candidates)
-    plan = replace(chosen.plan, gather_engine="kernel")
-    if any(same_layout(plan, one.plan) for one in candidates if one.simulated):
-        return list(candidates)
-    twin = replace(chosen, plan=repriced(run, plan), simulated=True, estimated=None)
-    return sorted([*candidates, twin], key=lambda one: (not one.simulated, one.seconds))
+    """The candidates, and beside a chosen one that copies by choice the same plans with kernels."""
+    known = [one.plan for one in candidates if one.simulated]
+    new = [plan for plan in kernel_twins(run, chosen.plan) if not any(same_layout(plan, other) for other in known)]
+    twins = [replace(chosen, plan=repriced(run, plan), simulated=True, estimated=None) for plan in new]
+    return (
+        sorted([*candidates, *twins], key=lambda one: (not one.simulated, one.seconds)) if twins else list(candidates)
+    )
 
 
 def _promising(run: RunSpec, plan: Plan, beside: Candidate) -> bool:
@@ -175,7 +183,8 @@ def _parts(plan: Plan) -> int:
         (layer.recompute != "none") + 2 * (layer.offload != "none") + (layer.gradients == "whole")
         for layer in plan.layers
     )
-    return 2 * axes + len(plan.layers) + special + plan.layered + (plan.gather_engine == "copy")
+    copied = (plan.gather_engine == "copy") + (plan.tensor_engine == "copy")
+    return 2 * axes + len(plan.layers) + special + plan.layered + copied
 
 
 def _fitted(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from meshwright.costs.memory import optimizer_on_host
 from meshwright.costs.of_plan import shard_size
-from meshwright.planner.candidate import HEADROOM, Candidate, kernels_because, peak_bytes, pins_of, untrainable
+from meshwright.planner.candidate import (
+    HEADROOM,
+    Candidate,
+    kernels_because,
+    peak_bytes,
+    pins_of,
+    tokens_because,
+    untrainable,
+)
 from meshwright.planner.explain import EQUAL, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
@@ -44,7 +52,7 @@ def reasons(
     said = [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
     if any(sentence.endswith(LESS) or f"{LESS}," in sentence for sentence in said):
         said.append("of plans within 1%, which no prediction tells apart, the simplest is taken")
-    said += [*_by_memory(plan, run, fits), _gathers(best, others, run)]
+    said += [*_by_memory(plan, run, fits), _gathers(best, others, run), _tokens(best, others, run)]
     if refused := untrainable(plan):
         said.append(refused)
     pinned = [key for key, value in vars(pins).items() if value is not None]
@@ -91,18 +99,29 @@ def _gathers(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> str:
     )
 
 
+def _tokens(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> str:
+    """What carries tokens between tensor ranks, and why."""
+    plan = best.plan
+    if plan.axis_size("tensor") == 1 or pins_of(run).tensor_engine is not None or run.cluster.is_cpu:
+        return ""
+    if plan.tensor_engine == "kernel" and (why := tokens_because(run, plan)):
+        return f"tokens by kernels: {why}"
+    alike = [one for one in others if one.plan.axis_size("tensor") == plan.axis_size("tensor")]
+    return _beside(best, alike, "tokens", lambda plan: plan.tensor_engine)
+
+
 def _chosen(name: str, value: object) -> str:
     if name == "gradients":
         return f"gradients {GRADIENTS[str(value)]}"
-    if name == "gathers":
-        return f"gathers by {ENGINES[str(value)]}"
+    if name in ("gathers", "tokens"):
+        return f"{name} by {ENGINES[str(value)]}"
     return ALONE[name] if name in ALONE and value == 1 else f"{name} {value}"
 
 
 def _with(name: str, value: object) -> str:
     if name == "gradients":
         return f"with them {GRADIENTS[str(value)]}"
-    if name == "gathers":
+    if name in ("gathers", "tokens"):
         return f"with {ENGINES[str(value)]}"
     return "without" if name in ALONE and value == 1 else f"with {value}"
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from math import inf
 
 from meshwright.costs.of_plan import Pricing
-from meshwright.planner.candidate import Answer, Candidate, budget_of, fits, pins_of
-from meshwright.planner.finalists import improved, judged, plan_at, simplest, with_kernels
+from meshwright.planner.candidate import Answer, Candidate, budget_of, fits
+from meshwright.planner.finalists import improved, judged, kernel_twins, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced
 from meshwright.planner.space import Points, by_kernels, points
@@ -101,20 +101,20 @@ def _plans(run: RunSpec, swept: Swept, budget: int | None) -> Iterator[Plan]:
 
 
 def _written(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: int | None) -> Iterator[Plan]:
-    """The plan of one point, and the one without the window of copied gathers where that leaves memory for other layers."""
+    """The plan of one point, and the one without the windows of what is copied where that leaves memory for other layers."""
     plan = plan_at(run, points, row, strategy, budget)
     yield plan
-    if plan.gather_engine == "kernel" or pins_of(run).gather_engine is not None:
+    if not any(kernel_twins(run, plan)):
         return
     roomy = fits(run, plan, budget)
     if strategy.rich != strategy.lean or not roomy:
-        other = plan_at(run, by_kernels(points), row, strategy, budget)
+        other = plan_at(run, by_kernels(run, points), row, strategy, budget)
         if other.layers != plan.layers or not roomy:
             yield other
 
 
 def _smallest(run: RunSpec, priced: Pricing, space: Points) -> list[Candidate]:
-    space = by_kernels(space) if pins_of(run).gather_engine is None else space
+    space = by_kernels(run, space)
     chosen, strategy = smallest(run, priced, space, NAMED)
     plans = [plan_at(run, chosen, row, strategy, 0) for row in range(len(chosen))]
     return [Candidate(repriced(run, plan), fits=False) for plan in plans]

@@ -17,13 +17,12 @@ import numpy as np
 
 from meshwright.costs.machine import fast_domain
 from meshwright.costs.of_plan import as_nodes
-from meshwright.planner.candidate import formats_of, kernels_only, pins_of
+from meshwright.planner.candidate import formats_of, gathers_by_kernels, pins_of, tokens_by_kernels
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
 from meshwright.spec.fp8 import fp8_alone
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_misfit, stage_table
 from meshwright.spec.plan import (
-    CONTEXT_AXES,
     DATA_AXES,
     SHARD_AXES,
     AxisName,
@@ -38,7 +37,8 @@ SCHEDULES = get_args(ScheduleName)
 STEP = ("micro", "accumulate", "schedule", "virtual")
 """Columns of a point beside its mesh."""
 GROUPS: dict[str, tuple[AxisName, ...]] = {
-    "context": CONTEXT_AXES,
+    "ring": ("context_ring",),
+    "ulysses": ("context_ulysses",),
     "shard": SHARD_AXES,
     "replicate": ("replicate",),
     "pipeline": ("pipeline",),
@@ -137,9 +137,11 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
     )  # fmt: skip
 
 
-def by_kernels(space: Points) -> Points:
-    """The same points with no weights gathered by copy engines."""
-    return replace(space, facts={**space.facts, "copied": np.zeros(len(space.meshes))})
+def by_kernels(run: RunSpec, space: Points) -> Points:
+    """The same points with nothing carried by copy engines but what is pinned."""
+    pins, none = pins_of(run), np.zeros(len(space.meshes))
+    free = {"copied": pins.gather_engine, "tokens copied": pins.tensor_engine}
+    return replace(space, facts={**space.facts, **{name: none for name, pinned in free.items() if pinned is None}})
 
 
 def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
@@ -149,6 +151,7 @@ def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
     facts["context"] = facts["context_ring"] * facts["context_ulysses"]
     facts["expert"] = np.array([mesh.expert for mesh in meshes], dtype=np.float64)
     facts["copied"] = np.array([_copied(run, mesh) for mesh in meshes], dtype=np.float64)
+    facts["tokens copied"] = np.array([_tokens_copied(run, mesh) for mesh in meshes], dtype=np.float64)
     facts["pace"] = facts["port"] = np.ones(len(meshes))
     if ground := ground_of(run):
         laid = [Layout(tuple((a, mesh.size(a)) for a in mesh.order), run.cluster.ranks_per_node) for mesh in meshes]
@@ -165,7 +168,15 @@ def _copied(run: RunSpec, mesh: Mesh) -> bool:
     pinned = pins_of(run).gather_engine
     if mesh.size("shard") * mesh.context == 1 or pinned:
         return pinned == "copy"
-    return kernels_only(run) is None and not _shards_leave(run, mesh)
+    return gathers_by_kernels(run) is None and not _shards_leave(run, mesh)
+
+
+def _tokens_copied(run: RunSpec, mesh: Mesh) -> bool:
+    """Whether copy engines carry tokens between its tensor ranks: as pinned, else where that was measured."""
+    pinned, ranks = pins_of(run).tensor_engine, mesh.size("tensor")
+    if ranks == 1 or pinned:
+        return pinned == "copy"
+    return tokens_by_kernels(run, ranks) is None and not mesh.crosses("tensor", run.cluster.ranks_per_node)
 
 
 def _shards_leave(run: RunSpec, mesh: Mesh) -> bool:

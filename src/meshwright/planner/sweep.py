@@ -235,14 +235,16 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
         global_batch=float(run.train.global_batch), seq=float(run.train.seq_len), recompute=float(RECOMPUTES.index(end.recompute)),
         keep_gathered=float(not end.reshard), gather_once=float(not end.reshard), reduce_once=float(gradients == "whole"),
         offload=float(offload in ("optimizer", "both")), offload_activations=float(offload in ("activations", "both")),
-        all_to_all=(points.column("context_ulysses") > 1).astype(float),
+        ulysses=points.column("context_ulysses"),
         layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
         vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
         in_flight=in_flight(*schedule), in_flight_last=in_flight(*schedule, pipeline - 1), loss_chunk=float(run.train.loss_chunk),
-        copied=points.column("copied"), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
+        copied=points.column("copied"),
+        tokens_copied=points.column("tokens copied"), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
         fill=fill(points.schedule, pipeline, points.accumulate), slowest=points.column("pace"), port=points.column("port"),
-        context_stride=points.column("context stride"), shard_stride=points.column("shard stride"),
+        ring_stride=points.column("ring stride"), ulysses_stride=points.column("ulysses stride"),
+        shard_stride=points.column("shard stride"),
         replicate_stride=points.column("replicate stride"), pipeline_stride=points.column("pipeline stride"),
     )  # fmt: skip
 
@@ -257,8 +259,6 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 
 def _memory(run: RunSpec, layout: Layouts) -> np.ndarray:
-    numbers = formats(
-        run.train, precision_of(run), cpu=run.cluster.is_cpu, tensor_engine=pins_of(run).tensor_engine or "kernel"
-    )
-    numbers = replace(numbers, window=layout.copied)
+    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
+    numbers = replace(numbers, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied)
     return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))

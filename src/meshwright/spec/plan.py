@@ -287,7 +287,7 @@ class PlanPins:
     gather_engine: Engine | None = None
     """What gathers weights over shard and context ranks."""
     tensor_engine: Engine | None = None
-    """What moves tokens along the tensor axis, where `tensor` is pinned; left out, kernels."""
+    """What moves tokens along the tensor axis; `copy` where `tensor` is pinned too."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 

@@ -1,0 +1,56 @@
+"""What carries tokens between tensor ranks is the search's choice: copy engines where that was measured, kernels elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.planner.search import search
+from meshwright.spec.load import load_run
+from meshwright.spec.plan import Plan
+
+PAIR = "model=llama3-8b train.seq_len=8192 train.global_batch=4 plan.recompute=none plan.micro_batch=2 plan.tensor=2"
+GPUS = "cluster.gpu=H200 cluster.gpus_per_node=2"
+
+
+def chosen(words: str) -> Plan:
+    return search(load_run(None, [*PAIR.split(), *GPUS.split(), *words.split()]), trainable=True).best.plan
+
+
+def said(plan: Plan) -> str:
+    return next((reason for reason in plan.why if reason.startswith("tokens")), "")
+
+
+def test_copy_engines_carry_tokens_between_two_ranks_and_need_room_for_them() -> None:
+    copied, kernels = chosen(""), chosen("plan.tensor_engine=kernel")
+    assert copied.tensor_engine == "copy" and kernels.tensor_engine == "kernel"
+    assert copied.predicted and kernels.predicted and copied.predicted.step_seconds and kernels.predicted.step_seconds
+    assert 1.05 < kernels.predicted.step_seconds / copied.predicted.step_seconds < 1.15
+    window = copied.predicted.memory_bytes["framework"] - kernels.predicted.memory_bytes["framework"]
+    assert window == 2 * 2 * 8192 * 4096 * 2, "two slots, each for all tokens of a micro-batch in bf16"
+    assert said(copied).startswith("tokens by copy engines: the best plan with kernels takes")
+    assert not said(kernels), "what is pinned needs no reason"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("cluster.emulate_nodes=2", "tokens by kernels: the tensor ranks are on several nodes"),
+        ("cluster.gpu=A100", "tokens by kernels: by copy engines they were not measured on A100"),
+        (
+            "plan.tensor=4 cluster.gpus_per_node=4",
+            "tokens by kernels: copies between more than 2 tensor ranks were not",
+        ),
+        ("cluster.gpu=cpu cluster.memory_gib=900 model=llama-nano model.vocab_size=512 train.seq_len=256", ""),
+    ],
+)
+def test_kernels_carry_them_where_copies_cannot_or_were_not_measured(words: str, reason: str) -> None:
+    plan = chosen(words)
+    assert plan.tensor_engine == "kernel" and said(plan).startswith(reason) and bool(said(plan)) == bool(reason)
+
+
+def test_the_search_copies_without_a_pinned_axis_too() -> None:
+    """Four sequences between eight ranks: tensor ranks share one."""
+    words = "model=llama3-8b train.seq_len=8192 train.global_batch=4 cluster.gpu=H200 cluster.gpus_per_node=8"
+    found = search(load_run(None, words.split()), trainable=True)
+    pairs = [one.plan for one in (found.best, *found.others) if one.plan.axis_size("tensor") == 2]
+    assert pairs and pairs[0].tensor_engine == "copy"
