@@ -21,6 +21,8 @@ AT_THE_LIMIT = {"planned-nvlink-2xH200 8b-auto"}
 """Filled 92% of the device, where the allocator gave back and asked again: a step of 3.39 s predicted at 3.06. Plans stop at 91% since."""
 BY_THE_HOST = {f"levers-one-gpu-H200 short-{name}" for name in ("micro-batches", "own-gc", "untimed")}
 """Waited for a host that had other programs to run, with micro-batches that no search takes; their steps differ by half from each other."""
+DOCUMENTS = {"context-2xH200 1b-32k-docs-shard"}
+"""Masked between documents, which the cost model does not price; its steps take from 0.69 to 1.22 s by what they read."""
 NOT_COMPILED = {"levers-one-gpu-H200 no-compile"}
 """The constants are those of compiled blocks."""
 
@@ -35,7 +37,7 @@ def checks() -> list[Any]:
     return [
         accuracy.check(row)
         for row in accuracy.own_rows()
-        if row.label not in AT_THE_LIMIT | BY_THE_HOST | NOT_COMPILED and is_like_fitted(row)
+        if row.label not in AT_THE_LIMIT | BY_THE_HOST | DOCUMENTS | NOT_COMPILED and is_like_fitted(row)
     ]
 
 
