@@ -16,6 +16,7 @@ from meshwright.kernels.fp8 import E4M3, E5M2, Low, inverse, low, low_both, low_
 from meshwright.kernels.linear import Linear, WeightQueue, deferring
 from meshwright.spec.plan import Recompute
 from tests.kernels.test_linear import SLOWLY, Layer, gradients, wrap
+from tests.slow import quick_first
 
 SCALINGS = get_args(fp8.Scaling)
 DIGITS, SMALLEST_EXPONENT, LARGEST = {E4M3: 3, E5M2: 2}, {E4M3: -6, E5M2: -14}, {E4M3: 448.0, E5M2: 57344.0}
@@ -201,9 +202,11 @@ def step(compiler: str | None, mode: Recompute, scaling: Any, *, split: bool, de
     return gradients(model, inputs)
 
 
-@pytest.mark.parametrize("mode", get_args(Recompute))
+MODES = [(scaling, mode) for mode in get_args(Recompute) for scaling in SCALINGS]
+
+
+@pytest.mark.parametrize(("scaling", "mode"), quick_first(2, MODES[::-1], rows=True))
 @pytest.mark.parametrize("compiler", SLOWLY)
-@pytest.mark.parametrize("scaling", SCALINGS)
 def test_compiled_recomputed_and_split_give_the_same(scaling: Any, compiler: str | None, mode: Recompute) -> None:
     plain = step(None, "none", scaling, split=False, deferred=False)
     for split, deferred in ((False, False), (True, False), (True, True)):

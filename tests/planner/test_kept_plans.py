@@ -14,6 +14,7 @@ from meshwright.spec.load import load_plan, load_run
 from meshwright.spec.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "plans"
+LONGEST = "gpt3-175b-12288-a100"
 QUESTIONS = yaml.safe_load((FOLDER / "questions.yaml").read_text())
 
 
@@ -22,7 +23,9 @@ def seconds(plan: Plan) -> float:
     return plan.predicted.step_seconds
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == LONGEST else name for name in QUESTIONS]
+)
 def test_a_kept_plan_is_still_the_answer(name: str) -> None:
     run = load_run(None, QUESTIONS[name]["ask"].split())
     kept = load_plan(FOLDER / f"{name}.yaml")

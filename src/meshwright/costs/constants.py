@@ -119,9 +119,12 @@ class Constants:
     benchmarks/results/2026-11-21-gathers-2xH200.json). Of more devices a guess."""
     copy_link: Array = 1.34
     """Bandwidth of a gather on copy engines over that of one by kernels (387 over 289 GB/s, as above)."""
-    copied_tokens: Array = 0.45
+    token_passes: Array = 0.0
+    """Bytes that a layer's exchanges between tensor ranks cost beside the wire, per token and hidden element, where kernels gather several
+    sequences: they arrive by rank and are put in order, and back."""
+    copied_tokens: Array = 0.9
     """Of what shows of an exchange between two tensor ranks by kernels, what still shows where copy engines carry it beside the products
-    (0.12 of 0.26 s in a step of Llama-3-8B on 2 H200s: benchmarks/results/2026-11-22-tensor-fsdp-2xH200.json)."""
+    (1.04 of 1.22 ms a layer of Llama-3-8B on 2 H200s alone, 0.12 s of a step of 1.56: docs/parallelism/tensor.md)."""
     side_copies: Array = 0.0
     """Of the time that such copies take on a stream of their own, the share by which they hold compute up: both want the same memory."""
     logit_bytes: Array = 16.0
