@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes that tests start find the sources compiled.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 # Two workers: one begins with the tests that share a pool of ranks. Then, by themselves, those that count what the host sends.
 TOGETHER := -n 2 --dist loadgroup --no-loadscope-reorder

@@ -12,7 +12,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
-from meshwright.spec.plan import AxisName, BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
+from meshwright.spec.plan import AxisName, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision
 from meshwright.spec.presets import MODEL_PRESETS
 
 SEQ = 8192
@@ -34,13 +34,15 @@ def plan_of(micro: int = 2, accumulate: int = 1, axes: dict[AxisName, int] | Non
     )
 
 
-@pytest.mark.parametrize("name", ["llama3-1b", "llama3-8b", "gpt3-13b", "qwen3-8b"])
-@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 8}, {"tensor": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize("name", ["llama3-1b", "gpt3-13b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    "axes", [{"shard": 8}, {"tensor": 2}, {"pipeline": 2}, {"context_ring": 2, "context_ulysses": 2}]
+)
 def test_products_and_attention_are_the_models_flops(name: str, axes: dict[AxisName, int]) -> None:
     model, train = model_of(name), TrainSpec(steps=1, global_batch=2, seq_len=SEQ if name != "gpt3-13b" else 2048)
     plan = plan_of(2, 3, axes)
     work = step_work(model, train, plan)
-    share = plan.axis_size("tensor") * plan.axis_size("pipeline")
+    share = plan.ranks // plan.data_ranks
     tokens = 2 * 3 * train.seq_len
     scores = 12.0 * model.layers * model.heads * model.head_dim * train.seq_len / 2
     # A vocabulary that is cut into whole rows loses less than one row a rank.
@@ -100,9 +102,38 @@ def test_collectives_follow_the_strategy() -> None:
 
 def test_what_is_not_counted_is_refused() -> None:
     train = TrainSpec(steps=1, global_batch=2, seq_len=SEQ)
-    with pytest.raises(BadInput, match="experts"):
-        step_work(model_of("mixtral-8x7b"), train, plan_of())
     with pytest.raises(BadInput, match="sliding window"):
         step_work(replace(model_of("llama3-1b"), sliding_window=512), train, plan_of())
-    with pytest.raises(BadInput, match="context ranks"):
-        step_work(model_of("llama3-1b"), train, plan_of(axes={"context_ring": 2}))
+
+
+def test_experts_on_ranks_of_their_own_get_the_rows_of_all_and_move_them() -> None:
+    model, train = model_of("qwen3-30b-a3b"), TrainSpec(steps=1, global_batch=8, seq_len=4096)
+    alone = step_work(model, train, plan_of(1, 1, {"shard": 8}, experts=ExpertPlan(expert=1, expert_shard=8)))
+    spread = step_work(model, train, plan_of(1, 1, {"shard": 8}, experts=ExpertPlan(expert=4, expert_shard=2)))
+    rows = 4096 * model.experts_per_token
+    mine = {
+        (linear.m, linear.count)
+        for linear in spread.linears
+        if (linear.k, linear.n) == (model.hidden, 2 * model.expert_hidden)
+    }
+    assert mine == {(rows // (model.experts // 4), model.layers * model.experts / 4)}
+    assert spread.product_flops == pytest.approx(alone.product_flops)
+    assert spread.parameters == alone.parameters == pytest.approx(parameter_count(model) / 8)
+    moved = [one for one in spread.collectives if one.op == "all_to_all"]
+    assert [(one.ranks, one.bytes, one.count) for one in moved] == [(4, rows * model.hidden * 2, 4 * model.layers)]
+    assert {one.ranks for one in spread.collectives if one.op == "all_gather"} == {8, 2}
+    assert not [one for one in alone.collectives if one.op == "all_to_all"]
+
+
+def test_tokens_that_ranks_exchange_are_those_of_the_axes_pages() -> None:
+    """Tables of docs/parallelism/tensor.md and context.md."""
+    model, train = model_of("llama3-8b"), TrainSpec(steps=1, global_batch=1, seq_len=SEQ)
+    stream, keys = SEQ * 4096 * 2, SEQ // 2 * 2 * 8 * 128
+
+    def said(**axes: int) -> list[tuple[str, float, float]]:
+        found = step_work(model, train, plan_of(1, 1, axes, layers=(LayerStrategy(reshard=False),))).collectives  # type: ignore[arg-type]
+        return [(one.op, one.bytes, one.count / model.layers) for one in found][-2:]
+
+    assert said(tensor=2) == [("all_gather", stream, 6), ("reduce_scatter", stream, 4)]
+    assert said(context_ulysses=2)[-1] == ("all_to_all", SEQ // 2 * 2 * (32 + 8) * 128 * 2, 2)
+    assert said(context_ring=2) == [("p2p", keys * 2, 2), ("p2p", keys * 4, 2)]

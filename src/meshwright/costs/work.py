@@ -1,8 +1,9 @@
 """What one step asks of one rank's device, counted from model and plan alone: products by shape, attention, bytes, collectives.
 
 It is the least that any implementation with these layers and formats must do: nothing recomputed, no copy that a better buffer would
-save, and every element-wise chain in one kernel that reads each tensor it needs once and writes each that it makes once. Over measured
-rates it gives the time that the device needs (`observe.roofline`).
+save, and every element-wise chain in one kernel that reads each tensor it needs once and writes each that it makes once. Experts get equal
+numbers of rows, and a ring's ranks equal shares of a causal attention. Over measured rates it gives the time that the device needs
+(`observe.roofline`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.costs.memory import bytes_of
+from meshwright.costs.of_plan import context_size, experts_over, shard_size
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
@@ -29,6 +31,9 @@ ROUND = 4.0
 """Bytes per rounded element: read once more, as the scale needs the largest first, and written in fp8 in both orders."""
 CAST, SUM = 6.0, 6.0
 """Bytes per parameter: a master weight to the format that is multiplied; a gradient to the format that is summed."""
+COMBINED = 4.0
+"""Elements read and written, forward and backward, of a routed row's way out of its expert's product into its token's sum, and of that sum
+itself, per element of the stream. The way in is the product's own reading."""
 NORM_OF_GRADIENT = 4.0
 
 
@@ -49,7 +54,7 @@ class LinearWork:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """`count` causal attentions, forward and backward, over `tokens` tokens in sequences of `seq`."""
+    """`count` causal attentions, forward and backward, over `tokens` tokens in sequences of `seq`; a rank of a ring does a part of each."""
 
     seq: int
     heads: int
@@ -91,29 +96,30 @@ class Work:
 
 
 def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
-    """What one training step of `plan` asks of a rank. Raises BadInput for a model with experts or a sliding window, and for ranks that
-    split a sequence."""
-    if model.experts or model.sliding_window:
+    """What one training step of `plan` asks of a rank. Raises BadInput for a model with a sliding window."""
+    if model.sliding_window:
         raise BadInput(
-            "a step's work is counted for dense models with full causal attention; this one has experts or a sliding window"
+            "a step's work is counted for full causal attention; this model's layers see a sliding window of the sequence"
         )
-    if plan.axis_size("context_ring") * plan.axis_size("context_ulysses") > 1:
-        raise BadInput(
-            "the work of a step is counted for whole sequences on each rank; the plan splits them over context ranks"
-        )
-    width, stages = plan.axis_size("tensor"), plan.axis_size("pipeline")
-    tokens, times = plan.batch.micro_batch * train.seq_len, plan.batch.accumulate
+    width, stages, times = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
+    whole = plan.batch.micro_batch * train.seq_len
+    tokens = whole // context_size(plan)
     linears: defaultdict[LinearWork, float] = defaultdict(float)
     for linear in _linears(model, train, plan, tokens):
         linears[replace(linear, count=1.0)] += linear.count
     seen = tokens * times / width / stages
     """Token passes of the rank, the share of width that it has taken out."""
-    held = sum(row.count for row in parameters(model)) / width / stages
-    owned = held / plan.axis_size("shard")
+    dense, experts = (
+        sum(row.count for row in parameters(model) if row.expert == routed) / width / stages for routed in (False, True)
+    )
+    held, owned = dense + experts / experts_over(plan), (dense + experts) / shard_size(plan)
+    exchanging, ring = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
+    heads = width * exchanging
     return Work(
         linears=tuple(replace(one, count=count * times / stages) for one, count in linears.items()),
         attention=AttentionWork(
-            train.seq_len, model.heads // width, max(1, model.kv_heads // width), model.head_dim, tokens, times * model.layers / stages
+            train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), model.head_dim, whole,
+            times * model.layers / stages / ring,
         ),
         elementwise_bytes=seen * _elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=seen * _rounded(model, plan) * ROUND,
@@ -121,7 +127,11 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         copy_bytes=owned * CAST + held * SUM,
         parameters=owned,
         norm_bytes=owned * NORM_OF_GRADIENT,
-        collectives=tuple(_collectives(model, plan, held)),
+        collectives=(
+            *_weight_collectives(model, plan, dense, shard_size(plan)),
+            *_weight_collectives(model, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
+            *_token_collectives(model, plan, tokens),
+        ),
     )  # fmt: skip
 
 
@@ -130,23 +140,33 @@ def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, tokens: int) -> Ite
     width = plan.axis_size("tensor")
     for layer in range(model.layers):
         kind: Format = "fp8" if plan.linear(layer, model.layers) != "compute" else plan.precision.compute
-        for inputs, outputs, split_in in _shapes(model):
+        for inputs, outputs, split_in in _shapes(model, model.routed(layer)):
             k, n = (inputs // width, outputs) if split_in else (inputs, outputs // width)
             yield LinearWork(tokens, k, n, kind, 1.0)
+        if model.routed(layer):
+            yield from _expert_linears(model, plan, tokens // width)
     chunk = min(tokens, train.loss_chunk)
     yield LinearWork(chunk, model.hidden, model.vocab_size // width, plan.precision.compute, tokens / chunk)
 
 
-def _shapes(model: ModelSpec) -> tuple[tuple[int, int, bool], ...]:
-    """Inputs and outputs of a block's linear layers, and whether tensor ranks split the inputs (else the outputs)."""
+def _expert_linears(model: ModelSpec, plan: Plan, tokens: int) -> Iterator[LinearWork]:
+    """The router's product for a rank's part of the tokens, and those of the experts that it holds, each with as many rows."""
+    kind, local = plan.precision.compute, model.experts / (experts_over(plan) * plan.axis_size("tensor"))
+    rows = max(1, round(tokens * model.experts_per_token / local))
+    yield LinearWork(tokens, model.hidden, model.experts, kind, 1.0)
+    yield LinearWork(rows, model.hidden, 2 * model.expert_hidden, kind, local)
+    yield LinearWork(rows, model.expert_hidden, model.hidden, kind, local)
+
+
+def _shapes(model: ModelSpec, routed: bool) -> tuple[tuple[int, int, bool], ...]:
+    """Inputs and outputs of a block's linear layers for all tokens, and whether tensor ranks split the inputs (else the outputs)."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    into = 2 * model.ffn_hidden if model.mlp == "swiglu" else model.ffn_hidden
-    return (
-        (model.hidden, queries + 2 * keys, False),
-        (queries, model.hidden, True),
-        (model.hidden, into, False),
-        (model.ffn_hidden, model.hidden, True),
-    )
+    attention = ((model.hidden, queries + 2 * keys, False), (queries, model.hidden, True))
+    inner = model.shared_expert_hidden if routed else model.ffn_hidden
+    if not inner:
+        return attention
+    into = 2 * inner if model.mlp == "swiglu" else inner
+    return (*attention, (model.hidden, into, False), (inner, model.hidden, True))
 
 
 def _elements(model: ModelSpec) -> float:
@@ -154,20 +174,27 @@ def _elements(model: ModelSpec) -> float:
     norms = 1 if model.parallel_block else 2
     turned = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
     activation = SWIGLU if model.mlp == "swiglu" else GELU
-    layer = norms * NORM * model.hidden + ROPE * turned + activation * model.ffn_hidden
-    return model.layers * layer + ENDS * model.hidden
+    layer = norms * NORM * model.hidden + ROPE * turned
+    routed = sum(model.routed(number) for number in range(model.layers))
+    spread = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
+    combined = COMBINED * (model.experts_per_token + 1) * model.hidden / 2
+    feed_forward = (model.layers - routed) * activation * model.ffn_hidden + routed * (activation * spread + combined)
+    return model.layers * layer + feed_forward + ENDS * model.hidden
 
 
 def _rounded(model: ModelSpec, plan: Plan) -> float:
     """Elements per token that are rounded to fp8: the input and the output's gradient of every product in it."""
     low = sum(plan.linear(layer, model.layers) != "compute" for layer in range(model.layers))
-    return low * sum(inputs + outputs for inputs, outputs, _ in _shapes(model))
+    return low * sum(inputs + outputs for inputs, outputs, _ in _shapes(model, routed=False))
 
 
-def _collectives(model: ModelSpec, plan: Plan, held: float) -> Iterator[CollectiveWork]:
-    """Gathers and reductions as often as the plan's strategy of the first layer asks, a block at a time."""
-    shard, replicate = plan.axis_size("shard"), plan.axis_size("replicate")
-    strategy, times = plan.layers[0], 1 if plan.layered else plan.batch.accumulate
+def _weight_collectives(model: ModelSpec, plan: Plan, held: float, shard: int) -> Iterator[CollectiveWork]:
+    """Gathers and reductions of `held` parameters that `shard` ranks share, a block at a time, as often as the strategy of the plan's first
+    layer asks."""
+    if not held:
+        return
+    replicate, strategy = plan.axis_size("replicate"), plan.layers[0]
+    times = 1 if plan.layered else plan.batch.accumulate
     block, blocks = held / model.layers, float(model.layers)
     gathered = 1 if plan.precision.gather == "fp8" else bytes_of(plan.precision.compute)
     if shard > 1:
@@ -178,3 +205,28 @@ def _collectives(model: ModelSpec, plan: Plan, held: float) -> Iterator[Collecti
     if replicate > 1:
         summed = bytes_of(plan.precision.reduce_replicas or plan.precision.stored)
         yield CollectiveWork("all_reduce", replicate, block / shard * summed, blocks)
+
+
+def _token_collectives(model: ModelSpec, plan: Plan, tokens: int) -> Iterator[CollectiveWork]:
+    """What tensor, context and expert ranks exchange of a rank's `tokens` in all micro-batches: layers of one stage, mean over stages."""
+    width, size = plan.axis_size("tensor"), bytes_of(plan.precision.compute)
+    layers = plan.batch.accumulate * model.layers / plan.axis_size("pipeline")
+    routed = layers * sum(model.routed(number) for number in range(model.layers)) / model.layers
+    if width > 1:
+        # Forward two gathers and two sums; backward as many, and two gathers again for the weights' gradients.
+        stream, pairs = float(tokens * model.hidden * size), 2 * layers - routed * (not model.shared_expert_hidden)
+        yield CollectiveWork("all_gather", width, stream, 3 * pairs)
+        yield CollectiveWork("reduce_scatter", width, stream, 2 * pairs)
+    queries, keys = (number * model.head_dim / width for number in (model.heads, model.kv_heads))
+    exchanging, ring = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
+    if exchanging > 1:
+        # Queries, keys and values there and outputs back, then their gradients.
+        yield CollectiveWork("all_to_all", exchanging, tokens * 2 * (queries + keys) * size, 2 * layers)
+    if ring > 1:
+        # Keys and values of each of the others, forward and again in backward, and the gradients' fp32 sums on their way home.
+        passed = tokens * 2 * keys
+        yield CollectiveWork("p2p", 2, passed * size, 2 * (ring - 1) * layers)
+        yield CollectiveWork("p2p", 2, passed * 4.0, ring * layers)
+    if experts_over(plan) * width > 1 and routed:
+        rows = tokens / width * model.experts_per_token * model.hidden * size
+        yield CollectiveWork("all_to_all", experts_over(plan) * width, rows, 4 * routed)
