@@ -96,7 +96,7 @@ def of_case(case: Case) -> ModelSpec:
     return MIXTRAL if case.shard == 4 or case.pipeline == 1 else QWEN3_MOE
 
 
-@pytest.mark.parametrize("case", quick_first(8, [*CASES, *COMPILED]), ids=str)
+@pytest.mark.parametrize("case", quick_first(5, [*CASES, *COMPILED]), ids=str)
 def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
     spec = of_case(case)
     results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
@@ -106,7 +106,7 @@ def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize(
     ("spec", "case"),
     [
-        *quick_first(7, SPREAD, rows=True),
+        *quick_first(5, SPREAD, rows=True),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in (*SPREAD_WIDER, *SPREAD_COMPILED)),
     ],
     ids=named,

@@ -140,7 +140,7 @@ def test_four_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
 
 
-@pytest.mark.parametrize("case", quick_first(8, FOUR_RANKS_TIED), ids=str)
+@pytest.mark.parametrize("case", quick_first(5, FOUR_RANKS_TIED), ids=str)
 def test_four_ranks_tied(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
