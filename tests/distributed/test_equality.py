@@ -103,7 +103,8 @@ def sharded(
     from meshwright.parallel.mesh import build_mesh
     from meshwright.train.step import count_valid
 
-    torch._dynamo.reset()  # what other cases compiled counts against a limit
+    if plan.compile:
+        torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
     plain = plan.precision.compute == "fp64"
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plain, balance_loss=TRAIN.balance_loss)
