@@ -60,7 +60,7 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
 
 
 @pytest.mark.parametrize("spec", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)], ids=["llama", "gpt2-tied"])
-@pytest.mark.parametrize("case", quick_first(2, CASES) + quick_first(1, TENSOR) + quick_first(1, CONTEXT), ids=str)
+@pytest.mark.parametrize("case", quick_first(1, CASES) + quick_first(1, TENSOR) + quick_first(0, CONTEXT), ids=str)
 def test_tokens_are_those_of_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     for how in (GREEDY, DRAWN):
         truth = alone(spec, how)

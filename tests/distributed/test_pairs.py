@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.distributed.test_schedules import UNEVEN, UNEVEN_V, Case, check
+from tests.slow import quick_first
 
 UNEVEN_LOOPED = (("0-1", "5-6"), ("2-4", "7"))
 CROWDED = [
@@ -30,7 +31,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("case", CROWDED, ids=str)
+@pytest.mark.parametrize("case", quick_first(4, CROWDED), ids=str)
 def test_crowded(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

@@ -15,6 +15,7 @@ from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
 from tests.distributed.test_training import STEPS, compare, held, same_bits, steps_on_disk, tiny, trained
+from tests.slow import quick_first
 from tests.train.tiny import prepared, ranks, staged
 
 __all__ = ["tiny"]
@@ -58,7 +59,7 @@ def test_a_checkpoint_holds_every_stage_bit_for_bit(stopped: tuple[Path, list[Se
     assert same_bits(saved, held(seen))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", quick_first(3, OTHERS))
 def test_any_plan_goes_on_with_a_pipelines_run(
     pool: Pool, tiny: Path, tmp_path: Path, stopped: tuple[Path, list[Seen]], one_rank: Seen, name: str
 ) -> None:

@@ -58,7 +58,7 @@ LARGE = [
 COMPILED = [(QWEN, Case("zb_h1", tensor=2, micro=4, recompute="selective", compile=True))]
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(7, CASES, rows=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(5, CASES, rows=True), ids=named)
 def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 

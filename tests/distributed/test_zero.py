@@ -42,7 +42,7 @@ MIXED = list(permutations(STAGES))
 OVER_SHARDS, HYBRID = Case("1f1b", shard=2), Case("1f1b", replicate=2, shard=2)
 
 
-@pytest.mark.parametrize("stages", quick_first(3, [MIXED[0], MIXED[-1], *ALONE]), ids=str)
+@pytest.mark.parametrize("stages", quick_first(2, [MIXED[0], MIXED[-1], *ALONE]), ids=str)
 def test_over_shards(pool: Pool, stages: tuple[int, ...]) -> None:
     check(pool, by_range(OVER_SHARDS, stages), tied=False)
 
@@ -111,7 +111,7 @@ def held(world: World, plan: Plan) -> dict[str, list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("stages", quick_first(4, [*ALONE, *MIXED]), ids=str)
+@pytest.mark.parametrize("stages", quick_first(3, [*ALONE, *MIXED]), ids=str)
 def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stages: tuple[int, ...]) -> None:
     """Weights whole below stage 3, gradients whole in stage 1; and the memory account counts the same bytes."""
     plan = by_range(OVER_SHARDS, stages)
