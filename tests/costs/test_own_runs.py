@@ -20,7 +20,7 @@ UNSTEADY = 0.1
 AT_THE_LIMIT = {"planned-nvlink-2xH200 8b-auto"}
 """Filled 92% of the device, where the allocator gave back and asked again: a step of 3.39 s predicted at 3.06. Plans stop at 91% since."""
 BY_THE_HOST = {f"levers-one-gpu-H200 short-{name}" for name in ("micro-batches", "own-gc", "untimed")}
-"""Waited for a host that had other programs to run, with micro-batches that no search takes; their steps differ by half from each other."""
+"""Waited for a host that had other programs to run, and set `host_us` by hand; their steps differ by half from each other."""
 DOCUMENTS = {"context-2xH200 1b-32k-docs-shard"}
 """Masked between documents, which the cost model does not price; its steps take from 0.69 to 1.22 s by what they read."""
 NOT_COMPILED = {"levers-one-gpu-H200 no-compile"}

@@ -290,22 +290,36 @@ def opened_under(pool: Pool, tiny: Path, runs: Path, *overrides: str) -> dict[st
     }
 
 
-def test_experts_change_ranks_between_two_starts(pool: Pool, tmp_path: Path) -> None:
-    """From two expert ranks to four, of two context ranks each, that split halves of them, and on to tensor ranks: bit for bit, and every
-    checkpoint opens without expert ranks too."""
+LAID = {
+    "two expert ranks": [*ranks(2), "plan.expert=2"],
+    "none": [*ranks(4), "plan.expert=1"],
+    "two that split halves": [*ranks(4), "plan.expert=2"],
+    "context": ["cluster.gpus_per_node=4", "plan.shard=2", "plan.context_ring=2", "plan.expert=2"],
+    "tensor": ["cluster.gpus_per_node=4", "plan.shard=2", "plan.tensor=2", "plan.expert=2"],
+}
+CHAINS = [
+    [("two expert ranks", ["none"]), ("context", ["none"]), ("tensor", ["two expert ranks"])],
+    [
+        ("two expert ranks", ["none"]), ("none", ["two expert ranks"]),
+        ("context", ["tensor", "two that split halves"]), ("tensor", ["two expert ranks"]),
+    ],
+]  # fmt: skip
+"""Plans under which a run goes on, each with those under which what it wrote is opened."""
+
+
+@pytest.mark.parametrize("chain", quick_first(1, CHAINS), ids=["short", "long"])
+def test_experts_change_ranks_between_two_starts(
+    pool: Pool, tmp_path: Path, chain: list[tuple[str, list[str]]]
+) -> None:
+    """Bit for bit."""
     tiny, runs = make_tiny(tmp_path / "data"), tmp_path / "runs"
-    spread, cut = [*ranks(2), "plan.expert=2"], [*ranks(4), "plan.expert=1"]
-    with_context = ["cluster.gpus_per_node=4", "plan.shard=2", "plan.context_ring=2", "plan.expert=2"]
-    with_tensor = ["cluster.gpus_per_node=4", "plan.shard=2", "plan.tensor=2", "plan.expert=2"]
-    first = trained(pool, tiny, runs, *spread, *SMALL, stop_at=3)
-    assert same_bits(opened_under(pool, tiny, runs, *cut, *SMALL), held(first))
-    second = trained(pool, tiny, runs, *with_context, *SMALL, stop_at=5)
-    assert same_bits(opened_under(pool, tiny, runs, *cut, *SMALL), held(second))
-    third = trained(pool, tiny, runs, *with_tensor, *SMALL, stop_at=7)
-    assert same_bits(opened_under(pool, tiny, runs, *spread, *SMALL), held(third))
+    final: dict[str, torch.Tensor] = {}
+    for number, (name, others) in enumerate(chain):
+        final = held(trained(pool, tiny, runs, *LAID[name], *SMALL, stop_at=3 + 2 * number))
+        for other in others:
+            assert same_bits(opened_under(pool, tiny, runs, *LAID[other], *SMALL), final)
     export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")
     spec, reader = import_hf(tmp_path / "hf")
-    final = held(third)
     assert all(torch.equal(reader.read(row), final[f"model.{row.name}"]) for row in parameters(spec))
 
 

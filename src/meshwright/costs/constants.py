@@ -121,7 +121,8 @@ class Constants:
     """Bandwidth of a gather on copy engines over that of one by kernels (387 over 289 GB/s, as above)."""
     token_passes: Array = 0.0
     """Bytes that a layer's exchanges between tensor ranks cost beside the wire, per token and hidden element, where kernels gather several
-    sequences: they arrive by rank and are put in order, and back."""
+    sequences: they arrive by rank and are put in order, and back. Own engine: what two runs of Llama-3-8B on 2 H200s took beyond products
+    and wire (benchmarks/results/2026-11-22-tensor-2xH200.json and 2026-11-22-tensor-fsdp-2xH200.json, `tp2-fsdp`)."""
     copied_tokens: Array = 0.9
     """Of what shows of an exchange between two tensor ranks by kernels, what still shows where copy engines carry it beside the products
     (1.04 of 1.22 ms a layer of Llama-3-8B on 2 H200s alone, 0.12 s of a step of 1.56: docs/parallelism/tensor.md)."""

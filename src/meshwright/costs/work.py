@@ -31,9 +31,9 @@ ROUND = 4.0
 """Bytes per rounded element: read once more, as the scale needs the largest first, and written in fp8 in both orders."""
 CAST, SUM = 6.0, 6.0
 """Bytes per parameter: a master weight to the format that is multiplied; a gradient to the format that is summed."""
-COMBINED = 4.0
-"""Elements read and written, forward and backward, of a routed row's way out of its expert's product into its token's sum, and of that sum
-itself, per element of the stream. The way in is the product's own reading."""
+COMBINED = 2.0
+"""The same, per element of the stream, of each routed row on its way from its expert's product into its token's sum, and of that sum. The
+way in is the product's own reading."""
 NORM_OF_GRADIENT = 4.0
 
 
@@ -177,7 +177,7 @@ def _elements(model: ModelSpec) -> float:
     layer = norms * NORM * model.hidden + ROPE * turned
     routed = sum(model.routed(number) for number in range(model.layers))
     spread = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
-    combined = COMBINED * (model.experts_per_token + 1) * model.hidden / 2
+    combined = COMBINED * (model.experts_per_token + 1) * model.hidden
     feed_forward = (model.layers - routed) * activation * model.ffn_hidden + routed * (activation * spread + combined)
     return model.layers * layer + feed_forward + ENDS * model.hidden
 

@@ -21,9 +21,9 @@ HEADROOM = 0.91
 H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
 
 COPYING = ("hopper",)
+"""Generations of devices on which copy engines were measured, for weights and for tokens; on others a search leaves them alone."""
 COPYING_RANKS = 2
 """Tensor ranks between which copied tokens were measured."""
-"""Generations of devices on which gathers by copy engines were measured; on others a search leaves them alone."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ def tokens_by_kernels(run: RunSpec, ranks: int) -> str | None:
 
 
 def _by_kernels(run: RunSpec, key: str) -> str | None:
+    """Why the devices of a run do not copy unless the pin `key` asks for it, or None."""
     if run.cluster.is_cpu:
         return "processors have no copy engines"
     names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
@@ -129,7 +130,7 @@ def _by_kernels(run: RunSpec, key: str) -> str | None:
     return f"by copy engines they were not measured on {other}; plan.{key}=copy asks for it" if other else None
 
 
-def kernels_because(run: RunSpec, plan: Plan) -> str | None:
+def gathers_because(run: RunSpec, plan: Plan) -> str | None:
     """Why the weights of `plan` are not gathered by copy engines, where no comparison of seconds says it."""
     away = "the ranks that share weights are on several nodes" if _leaving(plan, *SHARD_AXES) else None
     return gathers_by_kernels(run) or away

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.costs.memory import optimizer_on_host
@@ -10,7 +10,7 @@ from meshwright.costs.of_plan import shard_size
 from meshwright.planner.candidate import (
     HEADROOM,
     Candidate,
-    kernels_because,
+    gathers_because,
     peak_bytes,
     pins_of,
     tokens_because,
@@ -18,7 +18,7 @@ from meshwright.planner.candidate import (
 )
 from meshwright.planner.explain import EQUAL, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
-from meshwright.spec.plan import LayerStrategy, Plan, layer_range
+from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
 
 CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
@@ -36,6 +36,14 @@ ALONE = {
 }  # fmt: skip
 """What an axis of one rank is called."""
 GRADIENTS = {"whole": "kept whole between micro-batches", "shard": "reduced after every micro-batch"}
+CARRIED: tuple[
+    tuple[str, Callable[[Plan | PlanPins], object], Callable[[Plan], int], Callable[[RunSpec, Plan], str | None]], ...
+] = (
+    ("gathers", lambda plan: plan.gather_engine, shard_size, gathers_because),
+    ("tokens", lambda plan: plan.tensor_engine, lambda plan: plan.axis_size("tensor"), tokens_because),
+)
+"""What travels between devices by kernels or by copy engines: by which in a plan or in its pins, between how many ranks, and why by kernels
+where no comparison of seconds says it."""
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
 LESS = "less"
 BESIDE = 3
@@ -52,7 +60,7 @@ def reasons(
     said = [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
     if any(sentence.endswith(LESS) or f"{LESS}," in sentence for sentence in said):
         said.append("of plans within 1%, which no prediction tells apart, the simplest is taken")
-    said += [*_by_memory(plan, run, fits), _gathers(best, others, run), _tokens(best, others, run)]
+    said += [*_by_memory(plan, run, fits), *_carried(best, others, run)]
     if refused := untrainable(plan):
         said.append(refused)
     pinned = [key for key, value in vars(pins).items() if value is not None]
@@ -87,33 +95,20 @@ def _beside(best: Candidate, others: Sequence[Candidate], name: str, value: Call
     return f"{_chosen(name, mine)}: {', '.join(told)}"
 
 
-def _gathers(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> str:
-    """What gathers weights, and why."""
-    plan, engine = best.plan, best.plan.gather_engine
-    if shard_size(plan) == 1 or pins_of(run).gather_engine is not None or run.cluster.is_cpu:
-        return ""
-    if engine == "kernel" and (why := kernels_because(run, plan)):
-        return f"gathers by kernels: {why}"
-    return _beside(
-        best, [one for one in others if shard_size(one.plan) > 1], "gathers", lambda plan: plan.gather_engine
-    )
-
-
-def _tokens(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> str:
-    """What carries tokens between tensor ranks, and why."""
-    plan = best.plan
-    if plan.axis_size("tensor") == 1 or pins_of(run).tensor_engine is not None or run.cluster.is_cpu:
-        return ""
-    if plan.tensor_engine == "kernel" and (why := tokens_because(run, plan)):
-        return f"tokens by kernels: {why}"
-    alike = [one for one in others if one.plan.axis_size("tensor") == plan.axis_size("tensor")]
-    return _beside(best, alike, "tokens", lambda plan: plan.tensor_engine)
+def _carried(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> Iterator[str]:
+    """What gathers weights and what carries tokens between tensor ranks, where the search had a choice, and why."""
+    for name, engine, ranks, because in CARRIED:
+        if ranks(best.plan) == 1 or engine(pins_of(run)) is not None or run.cluster.is_cpu:
+            continue
+        why = because(run, best.plan) if engine(best.plan) == "kernel" else None
+        beside = [one for one in others if ranks(one.plan) == ranks(best.plan)]
+        yield f"{name} by kernels: {why}" if why else _beside(best, beside, name, engine)
 
 
 def _chosen(name: str, value: object) -> str:
     if name == "gradients":
         return f"gradients {GRADIENTS[str(value)]}"
-    if name in ("gathers", "tokens"):
+    if name in {one[0] for one in CARRIED}:
         return f"{name} by {ENGINES[str(value)]}"
     return ALONE[name] if name in ALONE and value == 1 else f"{name} {value}"
 
@@ -121,7 +116,7 @@ def _chosen(name: str, value: object) -> str:
 def _with(name: str, value: object) -> str:
     if name == "gradients":
         return f"with them {GRADIENTS[str(value)]}"
-    if name in ("gathers", "tokens"):
+    if name in {one[0] for one in CARRIED}:
         return f"with {ENGINES[str(value)]}"
     return "without" if name in ALONE and value == 1 else f"with {value}"
 

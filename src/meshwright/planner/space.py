@@ -174,9 +174,10 @@ def _copied(run: RunSpec, mesh: Mesh) -> bool:
 def _tokens_copied(run: RunSpec, mesh: Mesh) -> bool:
     """Whether copy engines carry tokens between its tensor ranks: as pinned, else where that was measured."""
     pinned, ranks = pins_of(run).tensor_engine, mesh.size("tensor")
-    if ranks == 1 or pinned:
+    if pinned:
         return pinned == "copy"
-    return tokens_by_kernels(run, ranks) is None and not mesh.crosses("tensor", run.cluster.ranks_per_node)
+    leave = mesh.crosses("tensor", run.cluster.ranks_per_node)
+    return ranks > 1 and not leave and tokens_by_kernels(run, ranks) is None
 
 
 def _shards_leave(run: RunSpec, mesh: Mesh) -> bool:
