@@ -12,11 +12,18 @@ def test_without_gpus_one_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "host_memory_bytes", lambda: 2 << 40)
     monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * 8)
-    assert machine.found_cluster() == {"gpu": "H100", "nodes": 1, "gpus_per_node": 8}
+    assert machine.found_cluster() == {"gpu": "H100", "nodes": 1, "gpus_per_node": 8, "host_memory_gib": 2048}
     answers = {"name": ["NVIDIA RTX 4090"], "memory.total": ["24576 MiB"]}
     monkeypatch.setattr(machine, "_query", answers.__getitem__)
-    assert machine.found_cluster() == {"gpu": "NVIDIA RTX 4090", "nodes": 1, "gpus_per_node": 1, "memory_gib": 24.0}
+    assert machine.found_cluster() == {
+        "gpu": "NVIDIA RTX 4090",
+        "nodes": 1,
+        "gpus_per_node": 1,
+        "memory_gib": 24.0,
+        "host_memory_gib": 2048,
+    }
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,7 @@ def test_who_started_this_process(env: dict[str, str], launched: bool) -> None:
 
 
 def test_auto_under_a_launcher_is_the_whole_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "host_memory_bytes", lambda: 2 << 40)
     monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H200"] * 8)
     env = {
         "RANK": "3",
@@ -42,7 +50,7 @@ def test_auto_under_a_launcher_is_the_whole_job(monkeypatch: pytest.MonkeyPatch)
         "MASTER_ADDR": "a",
         "MASTER_PORT": "1",
     }
-    assert machine.found_cluster(env) == {"gpu": "H200", "nodes": 2, "gpus_per_node": 8}
+    assert machine.found_cluster(env) == {"gpu": "H200", "nodes": 2, "gpus_per_node": 8, "host_memory_gib": 2048}
 
 
 def test_host_memory_is_plausible() -> None:

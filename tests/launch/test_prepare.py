@@ -18,5 +18,7 @@ def test_an_optimizer_that_host_memory_cannot_hold_is_refused(monkeypatch: pytes
     monkeypatch.setattr(prepare, "host_memory_bytes", lambda: 200 * 10**9)
     prepare.check_host_memory(run, plan)  # two copies of 8.03e9 parameters, 12 bytes each
     monkeypatch.setattr(prepare, "host_memory_bytes", lambda: 190 * 10**9)
-    with pytest.raises(OutOfResources, match=r"needs 192.7 GB of host memory and this host has 190.0 GB.*plan.layers"):
+    with pytest.raises(
+        OutOfResources, match=r"optimizer 192.7 GB of host memory, and this host has 190.0 GB.*plan.layers"
+    ):
         prepare.check_host_memory(run, plan)

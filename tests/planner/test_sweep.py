@@ -78,10 +78,8 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
             for reshard, mode in product(reshards, modes)
         }
         for (one, first), (other, second) in product(ends.items(), ends.items()):
-            # Layers differ in one thing at a time, and recompute what they recompute alike.
-            if (one[0] != other[0]) + (one[1] != other[1]) > 1 or (one[1] != other[1] and one[1] != "none"):
-                continue
-            if one[0] and not other[0]:
+            # Layers differ in one thing at a time; a line is the same from either end.
+            if (one[0] != other[0]) + (one[1] != other[1]) > 1 or one[0] > other[0]:
                 continue
             legal = sharded | ((not one[0] and not other[0]) | (pins.reshard is not None))
             if gradients == "whole":

@@ -121,12 +121,12 @@ def one_by_one(plan: Plan) -> bool:
     return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")
 
 
-def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan) -> tuple[float, ...]:
-    """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves on the device until its
-    backward."""
+def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, *, away: bool = False) -> tuple[float, ...]:
+    """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves until its backward: on the
+    device, or `away` in host memory."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
-    return tuple(_left_by(model, train, plan, stage) for stage in stages)
+    return tuple(_left_by(model, train, plan, stage, away=away) for stage in stages)
 
 
 def low_share(precision: Precision, linear: Linear) -> float:
@@ -180,11 +180,9 @@ def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Arra
     return gathered + np.where(np.asarray(context) > 1, heads, 0)
 
 
-def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
-    kept = 0.0
-    for layer in layers:
-        strategy = plan.strategy(layer, model.layers)
-        kept += 0.0 if _waits(strategy) else _kept(model, plan, layer, strategy.recompute)
+def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int], *, away: bool = False) -> float:
+    strategies = {layer: plan.strategy(layer, model.layers) for layer in layers}
+    kept = sum(_kept(model, plan, layer, one.recompute) for layer, one in strategies.items() if _waits(one) == away)
     return _tokens(train, plan) * kept * bytes_of(plan.precision.compute)
 
 

@@ -52,6 +52,13 @@ def copied_bytes(shape: Shape, layout: Layouts) -> Array:
     return 2.0 * tokens * elements / layout.tensor
 
 
+def waiting_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
+    """Bytes of host memory that one device takes: activations of the micro-batches that its schedule holds, and the state of its `owned`
+    parameters."""
+    activations = shape.layers / layout.pipeline * layout.in_flight * copied_bytes(shape, layout)
+    return layout.offload_activations * activations + layout.offload * owned * layout.state_bytes
+
+
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
     """Seconds of all layers' copies of one micro-batch that their compute (`forward`, `backward`, over all layers) does not hide."""
     each = shape.layers * copied_bytes(shape, layout) / host_rate(machine)

@@ -302,9 +302,14 @@ def _boundary(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> 
     return k.pipe_us * 1e-6 + size / np.where(across, machine.nic * k.net, machine.link * k.link)
 
 
-def _optimizer(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+def owned_params(shape: Shape, layout: Layouts) -> Array:
+    """Weights that one rank's optimizer steps."""
     dense, experts = _rank_params(shape, layout)
-    owned = np.where(layout.zero >= 1, dense / layout.shards + experts / layout.expert_shard, dense + experts)
+    return np.where(layout.zero >= 1, dense / layout.shards + experts / layout.expert_shard, dense + experts)
+
+
+def _optimizer(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+    owned = owned_params(shape, layout)
     sweep = owned * k.update / (machine.hbm * k.hbm)
     sweep = np.where(layout.offload > 0, host_optimizer(machine, owned, layout.state_bytes, sweep), sweep)
     return sweep + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

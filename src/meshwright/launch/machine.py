@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import chip_from_device_name
 from meshwright.spec.place import Place, started_by_launcher
 
@@ -17,6 +18,7 @@ def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     names = _gpu_names()
     section: dict[str, Any] = {"gpu": "cpu", "nodes": 1, "gpus_per_node": max(1, len(names))}
     if names:
+        section["host_memory_gib"] = round(host_memory_bytes() / GiB, 1)
         section["gpu"] = chip_from_device_name(names[0]) or names[0]
         if section["gpu"] == names[0]:
             section["memory_gib"] = _gpu_memory_gib()

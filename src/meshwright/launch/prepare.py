@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 
-from meshwright.costs.memory import optimizer_on_host
 from meshwright.data.corpus import STDLIB
 from meshwright.data.source import DataSource, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
@@ -19,6 +18,8 @@ from meshwright.launch.machine import host_memory_bytes
 from meshwright.planner.candidate import Candidate, untrainable
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import repriced
+from meshwright.simulator.of_plan import host_bytes
+from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml
@@ -97,9 +98,16 @@ def device_memory(run: RunSpec) -> int | None:
     return host_memory_bytes() // run.cluster.gpus_per_node if run.cluster.is_cpu else None
 
 
+def on_this_host(run: RunSpec) -> RunSpec:
+    """The run, with this host's memory where its cluster of GPUs does not say."""
+    if run.cluster.is_cpu or run.cluster.host_memory_gib is not None:
+        return run
+    return replace(run, cluster=replace(run.cluster, host_memory_gib=host_memory_bytes() / GiB))
+
+
 def training_plan(run: RunSpec) -> Plan:
     """The plan of a run that will train. Raises BadInput for a plan with an axis that this release can only plan."""
-    plan, _ = plan_for(run, trainable=True)
+    plan, _ = plan_for(on_this_host(run), trainable=True)
     if refused := untrainable(plan):
         raise BadInput(refused)
     return plan
@@ -154,12 +162,13 @@ def check_disk(run: RunSpec, folder: Path) -> None:
 
 
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
-    """Raise OutOfResources when this host cannot hold its ranks' part of an optimizer in host memory."""
-    need, there = optimizer_on_host(run.model, plan, run.cluster.nodes), host_memory_bytes()
+    """Raise OutOfResources when this host cannot hold what its ranks let wait in host memory."""
+    activations, optimizer = host_bytes(run.model, run.train, plan, run.cluster.nodes)
+    need, there = activations + optimizer, host_memory_bytes()
     if need > there:
         raise OutOfResources(
-            f"plan.offload: the optimizer needs {need / 1e9:.1f} GB of host memory and this host has {there / 1e9:.1f} GB; "
-            "offload that of fewer layers (plan.layers), or use more nodes"
+            f"plan.offload: activations take {activations / 1e9:.1f} and the optimizer {optimizer / 1e9:.1f} GB of host memory, and "
+            f"this host has {there / 1e9:.1f} GB; offload fewer layers (plan.layers), or use more nodes"
         )
 
 

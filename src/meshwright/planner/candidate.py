@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from meshwright.schedules.registry import entry_of
-from meshwright.simulator.of_plan import memory_of
-from meshwright.spec.chips import CHIPS
+from meshwright.simulator.of_plan import host_bytes, memory_of
+from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.fp8 import unlike_fp8
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
@@ -20,6 +20,8 @@ HEADROOM = 0.91
 """Share of a device's memory a plan may fill; the rest is left to fragments, for an allocator at its limit gives back and asks again. On
 H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
 
+HOST_HEADROOM = 0.8
+"""The same of a host's memory, which holds the ranks' own processes too, and pinned buffers by powers of two."""
 COPYING = ("hopper",)
 """Generations of devices on which copy engines were measured, for weights and for tokens; on others a search leaves them alone."""
 COPYING_RANKS = 2
@@ -170,9 +172,21 @@ def over_by_rank(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
     return [sum(kinds.values()) > limit for kinds, limit in zip(rows, limits, strict=True)]
 
 
+def host_budget(run: RunSpec) -> float:
+    """Bytes of one host's memory that a plan may fill; infinite where it is not known."""
+    known = run.cluster.host_memory_gib
+    return inf if known is None else HOST_HEADROOM * known * GiB
+
+
+def over_host(run: RunSpec, plan: Plan) -> float:
+    """Bytes that what a plan lets wait in host memory takes beyond what it may fill of it; 0 where it fits. Raises as `over_by_rank`."""
+    return max(0.0, sum(host_bytes(run.model, run.train, plan, run.cluster.nodes)) - host_budget(run))
+
+
 def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
-    """Whether every pipeline rank fits, on unlike nodes each into its own devices. Raises as `over_by_rank`."""
-    return not any(over_by_rank(run, plan, budget))
+    """Whether every pipeline rank fits, on unlike nodes each into its own devices, and what waits in host memory there. Raises as
+    `over_by_rank`."""
+    return not any(over_by_rank(run, plan, budget)) and not over_host(run, plan)
 
 
 def precision_of(run: RunSpec) -> Precision:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.costs.memory import optimizer_on_host
 from meshwright.costs.of_plan import shard_size
 from meshwright.planner.candidate import (
     HEADROOM,
+    HOST_HEADROOM,
     Candidate,
     gathers_because,
+    host_budget,
+    over_host,
     peak_bytes,
     pins_of,
     tokens_because,
@@ -18,6 +20,7 @@ from meshwright.planner.candidate import (
 )
 from meshwright.planner.explain import EQUAL, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
+from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
 
@@ -151,10 +154,9 @@ def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[s
         said.append(f"weights gathered again for the backward pass on {on_layers(again, run.model.layers)}: {why}")
     if plan.layers[0].offload != "none" and pins.offload is None:
         said.append(f"offload {plan.layers[0].offload}: without it memory asks for a slower plan")
-    on_host = optimizer_on_host(run.model, plan, run.cluster.nodes)
-    if on_host:
-        said.append(f"the optimizer takes {on_host / 1e9:.1f} GB of each host's memory")
-    return said
+    sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
+    named = zip(("activations take", "the optimizer takes"), sizes, strict=True)
+    return [*said, *(f"{what} {size / 1e9:.1f} GB of each host's memory" for what, size in named if size)]
 
 
 def _micro_batches(plan: Plan) -> str:
@@ -172,7 +174,12 @@ def _open(pins: object, keys: tuple[str, ...]) -> bool:
 
 def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> str:
     """What the smallest plan needs, where nothing fits `budget` bytes."""
-    smallest = min(candidates, key=lambda one: peak_bytes(one.plan)).plan
+    smallest = min(candidates, key=lambda one: (over_host(run, one.plan), peak_bytes(one.plan))).plan
+    if over := over_host(run, smallest):
+        return (
+            f"no plan fits: of the smallest, what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of "
+            f"each host that may be used; {HOST_HEADROOM:.0%} of cluster.host_memory_gib may be"
+        )
     return (
         f"no plan fits: of the smallest, {shortfall(run, smallest, budget)}; {HEADROOM:.0%} of the device may be used"
     )

@@ -18,7 +18,7 @@ from meshwright.planner.finalists import improved, judged, kernel_twins, plan_at
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced
 from meshwright.planner.space import Points, by_kernels, points
-from meshwright.planner.sweep import PLAIN, Strategy, Swept, smallest, sweep
+from meshwright.planner.sweep import PLAIN, Strategy, Swept, leaner_than, smallest, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
@@ -101,12 +101,15 @@ def _plans(run: RunSpec, swept: Swept, budget: int | None) -> Iterator[Plan]:
 
 
 def _written(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: int | None) -> Iterator[Plan]:
-    """The plan of one point, and the one without the windows of what is copied where that leaves memory for other layers."""
+    """The plan of one point, the one with leaner layers where that is a little too large, and the one without the windows of what is copied
+    where that leaves memory for other layers."""
     plan = plan_at(run, points, row, strategy, budget)
     yield plan
+    roomy = fits(run, plan, budget)
+    if not roomy and (leaner := leaner_than(run, strategy)):
+        yield plan_at(run, points, row, leaner, budget)
     if not any(kernel_twins(run, plan)):
         return
-    roomy = fits(run, plan, budget)
     if strategy.rich != strategy.lean or not roomy:
         other = plan_at(run, by_kernels(run, points), row, strategy, budget)
         if other.layers != plan.layers or not roomy:

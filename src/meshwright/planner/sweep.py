@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 
@@ -20,8 +20,9 @@ from meshwright.costs.idle import fill
 from meshwright.costs.inputs import Layouts
 from meshwright.costs.memory import bytes_of, formats
 from meshwright.costs.of_plan import Pricing, gathered_bytes, state_bytes
-from meshwright.costs.step import StepCost, step_cost
-from meshwright.planner.candidate import compiles, pins_of, precision_of
+from meshwright.costs.offload import waiting_bytes
+from meshwright.costs.step import StepCost, owned_params, step_cost
+from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.schedules.in_flight import in_flight
@@ -161,6 +162,7 @@ def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> 
         own = np.ones(len(points), bool)
         if gradients == "whole" and pins.gradients is None:
             own &= sharded & many  # reduced once a step in any case
+        away = offload != "none" and np.isfinite(host_budget(run))
         chooses = points.trainable and offload in (
             "activations",
             "both",
@@ -181,13 +183,16 @@ def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> 
                     priced[end] = price(run, pricing, layouts(run, points, end, gradients, offload))
             legal = own & (sharded | (not lean.reshard and not rich.reshard) | (pins.reshard is not None))
             share = _share(priced[rich][1], priced[lean][1], room, layers)
-            # Where the lean end is the faster one too (recomputed layers copy less to the host), all layers go there.
-            share = np.where((priced[lean][0] < priced[rich][0]) & (share <= 1), 1.0, share)
             legal &= share <= 1
             if rich != lean:
                 legal &= share > 0  # else the rich end alone says the same
             mixed = [(1 - share) * a + share * b for a, b in zip(priced[rich], priced[lean], strict=True)]
             legal &= mixed[1] <= room * (1 + 1e-9)
+            if away:
+                waiting = [
+                    _on_host(run, pricing, layouts(run, points, end, gradients, offload)) for end in (rich, lean)
+                ]
+                legal &= (1 - share) * waiting[0] + share * waiting[1] <= host_budget(run)
             yield Strategy(rich, lean, gradients, offload), np.where(legal, mixed[0], np.inf)
 
 
@@ -208,9 +213,20 @@ def _kinds(run: RunSpec, points: Points) -> tuple[list[Gradients], list[Offload]
 def _pairs(run: RunSpec) -> list[tuple[End, End]]:
     """A rich and a lean end between which memory may decide: they are one, or differ in gathering again, or in recomputing."""
     reshards, modes = _reshards(pins_of(run)), _recomputes(run)
-    pairs = [(End(reshard, modes[0]), End(reshard, modes[0])) for reshard in reshards]
+    pairs = [(end, end) for end in (End(reshard, mode) for mode in modes for reshard in reshards)]
     pairs += [(End(False, mode), End(True, mode)) for mode in modes if len(reshards) == 2]
-    return pairs + [(End(reshard, modes[0]), End(reshard, mode)) for reshard in reshards for mode in modes[1:]]
+    return pairs + [
+        (End(reshard, rich), End(reshard, lean)) for reshard in reshards for rich, lean in combinations(modes, 2)
+    ]
+
+
+def leaner_than(run: RunSpec, strategy: Strategy) -> Strategy | None:
+    """The strategy that goes on from the lean end of this one: gathering again, then recomputing all; None where nothing is leaner."""
+    end = strategy.lean
+    leanest = End(_reshards(pins_of(run))[-1], end.recompute)
+    if leanest == end:
+        leanest = replace(end, recompute=_recomputes(run)[-1])
+    return None if leanest == end else replace(strategy, rich=end, lean=leanest)
 
 
 def _reshards(pins: PlanPins) -> list[bool]:
@@ -252,6 +268,12 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
 def price(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a step and bytes of the fullest rank, by the closed form."""
     return np.asarray(_cost(pricing, layout).seconds), _memory(run, layout)
+
+
+def _on_host(run: RunSpec, pricing: Pricing, layout: Layouts) -> np.ndarray:
+    """Bytes of one host's memory that all its devices take."""
+    each = waiting_bytes(pricing.shape, layout, owned_params(pricing.shape, layout))
+    return run.cluster.gpus_per_node * np.asarray(each)
 
 
 def _cost(pricing: Pricing, layout: Layouts) -> StepCost:

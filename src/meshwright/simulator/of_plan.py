@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TypeVar
 
-from meshwright.costs.memory import activation_bytes, memory_by_rank
+from meshwright.costs.memory import activation_bytes, memory_by_rank, optimizer_on_host
 from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
 from meshwright.schedules.memory import peak_in_flight
 from meshwright.schedules.of_plan import stage_schedule, stages_of, training_schedule
@@ -53,6 +53,22 @@ def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> t
 def _memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool) -> tuple[dict[str, int], ...]:
     alive = peak_in_flight(stage_schedule(plan, model.layers), activation_bytes(model, train, plan))
     return memory_by_rank(model, train, plan, cpu=cpu, alive=alive)
+
+
+def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float]:
+    """Bytes of a node's memory that hold activations, and the optimizer's state, of layers with `offload`: of the fullest node where
+    pipeline ranks are on several. Raises BadInput as `training_schedule` does."""
+    return _activations_on_host(model, train, plan.bare, nodes), optimizer_on_host(model, plan, nodes)
+
+
+@lru_cache(maxsize=256)
+def _activations_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> float:
+    left = activation_bytes(model, train, plan, away=True)
+    if not any(left):
+        return 0.0
+    rows = peak_in_flight(stage_schedule(plan, model.layers), left)
+    apart = any(axis.axis == "pipeline" and axis.crosses == "node" for axis in plan.mesh)
+    return (max(rows) if apart else sum(rows) / len(rows)) * plan.ranks / nodes
 
 
 def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timing:

@@ -1,0 +1,83 @@
+"""What waits in host memory must fit there too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.costs.offload import waiting_bytes
+from meshwright.costs.step import owned_params
+from meshwright.planner.candidate import HOST_HEADROOM, fits, host_budget, over_host
+from meshwright.planner.finalists import plan_at
+from meshwright.planner.search import search
+from meshwright.planner.space import points
+from meshwright.planner.sweep import PLAIN, End, layouts
+from meshwright.simulator.of_plan import host_bytes, priced_or_refused
+from meshwright.spec.errors import OutOfResources
+from meshwright.spec.load import load_run
+from meshwright.spec.plan import Offload
+from meshwright.spec.run import RunSpec
+
+LONG = [
+    "model=llama3-8b", "model.max_seq_len=131072", "train.seq_len=131072", "train.global_batch=1", "train.steps=10", "cluster.gpu=H200",
+    "cluster.gpus_per_node=4", "plan.context_ulysses=4",
+]  # fmt: skip
+"""Llama-3-8B at 128K on four H200s: activations fit the devices neither whole nor, by a little, with selective recompute."""
+
+
+def asked(*words: str) -> RunSpec:
+    return load_run(None, [*LONG, *words])
+
+
+def test_a_plan_lets_no_more_wait_than_the_host_holds() -> None:
+    whole = asked("plan.offload=activations", "plan.recompute=none")
+    free = search(whole).best.plan
+    activations, optimizer = host_bytes(whole.model, whole.train, free, 1)
+    # 32 layers of 131,072 tokens: residuals, norms, attention, halves and their product, 74,752 elements of 2 bytes.
+    assert (activations, optimizer) == (32 * 131072 * 74752 * 2, 0)
+    assert any("627.1 GB of each host's memory" in sentence for sentence in free.why)
+    assert not over_host(whole, free) and host_budget(whole) == np.inf
+
+    small = asked("cluster.host_memory_gib=512")
+    limit = host_budget(small)
+    assert limit == HOST_HEADROOM * 512 * 2**30 and over_host(small, free) == activations - limit
+    assert not fits(small, free, None)
+    plan = search(small).best.plan
+    assert {one.recompute for one in plan.layers} == {"selective"} and plan.layers[0].offload == "activations"
+    assert 0 < sum(host_bytes(small.model, small.train, plan, 1)) <= limit
+
+    least = search(asked("cluster.host_memory_gib=256")).best.plan
+    assert {one.offload for one in least.layers} == {"none"}
+    assert {one.recompute for one in least.layers} == {
+        "selective",
+        "full",
+    }  # a few layers recompute all, the others little
+
+
+def test_where_only_the_host_is_too_small_that_is_said() -> None:
+    with pytest.raises(
+        OutOfResources, match=r"waits in host memory is \d+.\d GB over the 55.0.*cluster.host_memory_gib"
+    ):
+        search(asked("cluster.host_memory_gib=64", "plan.offload=activations", "plan.recompute=selective"))
+
+
+@pytest.mark.parametrize("offload", ["activations", "optimizer", "both"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth_first"])
+def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: str) -> None:
+    run = load_run(None, [
+        "model=llama3-8b", "train.global_batch=32", "train.seq_len=4096", "cluster.gpu=H200", "cluster.gpus_per_node=8",
+        f"plan.offload={offload}", f"plan.schedule={schedule}", "plan.pipeline=2", "plan.shard=4", "plan.micro_batch=1",
+    ])  # fmt: skip
+    space = points(run)
+    strategy = replace(PLAIN, offload=offload)
+    for row in range(len(space)):
+        plan = plan_at(run, space, row, strategy, None)
+        priced = priced_or_refused(run.model, run.train, plan, run.cluster)
+        layout = layouts(run, space, End(False, "none"), "shard", offload)
+        each = waiting_bytes(priced.shape, layout, owned_params(priced.shape, layout))
+        waiting = run.cluster.gpus_per_node * np.broadcast_to(np.asarray(each), len(space))[row]
+        # The closed form takes the first rank for all (under 1F1B the second holds half as many micro-batches) and stages for equal.
+        exact = sum(host_bytes(run.model, run.train, plan, 1))
+        assert exact / 1.05 <= waiting <= 1.6 * exact
