@@ -48,7 +48,8 @@ MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, beside a row's own from step to step."""
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
 # On others the generation's row of constants.yaml holds, and `slow` is what makes the fitted runs right with hopper's row: a guess.
-# Set by hand, from runs named in docs/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes, token_passes.
+# Set by hand, from runs named in docs/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes,
+# quantise, token_passes; lone_copies is 1 for runs that the fit marks as older.
 """
 
 

@@ -14,6 +14,9 @@ from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
 sum."""
+CHUNKED = 0.44
+"""Of device memory's bandwidth, what the kernel reaches that lays gradients into the reduced buffer rank by rank, experts' left out (26.1 to 26.5 ms for
+8.03e9 gradients on 4 H200s, in bf16 and fp8 steps: benchmarks/results/2026-11-22-four-gpus-H200.jsonl)."""
 LONE, SHARD = 16.0, 12.0
 """The same on another stream: a lone rank's two further copies; a reduced shard added to its sum."""
 
@@ -22,14 +25,18 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     """Of one micro-batch and of one step, over all layers and both ends of the model."""
     several = layout.micro_batches > 1
     once = (layout.layered > 0) | (layout.reduce_once > 0) | ~several
-    lone = np.where(layout.shards > 1, 0.0, LONE)
+    alone = layout.shards <= 1
+    lone = np.where(alone, LONE * k.lone_copies, 0.0)
     routed = shape.expert_params / np.maximum(layout.expert, 1.0)
     ends = (2 - shape.tied) * shape.table_params
     weights = shape.dense_params + routed + ends
     gathered = (shape.dense_params * layout.gathered_bytes + (routed + ends) * WEIGHT) / weights
     # Out of the gathered buffer: read and written. On another stream the shard cast and put in.
-    out = 2 * gathered + k.side_copies * (MASTER + gathered) / layout.shards
-    into = IN + k.side_copies * (lone + np.where(once, 0.0, SHARD / layout.shards))
+    cast = MASTER + gathered
+    out = np.where(alone & (k.lone_copies == 0), cast, 2 * gathered + k.side_copies * cast / layout.shards)
+    shard = np.where(once, 0.0, np.where(alone & (k.lone_copies == 0), 0.0, SHARD / layout.shards))
+    laid = 1 + (1 / CHUNKED - 1) * (1 - routed / weights)
+    into = np.where(alone, np.where(once | (k.lone_copies > 0), IN, ADD), IN * laid) + k.side_copies * (lone + shard)
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
     each = (1 - kept) * gathers * out + np.where(once, np.where(several, ADD, 0.0), into)

@@ -145,7 +145,8 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     ordered = np.where((layout.tensor > 1) & (np.asarray(layout.micro_batch) > 1), ordered, 0.0)
     by_kernels = each * k.tensor_exposed + ordered
     copied = np.asarray(layout.tokens_copied) > 0
-    return shape.layers * count * np.where(copied, each * k.tensor_exposed * k.copied_tokens, by_kernels)
+    shown = np.where(layout.tensor > 2, k.copied_tokens_of_more, k.copied_tokens)
+    return shape.layers * count * np.where(copied, each * k.tensor_exposed * shown, by_kernels)
 
 
 def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:

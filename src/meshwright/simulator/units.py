@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.costs.collectives import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
+from meshwright.costs.copies import CHUNKED
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import bytes_of, gathered_width
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
@@ -123,7 +124,14 @@ class UnitCosts:
         """Seconds by which a gather's copies hold compute up: shards cast on another stream, whole weights copied to their places."""
         width = self._gathered_width(unit)
         cast = (bytes_of(self.plan.precision.stored) + width) / shard_size(self.plan)
+        if self._casts_once:
+            return self._moved(self.count(unit) * cast)
         return self._moved(self.count(unit) * 2 * width, self.count(unit) * cast)
+
+    @property
+    def _casts_once(self) -> bool:
+        """Whether the rank has its weights to itself, so that nothing lies between them and what computes."""
+        return shard_size(self.plan) == 1 and not self.priced.constants.lone_copies
 
     def _gathered_width(self, unit: Unit) -> int:
         return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
@@ -132,10 +140,15 @@ class UnitCosts:
         """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""
         precision, shards = self.plan.precision, shard_size(self.plan)
         wide = bytes_of(precision.reduce)
+        added = self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
+        if self._casts_once:
+            return self._moved(self.count(unit) * (bytes_of(precision.compute) + (2 if added else 1) * wide))
         beside = 4 * wide if shards == 1 else 0  # a lone rank scales them into another buffer, and copies that
-        if self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard":
+        if added:
             beside += 3 * bytes_of(precision.stored) / shards
-        return self._moved(self.count(unit) * (bytes_of(precision.compute) + wide), self.count(unit) * beside)
+        count = self.count(unit)
+        laid = (count - self._experts(unit)) * (1 / CHUNKED - 1) if shards > 1 else 0.0
+        return self._moved((count + laid) * (bytes_of(precision.compute) + wide), count * beside)
 
     def accumulate(self, unit: Unit) -> float:
         """Seconds in which compute adds a micro-batch's gradients to their sum in the format of the reduction: both read, one written."""
