@@ -127,8 +127,8 @@ class Constants:
     """Of what shows of an exchange between two tensor ranks by kernels, what still shows where copy engines carry it beside the products
     (1.04 of 1.22 ms a layer of Llama-3-8B on 2 H200s alone, 0.12 s of a step of 1.56: docs/parallelism/tensor.md)."""
     copied_tokens_of_more: Array = 2.0
-    """The same between more than two: between four the copies and the parts of products beside them got in each other's way, and a step took
-    2.39 s in place of 1.95 (Llama-3-8B on 4 H200s, benchmarks/results/2026-11-22-tensor-4xH200.json). Of more a guess."""
+    """The same between more than two ranks: between four a step took 2.39 s in place of 1.95 by kernels (Llama-3-8B on 4 H200s:
+    benchmarks/results/2026-11-22-tensor-4xH200.json). Of more a guess."""
     lone_copies: Array = 1.0
     """1 where a rank that shares weights with nobody copies them, and scales and copies their gradients, as ranks that do; 0 where it casts
     both once (`parallel.fsdp.LoneUnit`)."""

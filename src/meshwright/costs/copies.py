@@ -15,8 +15,8 @@ WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
 sum."""
 CHUNKED = 0.44
-"""Of device memory's bandwidth, what the kernel reaches that lays gradients into the reduced buffer rank by rank, experts' left out (26.1 to 26.5 ms for
-8.03e9 gradients on 4 H200s, in bf16 and fp8 steps: benchmarks/results/2026-11-22-four-gpus-H200.jsonl)."""
+"""Of device memory's bandwidth, what the kernel reaches that lays gradients, experts' left out, into the reduced buffer rank by rank (26.1
+to 26.5 ms for 8.03e9 of them on 4 H200s, in bf16 and fp8 steps: benchmarks/results/2026-11-22-four-gpus-H200.jsonl)."""
 LONE, SHARD = 16.0, 12.0
 """The same on another stream: a lone rank's two further copies; a reduced shard added to its sum."""
 

@@ -1,0 +1,45 @@
+"""A file of layouts says what its rows are, whatever the search learns later."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FILES = sorted((BENCHMARKS / "layouts").glob("*.yaml"))
+PINNED = {"plan.pipeline", "plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.schedule"}
+"""What leaves one axis over which ranks may go, and the order of work."""
+PLANNED = {"planned-2", "own-1", "offload"}
+"""Files that compare what the planner takes, or run on one GPU."""
+
+
+def rows_of(file: Path, gpus: int) -> list[Any]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import layouts
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    asked = type("Options", (), {"gpus": gpus, "set": []})
+    return list(layouts.layouts_of(yaml.safe_load(file.read_text(encoding="utf-8")), asked))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_row_pins_its_axes(file: Path) -> None:
+    if file.stem in PLANNED:
+        return
+    for row in rows_of(file, 8):
+        words = [word.partition("=") for word in row.words]
+        keys = {key for key, _, _ in words}
+        whole = [value for key, _, value in words if key == "plan"]
+        assert row.torchtitan or whole or keys >= PINNED, (row.name, PINNED - keys)
+
+
+def test_numbers_stand_for_gpus() -> None:
+    rows = {row.name: row for row in rows_of(BENCHMARKS / "layouts" / "context.yaml", 8)}
+    assert "plan.context_ulysses=8" in rows["8b-128k-ulysses"].words
+    assert "plan.context_ulysses=4" in rows["8b-128k-ulysses-ring2"].words
+    assert "8b-128k-ulysses" not in {row.name for row in rows_of(BENCHMARKS / "layouts" / "context.yaml", 2)}
