@@ -14,8 +14,12 @@ from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
 sum."""
+SENT = 4.0
+"""The same of a bf16 gradient that is copied as it is, to be exchanged."""
 LONE, SHARD = 16.0, 12.0
 """The same on another stream: a lone rank's two further copies; a reduced shard added to its sum."""
+NARROW, WIDE, TOTAL = 2.0, 4.0, 4.0
+"""And there of a gradient that came by an exchange, in bf16 or fp32, read to be added up; of the sum, by parameter of the shard."""
 
 
 def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
@@ -29,7 +33,10 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     gathered = (shape.dense_params * layout.gathered_bytes + (routed + ends) * WEIGHT) / weights
     # Out of the gathered buffer: read and written. On another stream the shard cast and put in.
     out = 2 * gathered + k.side_copies * (MASTER + gathered) / layout.shards
-    into = IN + k.side_copies * (lone + np.where(once, 0.0, SHARD / layout.shards))
+    exchanged, whole = (np.asarray(layout.exchanged) > 0) & (layout.shards > 1), layout.added_up
+    summed = np.where(exchanged, np.where(whole, WIDE, NARROW) + TOTAL / layout.shards, 0.0)
+    into = np.where(exchanged & ~whole, SENT, IN)
+    into = into + k.side_copies * (lone + summed + np.where(once, 0.0, SHARD / layout.shards))
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
     each = (1 - kept) * gathers * out + np.where(once, np.where(several, ADD, 0.0), into)
