@@ -78,7 +78,8 @@ def test_two_ranks_get_the_bits_of_kernels(pool: Pool, name: str) -> None:
 
 
 def test_a_run_repeats_its_bits(pool: Pool) -> None:
-    once, again = (pool.run(sharded, 4, LLAMA, exchanging(plan(1, 4, 1, compute="bf16"))) for _ in range(2))
+    chosen = exchanging(plan(1, 4, 1, compute="bf16"))
+    once, again = (pool.run(sharded, 4, LLAMA, chosen, 1.0, 2) for _ in range(2))
     assert_same(once, again)
 
 

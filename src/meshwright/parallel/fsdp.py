@@ -128,8 +128,10 @@ class ShardedUnit:
 
     def _exchanging(self) -> AbstractContextManager[None]:
         """What one reduction runs in: FSDP2's own reduce-scatter, or the exchange of the gradients that are there."""
+        if self._exchange is None:
+            return nullcontext()
         made = next((kind for parameter in self._group.fsdp_params if (kind := _made_in(parameter))), None)
-        if self._exchange is None or made is None:
+        if made is None:  # nothing to sum, nor will FSDP2 ask
             return nullcontext()
         return _replaced(self._group, "_reduce_scatter_comm", _Exchanged(self._exchange, made))
 
