@@ -31,7 +31,17 @@ class OurRun:
     records: list[dict[str, Any]]
 
 
-KEPT = ("mesh", "batch", "schedule", "experts", "layers", "precision", "gather_engine", "tensor_engine")
+KEPT = (
+    "mesh",
+    "batch",
+    "schedule",
+    "experts",
+    "layers",
+    "precision",
+    "gather_engine",
+    "reduce_engine",
+    "tensor_engine",
+)
 """What of a plan says how it ran."""
 
 

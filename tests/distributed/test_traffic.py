@@ -47,15 +47,24 @@ def counted_and_predicted(world: World, chosen: Plan, tries: int) -> tuple[int, 
 
 
 @pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
-@pytest.mark.parametrize(("axis", "schedule"), [("replicate", "1f1b"), ("pipeline", "1f1b"), ("pipeline", "zbv")])
-def test_bytes_on_the_wire_are_those_predicted(pool: Pool, axis: str, schedule: str) -> None:
-    """Not the shard axis: Gloo's reduce-scatter sends twice what the rings of NCCL do."""
-    data = 2 if axis == "replicate" else 1
+@pytest.mark.parametrize(
+    ("axis", "schedule", "compute"),
+    [
+        ("replicate", "1f1b", "fp32"),
+        ("pipeline", "1f1b", "fp32"),
+        ("pipeline", "zbv", "fp32"),
+        ("shard", "1f1b", "bf16"),
+    ],
+)
+def test_bytes_on_the_wire_are_those_predicted(pool: Pool, axis: str, schedule: str, compute: str) -> None:
+    """The shard axis by exchange alone: Gloo's reduce-scatter sends twice what the rings of NCCL do."""
+    data = 2 if axis in ("replicate", "shard") else 1
     chosen = Plan(
         mesh=(MeshAxis(axis=axis, size=2, crosses="node"),),  # type: ignore[arg-type]
         batch=BatchPlan(global_batch=MICRO * ACCUMULATE * data, micro_batch=MICRO, accumulate=ACCUMULATE),
         schedule=SchedulePlan(name=schedule),  # type: ignore[arg-type]
-        precision=Precision(compute="fp32"),
+        precision=Precision(compute=compute),  # type: ignore[arg-type]
+        reduce_engine="exchange" if axis == "shard" else "kernel",
         compile=False,
     )
     for counted, predicted in pool.run(counted_and_predicted, 2, chosen, 5):

@@ -17,8 +17,12 @@ sum."""
 CHUNKED = 0.44
 """Of device memory's bandwidth, what the kernel reaches that lays gradients, experts' left out, into the reduced buffer rank by rank (26.1
 to 26.5 ms for 8.03e9 of them on 4 H200s, in bf16 and fp8 steps: benchmarks/results/2026-11-22-four-gpus-H200.jsonl)."""
+SENT = 4.0
+"""The same of a bf16 gradient that is copied as it is, to be exchanged."""
 LONE, SHARD = 16.0, 12.0
 """The same on another stream: a lone rank's two further copies; a reduced shard added to its sum."""
+NARROW, WIDE, TOTAL = 2.0, 4.0, 4.0
+"""And there of a gradient that came by an exchange, in bf16 or fp32, read to be added up; of the sum, by parameter of the shard."""
 
 
 def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
@@ -34,9 +38,12 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     # Out of the gathered buffer: read and written. On another stream the shard cast and put in.
     cast = MASTER + gathered
     out = np.where(alone & (k.lone_copies == 0), cast, 2 * gathered + k.side_copies * cast / layout.shards)
-    shard = np.where(once, 0.0, np.where(alone & (k.lone_copies == 0), 0.0, SHARD / layout.shards))
-    laid = 1 + (1 / CHUNKED - 1) * (1 - routed / weights)
-    into = np.where(alone, np.where(once | (k.lone_copies > 0), IN, ADD), IN * laid) + k.side_copies * (lone + shard)
+    exchanged, whole = (np.asarray(layout.exchanged) > 0) & ~alone, layout.added_up
+    summed = np.where(exchanged, np.where(whole, WIDE, NARROW) + TOTAL / layout.shards, 0.0)
+    shard = np.where(once | (alone & (k.lone_copies == 0)), 0.0, SHARD / layout.shards)
+    laid = np.where(exchanged & ~whole, SENT, IN) * (1 + (1 / CHUNKED - 1) * (1 - routed / weights))
+    cast_in = np.where(once | (k.lone_copies > 0), IN, ADD)
+    into = np.where(alone, cast_in, laid) + k.side_copies * (lone + summed + shard)
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
     each = (1 - kept) * gathers * out + np.where(once, np.where(several, ADD, 0.0), into)

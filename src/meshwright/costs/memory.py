@@ -21,7 +21,7 @@ from meshwright.costs.of_plan import context_size, experts_over, shard_size, sta
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
-from meshwright.spec.plan import Engine, LayerStrategy, Linear, Plan, Precision, Recompute
+from meshwright.spec.plan import Engine, LayerStrategy, Linear, Plan, Precision, Recompute, ReduceEngine
 
 StageTable = tuple[tuple[range, ...], ...]
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
@@ -38,6 +38,18 @@ def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
     return 1 if low else bytes_of(plan.precision.compute)
 
 
+def added_up(plan: Plan, strategy: LayerStrategy) -> bool:
+    """Whether a rank adds several micro-batches' gradients up, in the format of the sum, before they are summed over shards."""
+    return plan.batch.accumulate > 1 and (plan.layered or strategy.gradients == "whole")
+
+
+def sent_width(precision: Precision, engine: ReduceEngine, added: Array) -> Array:
+    """Bytes of a gradient while it is summed over several shards by the plan's `engine`: in the format of the sum, or exchanged as it was
+    computed where that is no wider and nothing was `added` to it."""
+    wide = bytes_of(precision.reduce)
+    return np.where(added, wide, min(wide, bytes_of(precision.compute))) if engine == "exchange" else wide
+
+
 def formats(
     train: TrainSpec,
     precision: Precision,
@@ -45,16 +57,20 @@ def formats(
     cpu: bool,
     replicas: int = 1,
     engine: Engine = "kernel",
+    reduce_engine: ReduceEngine = "kernel",
     tensor_engine: Engine = "kernel",
+    added: Array = False,
 ) -> Formats:
-    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's."""
+    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's; `added` is
+    `sent_width`'s."""
+    sent = sent_width(precision, reduce_engine, added)
     narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
         compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
         travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
         logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
-        low=low_share(precision, precision.linear), window=engine == "copy",
+        low=low_share(precision, precision.linear), window=engine == "copy", sent=sent, received=sent * (reduce_engine == "exchange"),
         token_window=tensor_engine == "copy" and not cpu,
     )  # fmt: skip
 
@@ -101,8 +117,9 @@ def memory_by_rank(
     joined = Held(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
     replicas = plan.axis_size("replicate")
     numbers = formats(
-        train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine
-    )
+        train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
+        reduce_engine=plan.reduce_engine, added=any(added_up(plan, layer) for layer in plan.layers),
+    )  # fmt: skip
     found = account(joined, numbers)
     kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
     return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))

@@ -156,6 +156,7 @@ def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     found += ["gathers by copy engines"] if plan.gather_engine == "copy" and shard_size(plan) > 1 else []
+    found += ["gradients exchanged"] if plan.reduce_engine == "exchange" and shard_size(plan) > 1 else []
     found += ["fp8 products"] if plan.precision.products == "fp8" else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])
 
@@ -246,6 +247,7 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
         fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
         gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
+        exchanged=float(plan.reduce_engine == "exchange"),
         tokens_copied=float(plan.tensor_engine == "copy"), state_bytes=state_bytes(plan.precision),
         **_strides(plan), **_strategy(plan.layers[0]),
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Bytes of one step that cross from node to node, summed over all ranks, each byte once.
 
 NCCL's rings pass through every node in one piece, so a ring over k > 1 nodes crosses k borders. Over each border an all-gather or
-reduce-scatter of B bytes among n ranks moves (n-1)/n·B, and an all-reduce twice that (Patarasuk and Yuan 2009). What the step sends beside
-parameters, gradients and activations (counts, norms, headers) is some kilobytes and left out; so is validation.
+reduce-scatter of B bytes among n ranks moves (n-1)/n·B, and an all-reduce twice that (Patarasuk and Yuan 2009). An exchange of B bytes
+sends B/n from each rank to each other, whichever node that is on. What the step sends beside parameters, gradients and activations
+(counts, norms, headers) is some kilobytes and left out; so is validation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from math import prod
 
-from meshwright.costs.memory import bytes_of, gathered_width
+from meshwright.costs.memory import bytes_of, gathered_width, sent_width
 from meshwright.costs.of_plan import context_size, shard_size
 from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, parameters
@@ -74,6 +75,10 @@ def cross_node_bytes(
         "expert": _ring_borders(layout, layout.expert_shard_groups()),
     }
     copies = shard // layout.expert
+    pairs = {
+        "shard": _pairs_apart(layout, layout.groups(*SHARD_AXES)),
+        "expert": _pairs_apart(layout, layout.expert_shard_groups()),
+    }
     along_shard, along_replicas, along_copies = map(_ring_share, (shard, layout.size("replicate"), copies))
     gather = reduce = replicas = 0.0
     for rank in range(layout.size("pipeline")):
@@ -81,7 +86,11 @@ def cross_node_bytes(
             sharded = rings["shard"][rank] * along_shard * unit.elements
             sharded += rings["expert"][rank] * along_copies * unit.experts
             gather += sharded * unit.gathers * unit.width
-            reduce += sharded * unit.reductions * bytes_of(precision.reduce)
+            if plan.reduce_engine == "exchange":
+                sharded = pairs["shard"][rank] / shard * unit.elements + pairs["expert"][rank] / copies * unit.experts
+            # Fewer reductions than micro-batches: some take what several have added up, and all are counted so.
+            sent = sent_width(precision, plan.reduce_engine, unit.reductions < plan.batch.accumulate)
+            reduce += sharded * unit.reductions * float(sent)
             kept = unit.elements / shard + unit.experts / copies
             sums = bool(unit.reductions) * kept * bytes_of(precision.reduce_replicas or precision.stored)
             replicas += 2 * rings["replicate"][rank] * along_replicas * sums
@@ -223,7 +232,8 @@ def _context(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, mask
     masked = masked or model.sliding_window is not None
     total = 0.0
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    pairs, borders = _pairs_apart(layout, "context_ulysses"), _ring_borders(layout, layout.groups("context_ring"))
+    pairs = _pairs_apart(layout, layout.groups("context_ulysses"))
+    borders = _ring_borders(layout, layout.groups("context_ring"))
     for rank, stages in enumerate(table):
         for mode in (plan.strategy(layer, model.layers).recompute for stage in stages for layer in stage):
             total += pairs[rank] * exchanged * (2 + (mode != "none"))
@@ -236,10 +246,10 @@ def _context(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, mask
     return plan.batch.accumulate * total
 
 
-def _pairs_apart(layout: Layout, axis: str) -> dict[int, int]:
-    """By pipeline rank, how many ordered pairs of ranks along `axis` live on different nodes."""
+def _pairs_apart(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
+    """By pipeline rank, how many ordered pairs of ranks of its groups live on different nodes."""
     found: dict[int, int] = defaultdict(int)
-    for group in layout.groups(axis):
+    for group in groups:
         place = layout.coordinates(group[0]).get("pipeline", 0)
         found[place] += sum(layout.crosses_nodes(pair) for pair in permutations(group, 2))
     return found

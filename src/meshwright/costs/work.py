@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.costs.memory import bytes_of
+from meshwright.costs.memory import added_up, bytes_of, sent_width
 from meshwright.costs.of_plan import context_size, experts_over, shard_size
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
@@ -31,6 +31,8 @@ ROUND = 4.0
 """Bytes per rounded element: read once more, as the scale needs the largest first, and written in fp8 in both orders."""
 CAST, SUM = 6.0, 6.0
 """Bytes per parameter: a master weight to the format that is multiplied; a gradient to the format that is summed."""
+TOTAL = 4.0
+"""Bytes per parameter of a shard: its gradients' sum, written where they came by an exchange."""
 COMBINED = 2.0
 """The same, per element of the stream, of each routed row on its way from its expert's product into its token's sum, and of that sum. The
 way in is the product's own reading."""
@@ -124,7 +126,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         elementwise_bytes=seen * _elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=seen * _rounded(model, plan) * ROUND,
         loss_bytes=seen * model.vocab_size * 2 * bytes_of(plan.precision.compute),
-        copy_bytes=owned * CAST + held * SUM,
+        copy_bytes=owned * CAST + _summed_bytes(plan, held, owned),
         parameters=owned,
         norm_bytes=owned * NORM_OF_GRADIENT,
         collectives=(
@@ -133,6 +135,15 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
             *_token_collectives(model, plan, tokens),
         ),
     )  # fmt: skip
+
+
+def _summed_bytes(plan: Plan, held: float, owned: float) -> float:
+    """Brought to the format of their sum where kernels sum gradients. What came by an exchange is read, and its sum written; several
+    micro-batches' gradients are in the wide format before."""
+    if plan.reduce_engine == "kernel" or shard_size(plan) == 1:
+        return held * SUM
+    added = added_up(plan, plan.layers[0])
+    return held * (added * SUM + float(sent_width(plan.precision, plan.reduce_engine, added))) + owned * TOTAL
 
 
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, tokens: int) -> Iterator[LinearWork]:
@@ -201,7 +212,9 @@ def _weight_collectives(model: ModelSpec, plan: Plan, held: float, shard: int) -
         gathers = 2 * times if strategy.reshard else 1
         yield CollectiveWork("all_gather", shard, block * gathered, gathers * blocks)
         reductions = 1 if strategy.gradients == "whole" else times
-        yield CollectiveWork("reduce_scatter", shard, block * bytes_of(plan.precision.reduce), reductions * blocks)
+        sent = float(sent_width(plan.precision, plan.reduce_engine, added_up(plan, strategy)))
+        how: Operation = "all_to_all" if plan.reduce_engine == "exchange" else "reduce_scatter"
+        yield CollectiveWork(how, shard, block * sent, reductions * blocks)
     if replicate > 1:
         summed = bytes_of(plan.precision.reduce_replicas or plan.precision.stored)
         yield CollectiveWork("all_reduce", replicate, block / shard * summed, blocks)

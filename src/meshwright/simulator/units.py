@@ -14,11 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collectives import Group, all_reduce, by_copies, crowding, gather, group
+from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
 from meshwright.costs.copies import CHUNKED
 from meshwright.costs.inputs import Layouts, Shape
-from meshwright.costs.memory import bytes_of, gathered_width
+from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
 from meshwright.costs.step import context_traffic, step_cost
@@ -67,6 +67,7 @@ class UnitCosts:
         crowd = crowding(machine, layout, k)
         self._shards = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
         self._copied = plan.gather_engine == "copy"
+        self._exchanges = plan.reduce_engine == "exchange" and shard_size(plan) > 1
         self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
         self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
 
@@ -95,8 +96,10 @@ class UnitCosts:
         return self._over_shards(unit, self._gathered_width(unit), copied=self._copied)
 
     def reduce(self, unit: Unit) -> float:
-        """Seconds to reduce-scatter its gradients over the shard axis."""
-        return self._beside(unit, self._shards, self._over_shards(unit, bytes_of(self.plan.precision.reduce)))
+        """Seconds to sum its gradients over the shard axis."""
+        sent = self._sent_width(unit)
+        alone = self._exchanged(unit, sent) if self._exchanges else self._over_shards(unit, sent)
+        return self._beside(unit, self._shards, alone)
 
     def replicate(self, unit: Unit) -> float:
         """Seconds to sum its gradient shards over replicas."""
@@ -133,22 +136,27 @@ class UnitCosts:
         """Whether the rank has its weights to itself, so that nothing lies between them and what computes."""
         return shard_size(self.plan) == 1 and not self.priced.constants.lone_copies
 
+    def _sent_width(self, unit: Unit) -> int:
+        engine = self.plan.reduce_engine if self._exchanges else "kernel"
+        return int(sent_width(self.plan.precision, engine, added_up(self.plan, self._strategy(unit))))
+
     def _gathered_width(self, unit: Unit) -> int:
         return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
 
     def copy_in(self, unit: Unit) -> float:
         """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""
-        precision, shards = self.plan.precision, shard_size(self.plan)
-        wide = bytes_of(precision.reduce)
+        precision, shards, sent = self.plan.precision, shard_size(self.plan), self._sent_width(unit)
         added = self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
+        count, moved = self.count(unit), bytes_of(precision.compute) + sent
         if self._casts_once:
-            return self._moved(self.count(unit) * (bytes_of(precision.compute) + (2 if added else 1) * wide))
-        beside = 4 * wide if shards == 1 else 0  # a lone rank scales them into another buffer, and copies that
+            return self._moved(count * (moved + (sent if added else 0)))
+        beside = 4.0 * sent if shards == 1 else 0.0  # a lone rank scales them into another buffer, and copies that
+        if self._exchanges:  # what came is read and added up
+            beside += sent + bytes_of(precision.reduce) / shards
         if added:
             beside += 3 * bytes_of(precision.stored) / shards
-        count = self.count(unit)
         laid = (count - self._experts(unit)) * (1 / CHUNKED - 1) if shards > 1 else 0.0
-        return self._moved((count + laid) * (bytes_of(precision.compute) + wide), count * beside)
+        return self._moved((count + laid) * moved, count * beside)
 
     def accumulate(self, unit: Unit) -> float:
         """Seconds in which compute adds a micro-batch's gradients to their sum in the format of the reduction: both read, one written."""
@@ -206,6 +214,14 @@ class UnitCosts:
         layout, k = self.priced.layout, self.priced.constants
         where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
         return dense + number(gather(self._over(where, copied and self._experts_too), k, experts * width))
+
+    def _exchanged(self, unit: Unit, width: int) -> float:
+        """Seconds in which each rank sends the others their parts of a unit of `width` bytes an element."""
+        machine, layout, k = self.priced.machine, self.priced.layout, self.priced.constants
+        experts = self._experts(unit)
+        alone = all_to_all(self._shards, k, machine, (self.count(unit) - experts) * width)
+        where = group(machine, k, layout.expert_shard, layout.expert)
+        return number(alone) + (number(all_to_all(where, k, machine, experts * width)) if experts else 0.0)
 
     def _over(self, where: Group, copied: bool) -> Group:
         return by_copies(where, self.priced.machine, self.priced.constants) if copied else where

@@ -21,6 +21,7 @@ AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ul
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Engine = Literal["kernel", "copy"]
+ReduceEngine = Literal["kernel", "exchange"]
 Positive = Annotated[int, Bound(at_least=1)]
 
 DATA_AXES = ("replicate", "shard")
@@ -188,6 +189,9 @@ class Plan:
     gather_engine: Engine = "kernel"
     """What gathers weights over shard and context ranks. kernel: the communication library's, on some of a device's multiprocessors. copy:
     the devices' copy engines, which leaves multiprocessors to compute; for shard and context ranks inside a node."""
+    reduce_engine: ReduceEngine = "kernel"
+    """What sums gradients over shard and context ranks. kernel: the communication library's reduce-scatter, in the format of the sum.
+    exchange: gradients travel in the format they were computed in, and each rank adds up its shard; made for ranks inside a node."""
     tensor_engine: Engine = "kernel"
     """What moves tokens along the tensor axis. kernel: the communication library's, before and behind each product. copy: the devices' copy
     engines, beside the product, which is made in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
@@ -286,6 +290,8 @@ class PlanPins:
     """Number format of the gradient sum over replicas."""
     gather_engine: Engine | None = None
     """What gathers weights over shard and context ranks."""
+    reduce_engine: ReduceEngine | None = None
+    """What sums gradients over shard and context ranks; left out, kernels, as an exchange is not measured on GPUs yet."""
     tensor_engine: Engine | None = None
     """What moves tokens along the tensor axis; `copy` where `tensor` is pinned too."""
     compile: bool | None = None
