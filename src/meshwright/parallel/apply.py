@@ -200,13 +200,14 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
     """Give every block its recompute mode, then compile it.
 
-    Compiling around the recompute lets the compiler see what is kept. All blocks share one compiled function.
+    Compiling around the recompute lets the compiler see what is kept. All blocks share one compiled function. Where nothing is compiled,
+    torch's compiler is not even named: naming it imports it.
     """
-    compiled = torch.compile(_call, fullgraph=True, dynamic=False)
+    compiled = torch.compile(_call, fullgraph=True, dynamic=False) if plan.compile else None
     for layer, block in model.layers.items():
         assert isinstance(block, Block)
         mode = plan.strategy(int(layer), model.spec.layers).recompute
-        if plan.compile:
+        if compiled is not None:
             block.forward = partial(compiled, type(block).forward, mode, block)
         else:
             block.forward = recomputing(block.forward, mode, block.routed)
