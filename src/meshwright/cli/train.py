@@ -101,6 +101,9 @@ def join_ranks(
     clock.end("command")
     if cache := compiler_cache():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    from meshwright.train.rank import import_all
+
+    import_all(cuda=not run.cluster.is_cpu)
     from meshwright.parallel.world import Place, join
     from meshwright.train.join import agreed_assignment
     from meshwright.train.stop import StopRequest
