@@ -32,7 +32,7 @@ def import_all(cuda: bool) -> None:
     with uncollected():
         if cuda:
             _begin_device()
-            import torch._inductor.compile_fx  # most of a warm first step would be this import
+            import torch._inductor.compile_fx  # noqa: F401  # most of a warm first step would be this import
         import meshwright.train.worker  # noqa: F401
 
 
