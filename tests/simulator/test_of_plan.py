@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from meshwright.costs.copies import CHUNKED
 from meshwright.costs.memory import activation_bytes
 from meshwright.costs.of_plan import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, number, plan_time, pricing
 from meshwright.schedules.check import check
@@ -161,7 +162,7 @@ def test_an_exchange_moves_what_was_computed_and_adds_it_up_beside_compute(gradi
     priced = pricing(LLAMA, job(given), given, NODE)
     assert priced is not None
     aside, shard = number(priced.constants.side_copies), 12 / 8 if gradients == "shard" else 0
-    copied = (2 + sent + aside * (sent + 4 / 8 + shard)) / (2 + 4 + aside * shard)
+    copied = ((2 + sent) / CHUNKED + aside * (sent + 4 / 8 + shard)) / ((2 + 4) / CHUNKED + aside * shard)
     assert exchange.copy_in[0][1] / kernels.copy_in[0][1] == pytest.approx(copied)
     assert exchange.unshard == kernels.unshard and exchange.accumulate == kernels.accumulate
     played = play(given).step_seconds - play(exchanged).step_seconds

@@ -29,7 +29,8 @@ IMPROVED = 3
 NEAR = 1.05
 """Times a plan's estimated step up to which its neighbours are simulated."""
 ROOMY = 0.93
-"""Of the memory that may be filled. Pipelines with virtual stages leave an eighth to fragments (4 H200s: 107 of 95 GiB)."""
+"""Of the memory that may be filled, for pipelines with virtual stages, which leave an eighth to fragments (4 H200s: 107 of 95 GiB).
+Others filled all of it at full speed."""
 ALIKE = 0.01
 """Relative difference of step times below which the simpler plan is taken."""
 
@@ -165,12 +166,16 @@ def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 
 
 def simplest(candidates: Sequence[Candidate], budget: int | None = None) -> Candidate:
-    """Of the plans that take as long as the fastest, within what a prediction can tell apart, one that leaves memory to an allocator's
-    fragments, with the fewest parts."""
+    """Of the plans that take as long as the fastest, within what a prediction can tell apart, one with the fewest parts; where that has
+    virtual stages, one that leaves memory to an allocator's fragments."""
     fastest = candidates[0].seconds
     alike = [one for one in candidates if one.simulated and one.seconds <= fastest * (1 + ALIKE)]
     roomy = inf if budget is None else ROOMY * budget
-    return min(alike, key=lambda one: (peak_bytes(one.plan) > roomy, _parts(one.plan), one.seconds))
+
+    def crowded(plan: Plan) -> bool:
+        return peak_bytes(plan) > roomy and any(len(row) > 1 for row in plan.schedule.stages)
+
+    return min(alike, key=lambda one: (crowded(one.plan), _parts(one.plan), one.seconds))
 
 
 def _seconds(candidate: Candidate) -> float:
