@@ -93,6 +93,22 @@ def test_products(scaling: Any, fast: bool) -> None:
     assert relative(ours, theirs) < (FAST if fast else EXACT)
 
 
+@pytest.mark.parametrize(("scaling", "came_low"), [("tensorwise", True), ("tensorwise", False), ("rowwise", False)])
+def test_no_compiler_turns_a_weight_before_the_backward(scaling: Any, came_low: bool) -> None:
+    """A turned weight that waits for the backward is a second copy of the model in fp8, whatever the sharding."""
+    x, weight = numbers(0, TOKENS, IN).cuda().requires_grad_(), nn.Parameter(numbers(1, OUT, IN).cuda())
+    gathered = low(weight.detach(), scaling) if came_low else None
+    kept: list[tuple[int, ...]] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(tuple(saved.shape))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        torch.compile(fp8.linear, fullgraph=True, dynamic=False)(x, weight, gathered, scaling, None)
+    assert (OUT, IN) in kept and (IN, OUT) not in kept
+
+
 def test_the_activation_is_rounded_as_the_twin_rounds_it() -> None:
     projected, slope = numbers(0, TOKENS, 2 * IN), numbers(1, TOKENS, IN)
     for ours, theirs in (

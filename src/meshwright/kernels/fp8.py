@@ -184,7 +184,7 @@ class _Linear(torch.autograd.Function):
         here, turned = low_both(rows, scaling, GRADIENT[scaling])
         input_grad = None
         if ctx.needs_input_grad[0]:
-            there = weight_turned(weight, scale, scaling, ctx.came_low)
+            there = weight_turned(weight, scale, scaling, ctx.came_low, here.scale)
             input_grad = product(here, there, grad.dtype).unflatten(0, grad.shape[:-1])
         if ctx.taps:
             return (input_grad, None, None, None, None, None, *turned, *kept)
@@ -192,25 +192,28 @@ class _Linear(torch.autograd.Function):
         return input_grad, weight_grad, None, None, None, None
 
 
-def weight_turned(weight: Tensor, scale: Tensor, scaling: Scaling, came_low: bool) -> Low:
-    """Wᵀ in fp8: turned where it came so, else rounded once more from the weight, whose fp8 copy would have stayed since the forward."""
+def weight_turned(weight: Tensor, scale: Tensor, scaling: Scaling, came_low: bool, after: Tensor) -> Low:
+    """Wᵀ in fp8: turned where it came so, else rounded once more from the weight, whose fp8 copy would have stayed since the forward.
+
+    `after` is made of the gradient, and keeps a compiler from making Wᵀ in the forward (`fp8_triton`).
+    """
     if scaling == "rowwise":
-        return low_turned(weight, scaling)
+        return _turned(weight, scale_of(_largest(weight, scaling, rows=False), E4M3), E4M3, after)
     if not came_low:
-        return _turned(weight, scale, E4M3)
+        return _turned(weight, scale, E4M3, after)
     if weight.is_cuda:
         from meshwright.kernels.fp8_triton import turn
 
-        return Low(turn(weight), scale)
+        return Low(turn(weight, after), scale)
     return Low(weight.t().contiguous(), scale)
 
 
-def _turned(x: Tensor, scale: Tensor, kind: torch.dtype) -> Low:
-    """xᵀ in fp8; `scale` `()` or `(inner, 1)`."""
+def _turned(x: Tensor, scale: Tensor, kind: torch.dtype, after: Tensor | None = None) -> Low:
+    """xᵀ in fp8; `scale` `()` or `(inner, 1)`; not before `after`."""
     if x.is_cuda:
         from meshwright.kernels.fp8_triton import round_turned
 
-        return Low(round_turned(x, inverse(scale), kind), scale)
+        return Low(round_turned(x, inverse(scale), kind, after), scale)
     return Low(rounded(x.t(), scale, kind).contiguous(), scale)
 
 

@@ -1,5 +1,8 @@
 """The Triton kernels that round to fp8 and turn matrices, for `kernels.fp8`; imported only where there is a CUDA device.
 
+`after` of those that turn is read by none of them: what is made of a weight alone a compiler would make in the forward and keep until the
+backward, as it does not repeat a kernel of ours. A gradient in `after` leaves it to the backward.
+
 Each reads its input once. Bytes an element: bf16 to both ways round 2 + 1 + 1, to the turned one alone 2 + 1, an fp8 matrix turned 1 + 1,
 a master weight rounded as it lies 4 + 1.
 """
@@ -26,16 +29,18 @@ def round_both(x: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Te
 
 
 @torch.library.custom_op("meshwright::fp8_round_turned", mutates_args=())
-def round_turned(x: Tensor, factor: Tensor, kind: torch.dtype) -> Tensor:
+def round_turned(x: Tensor, factor: Tensor, kind: torch.dtype, after: Tensor | None = None) -> Tensor:
     """(x `(rows, inner)`)ᵀ · factor `()` or `(inner, 1)` in fp8."""
+    del after
     turned = _turned_like(x, kind)
     _launch(x, factor, None, turned)
     return turned
 
 
 @torch.library.custom_op("meshwright::fp8_turn", mutates_args=())
-def turn(x: Tensor) -> Tensor:
+def turn(x: Tensor, after: Tensor | None = None) -> Tensor:
     """The transpose of an fp8 matrix, row-major."""
+    del after
     turned = _turned_like(x, x.dtype)
     _launch(x.view(torch.uint8), None, None, turned.view(torch.uint8))
     return turned
@@ -55,13 +60,14 @@ def _(x: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @round_turned.register_fake
-def _(x: Tensor, factor: Tensor, kind: torch.dtype) -> Tensor:
-    del factor
+def _(x: Tensor, factor: Tensor, kind: torch.dtype, after: Tensor | None = None) -> Tensor:
+    del factor, after
     return _turned_like(x, kind)
 
 
 @turn.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x: Tensor, after: Tensor | None = None) -> Tensor:
+    del after
     return _turned_like(x, x.dtype)
 
 

@@ -71,12 +71,12 @@ class _Gated(torch.autograd.Function):
         *x_turned, projected, values, scale, first, first_scale, second, second_scale = ctx.saved_tensors
         inner_turned, kind = Low(values, scale), GRADIENT["tensorwise"]
         here, turned = fp8.low_both(grad.flatten(0, -2), "tensorwise", kind)
-        narrow = fp8.weight_turned(second, second_scale, "tensorwise", ctx.came_low[1])
+        narrow = fp8.weight_turned(second, second_scale, "tensorwise", ctx.came_low[1], here.scale)
         slope = fp8.product(here, narrow, grad.dtype)
         wide_here, wide_turned = _activation_gradient(projected, slope, kind)
         x_grad = None
         if ctx.needs_input_grad[0]:
-            wide = fp8.weight_turned(first, first_scale, "tensorwise", ctx.came_low[0])
+            wide = fp8.weight_turned(first, first_scale, "tensorwise", ctx.came_low[0], wide_here.scale)
             x_grad = fp8.product(wide_here, wide, grad.dtype).unflatten(0, grad.shape[:-1])
         came = (None,) * 5
         if ctx.split:
