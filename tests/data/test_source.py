@@ -34,8 +34,14 @@ def test_out_of_prepare_works_with_and_without_held_out(
     assert locate(tmp_path / "plain") == (tmp_path / "plain", ())
     for path in (prepared, prepared / "train"):
         assert held_out_beside(path) == prepared / "held_out"
-        assert has_validation(DataSpec(mix={str(path): 1.0}))
-    assert not has_validation(DataSpec(mix={str(tmp_path / "plain"): 1.0}))
+        assert has_validation(DataSpec(mix={str(path): 1.0}), 32)
+        assert not has_validation(DataSpec(mix={str(path): 1.0}), 1 << 20), (
+            "it fills no sequence, and nobody asked for it"
+        )
+    assert has_validation(DataSpec(mix={str(prepared): 1.0}, validation=str(prepared)), 1 << 20), (
+        "opening it says what is wrong"
+    )
+    assert not has_validation(DataSpec(mix={str(tmp_path / "plain"): 1.0}), 32)
 
 
 def test_a_sample_is_made_of_the_documents_it_says(prepared: Path) -> None:

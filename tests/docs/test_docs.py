@@ -132,7 +132,7 @@ def runnable(page: str) -> list[Block]:
     return [block for block in found if block.text.strip() != ONCE]
 
 
-FIRST_READ = {"README.md", *(f"docs/{name}.md" for name in ("getting-started", "data", "checkpoints"))}
+FIRST_READ = {"README.md", "docs/getting-started.md"}
 """Pages whose commands every run of the tests makes; those of the others, which are much alike, are made by `make test-all`."""
 
 

@@ -18,6 +18,7 @@ from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import (
     HELD_OUT,
     TRAIN,
+    Manifest,
     OpenShard,
     PreparedDirectory,
     documents_path,
@@ -59,10 +60,11 @@ def open_data(
     `data.damaged`).
     """
     train = {name: _path_of(name, stdlib) for name in sorted(spec.mix)}
-    paths = train if split == "train" else _validation_paths(spec, train)
+    paths = train if split == "train" else _validation_paths(spec, train, seq_len)
     if not paths:
         hint = "prepare with --held-out FRACTION, or set data.validation"
-        raise BadInput(f"no validation data: no {HELD_OUT} beside {', '.join(map(str, train.values()))}; {hint}")
+        found = f"no {HELD_OUT} of more than {seq_len} tokens beside {', '.join(map(str, train.values()))}"
+        raise BadInput(f"no validation data: {found}; {hint}")
     sources = [Source(name, open_directory(path, spec.damaged), seq_len) for name, path in paths.items()]
     _check_tokenizers(sources, vocab_size)
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
@@ -70,9 +72,9 @@ def open_data(
     return DataSource(sources, mixture, seq_len, spec.document_mask, vocab_size)
 
 
-def has_validation(spec: DataSpec, stdlib: Path | None = None) -> bool:
-    """Whether `open_data(..., split="validation")` would find something."""
-    return bool(_validation_paths(spec, {name: _path_of(name, stdlib) for name in spec.mix}))
+def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
+    """Whether `open_data(..., split="validation")` would find something: held-out text that nobody asked for must fill a sequence."""
+    return bool(_validation_paths(spec, {name: _path_of(name, stdlib) for name in spec.mix}, seq_len))
 
 
 class Source:
@@ -239,12 +241,13 @@ def _path_of(name: str, stdlib: Path | None) -> Path:
     return ensure_stdlib(stdlib or stdlib_folder())
 
 
-def _validation_paths(spec: DataSpec, train: dict[str, Path]) -> dict[str, Path]:
+def _validation_paths(spec: DataSpec, train: dict[str, Path], seq_len: int) -> dict[str, Path]:
     if spec.validation is not None:
         path = train.get(spec.validation) or _path_of(spec.validation, None)
         held_out = held_out_beside(path) if path.name != TRAIN else None
         return {spec.validation: held_out or path}
-    return {name: found for name, path in train.items() if (found := held_out_beside(path))}
+    beside = {name: found for name, path in train.items() if (found := held_out_beside(path))}
+    return {name: found for name, found in beside.items() if Manifest.read(found).tokens > seq_len}
 
 
 def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:

@@ -12,7 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from meshwright.data.corpus import STDLIB
-from meshwright.data.source import DataSource, open_data
+from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.planner.candidate import Candidate, untrainable
@@ -54,6 +54,10 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
         ensure_stdlib(stdlib_folder(), shown=True)
     source = open_run_data(run)
+    if not has_validation(run.data, run.train.seq_len) and has_validation(run.data, 0):
+        note(
+            f"no validation: what was held out fills no sequence of {run.train.seq_len:,} tokens; data.validation may name other text"
+        )
     if run.model.vocab_size:
         return run
     if source.vocab_size is None:

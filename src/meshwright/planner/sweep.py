@@ -163,14 +163,12 @@ def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> 
         if gradients == "whole" and pins.gradients is None:
             own &= sharded & many  # reduced once a step in any case
         away = offload != "none" and np.isfinite(host_budget(run))
-        moved = offload in ("activations", "both")
-        chooses = points.trainable and moved  # among what candidate.untrainable lets through
+        # Among what candidate.untrainable lets through.
+        chooses = points.trainable and offload in ("activations", "both")
         if chooses and pins.schedule is None:
             own &= ~np.isin(points.schedule, SPLITTING)
         priced: dict[End, tuple[np.ndarray, np.ndarray]] = {}
         for rich, lean in _pairs(run):
-            if rich == lean and rich.recompute != _recomputes(run)[0] and not moved:
-                continue  # recomputing is faster than keeping only where what is kept is copied
             if (
                 chooses
                 and not compiles(run)

@@ -96,7 +96,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
 
 
 def _held_out(run: RunSpec) -> HeldOut | None:
-    if not has_validation(run.data):
+    if not has_validation(run.data, run.train.seq_len):
         return None
     options = {"seq_len": run.train.seq_len, "seed": run.seed, "vocab_size": run.model.vocab_size}
     source = open_data(run.data, split="validation", **options)
