@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,11 +52,8 @@ def mean(world, chosen: Plan) -> list[dict[str, Any]]:
         plain(self, total, parts, group)
         total /= group.size()
 
-    GradientExchange.__call__ = divided  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(GradientExchange, "__call__", divided):
         return sharded(world, LLAMA, chosen, 1.0, 1)
-    finally:
-        GradientExchange.__call__ = plain  # type: ignore[method-assign]
 
 
 def test_a_mean_in_place_of_the_sum_is_noticed(pool: Pool) -> None:

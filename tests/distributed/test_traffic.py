@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.world import World
 from meshwright.schedules.counts import collectives_of
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import AxisName, BatchPlan, MeshAxis, Plan, Precision, ScheduleName, SchedulePlan
 from tests.distributed.pool import Pool
 
 SEQ, MICRO, ACCUMULATE = 128, 4, 4
@@ -56,14 +57,16 @@ def counted_and_predicted(world: World, chosen: Plan, tries: int) -> tuple[int, 
         ("shard", "1f1b", "bf16"),
     ],
 )
-def test_bytes_on_the_wire_are_those_predicted(pool: Pool, axis: str, schedule: str, compute: str) -> None:
+def test_bytes_on_the_wire_are_those_predicted(
+    pool: Pool, axis: AxisName, schedule: ScheduleName, compute: Literal["bf16", "fp32"]
+) -> None:
     """The shard axis by exchange alone: Gloo's reduce-scatter sends twice what the rings of NCCL do."""
     data = 2 if axis in ("replicate", "shard") else 1
     chosen = Plan(
-        mesh=(MeshAxis(axis=axis, size=2, crosses="node"),),  # type: ignore[arg-type]
+        mesh=(MeshAxis(axis=axis, size=2, crosses="node"),),
         batch=BatchPlan(global_batch=MICRO * ACCUMULATE * data, micro_batch=MICRO, accumulate=ACCUMULATE),
-        schedule=SchedulePlan(name=schedule),  # type: ignore[arg-type]
-        precision=Precision(compute=compute),  # type: ignore[arg-type]
+        schedule=SchedulePlan(name=schedule),
+        precision=Precision(compute=compute),
         reduce_engine="exchange" if axis == "shard" else "kernel",
         compile=False,
     )

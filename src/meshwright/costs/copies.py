@@ -30,6 +30,7 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     several = layout.micro_batches > 1
     once = (layout.layered > 0) | (layout.reduce_once > 0) | ~several
     alone = layout.shards <= 1
+    casts_once = alone & (k.lone_copies == 0)
     lone = np.where(alone, LONE * k.lone_copies, 0.0)
     routed = shape.expert_params / np.maximum(layout.expert, 1.0)
     ends = (2 - shape.tied) * shape.table_params
@@ -37,13 +38,12 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     gathered = (shape.dense_params * layout.gathered_bytes + (routed + ends) * WEIGHT) / weights
     # Out of the gathered buffer: read and written. On another stream the shard cast and put in.
     cast = MASTER + gathered
-    out = np.where(alone & (k.lone_copies == 0), cast, 2 * gathered + k.side_copies * cast / layout.shards)
+    out = np.where(casts_once, cast, 2 * gathered + k.side_copies * cast / layout.shards)
     exchanged, whole = (np.asarray(layout.exchanged) > 0) & ~alone, layout.added_up
     summed = np.where(exchanged, np.where(whole, WIDE, NARROW) + TOTAL / layout.shards, 0.0)
-    shard = np.where(once | (alone & (k.lone_copies == 0)), 0.0, SHARD / layout.shards)
+    shard = np.where(once | casts_once, 0.0, SHARD / layout.shards)
     laid = np.where(exchanged & ~whole, SENT, IN) * (1 + (1 / CHUNKED - 1) * (1 - routed / weights))
-    cast_in = np.where(once | (k.lone_copies > 0), IN, ADD)
-    into = np.where(alone, cast_in, laid) + k.side_copies * (lone + summed + shard)
+    into = np.where(alone, np.where(casts_once & ~once, ADD, IN), laid) + k.side_copies * (lone + summed + shard)
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
     each = (1 - kept) * gathers * out + np.where(once, np.where(several, ADD, 0.0), into)

@@ -83,9 +83,9 @@ def low(x: Tensor, scaling: Scaling, kind: torch.dtype = E4M3) -> Low:
     return Low(rounded(x, scale, kind), scale)
 
 
-def low_turned(x: Tensor, scaling: Scaling, kind: torch.dtype = E4M3) -> Low:
-    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`."""
-    return _turned(x, scale_of(_largest(x, scaling, rows=False), kind), kind)
+def low_turned(x: Tensor, scaling: Scaling, kind: torch.dtype = E4M3, after: Tensor | None = None) -> Low:
+    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`; not before `after`."""
+    return _turned(x, scale_of(_largest(x, scaling, rows=False), kind), kind, after)
 
 
 def low_both(x: Tensor, scaling: Scaling, kind: torch.dtype = E4M3) -> tuple[Low, Low]:
@@ -198,7 +198,7 @@ def weight_turned(weight: Tensor, scale: Tensor, scaling: Scaling, came_low: boo
     `after` is made of the gradient, and keeps a compiler from making Wᵀ in the forward (`fp8_triton`).
     """
     if scaling == "rowwise":
-        return _turned(weight, scale_of(_largest(weight, scaling, rows=False), E4M3), E4M3, after)
+        return low_turned(weight, scaling, after=after)
     if not came_low:
         return _turned(weight, scale, E4M3, after)
     if weight.is_cuda:

@@ -12,6 +12,7 @@ from meshwright.planner.candidate import (
     Candidate,
     gathers_because,
     host_budget,
+    over_by_rank,
     over_host,
     peak_bytes,
     pins_of,
@@ -176,10 +177,9 @@ def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> 
     """What the smallest plan needs, where nothing fits `budget` bytes."""
     smallest = min(candidates, key=lambda one: (over_host(run, one.plan), peak_bytes(one.plan))).plan
     if over := over_host(run, smallest):
-        return (
-            f"no plan fits: of the smallest, what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of "
-            f"each host that may be used; {HOST_HEADROOM:.0%} of cluster.host_memory_gib may be"
-        )
+        waiting = f"what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used"
+        beside = f", and {shortfall(run, smallest, budget)}" if any(over_by_rank(run, smallest, budget)) else ""
+        return f"no plan fits: of the smallest, {waiting} ({HOST_HEADROOM:.0%} of cluster.host_memory_gib){beside}"
     return (
         f"no plan fits: of the smallest, {shortfall(run, smallest, budget)}; {HEADROOM:.0%} of the device may be used"
     )
