@@ -5,7 +5,7 @@
     python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --list
 
 Prints one line a layout, then every layout's speed over the reference's, and writes one JSON object after each run. --list says what the
-simulator expects of each and starts nothing. A file of layouts has these keys:
+simulator expects of each and starts nothing. --timeline 4:5 keeps what two steps' timelines say beside each. A file of layouts has these keys:
 
     run        the run file beside this one that all take
     gpus       how many, when --gpus does not say; in the file's texts `N*gpus`, `gpus/N` and `gpus` stand for the number,
@@ -89,6 +89,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="*", help="names of the layouts to run, by comma; * and ? stand for others")
     parser.add_argument("--gpus", type=int, help="GPUs of this host to use; the file says how many when left out")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further words of all our runs")
+    parser.add_argument("--timeline", metavar="A:B", help="our runs also record what all ranks did in these steps")
     parser.add_argument("--list", action="store_true", help="print what the simulator expects of each, run nothing")
     parser.add_argument(
         "--budget", type=float, default=1e9, help="seconds for everything; what does not fit is left out"
@@ -180,14 +181,17 @@ def ours(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str,
     start = (
         [sys.executable, str(HERE / layout.script[0]), *layout.script[1:]] if layout.script else [*MESHWRIGHT, "train"]
     )
+    recorded = ["--timeline", options.timeline] if options.timeline and not layout.script else []
     log = options.logs / f"{layout.name}.log"
-    ran = run_ours([*start, str(layout.run)], layout.words, layout.name, options.runs, log, layout.env, limit)
+    ran = run_ours([*start, str(layout.run), *recorded], layout.words, layout.name, options.runs, log, layout.env, limit)
     if ran.folder is None or len(ran.records) <= layout.skip:
         said = log.read_text(encoding="utf-8", errors="replace")[-SAID:]
         return {"error": f"exit code {ran.code}", "words": layout.words, "steps": len(ran.records), "log": said}
     row = our_figures(ran.folder, ran.records, layout.skip)
     slowed = sorted(ran.folder.glob("slowed-rank-*.json"))
     row |= {"slowed": [json.loads(file.read_text(encoding="utf-8")) for file in slowed]} if slowed else {}
+    for file in sorted(ran.folder.glob("timelines/*.summary.json")):
+        row["timeline"] = json.loads(file.read_text(encoding="utf-8"))
     return {"words": layout.words, "exit_code": ran.code, **row}
 
 
@@ -222,6 +226,9 @@ def show(name: str, row: dict[str, Any]) -> None:
         f"loss {row['loss_first']:.4f} {row['loss_last']:.4f}  {phases} {traffic}",
         flush=True,
     )
+    if found := row.get("timeline"):
+        bubbles = {side: found[side]["bubble"] for side in ("measured", "predicted") if found.get(side)}
+        print(" " * 24, "bubble", ", ".join(f"{value:.1%} {side}" for side, value in bubbles.items()), flush=True)
 
 
 def compare(against: str | None, rows: dict[str, dict[str, Any]], sizes: list[str]) -> None:

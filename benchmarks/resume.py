@@ -1,9 +1,11 @@
 """Llama-3-8B's checkpoint of one number of GPUs continued on another: do both read the same tokens, and how far are their losses apart?
 
     python benchmarks/resume.py --gpus 8 --resume-gpus 4 --out resume.json
+    python benchmarks/resume.py --run runs/bf16 --resume-gpus 4 --out resume.json
 
 Trains benchmarks/llama3-8b.yaml with a checkpoint on the way, starts again from it on fewer GPUs, and holds the steps behind it against the
-first run's own. Prints and writes one JSON object. It needs 100 GB in --runs for the checkpoint.
+first run's own; --run takes the folder of a run that has ended in place of the first. Prints and writes one JSON object. It needs 100 GB in
+--runs for the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
 from sides import HERE, MESHWRIGHT, run_logged, step_records
 
 NAME = "llama3-8b"
@@ -24,6 +27,7 @@ NAME = "llama3-8b"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a run's folder with a checkpoint before its last steps; trains none")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--resume-gpus", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
@@ -35,35 +39,35 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value for both runs")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
-    before = by_step(options, options.gpus)
-    after = {step: record for step, record in by_step(options, options.resume_gpus).items() if step > options.resume_at}
+    if options.run:
+        words = [str(options.run / "config.yaml"), "--runs", str(options.run.parent), *options.overrides]
+        cluster = yaml.safe_load((options.run / "config.yaml").read_text(encoding="utf-8"))["cluster"]
+        options.gpus, folder = cluster["nodes"] * cluster["gpus_per_node"], options.run
+    else:
+        numbers = [f"train.steps={options.steps}", f"checkpoint.every={options.resume_at}", f"name={NAME}"]
+        words = [str(HERE / "llama3-8b.yaml"), "--runs", str(options.runs), *numbers, *options.overrides]
+        folder = options.runs / NAME
+        train(words, options.gpus, options)
+    before = by_step(folder)
+    train(words, options.resume_gpus, options)
+    after = {step: record for step, record in by_step(folder).items() if step > options.resume_at}
     facts = {"benchmark": "resume", "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
     result = {**facts, "gpus": options.gpus, "resume_gpus": options.resume_gpus, **compared(before, after)}
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 
-def by_step(options: argparse.Namespace, gpus: int) -> dict[int, dict[str, Any]]:
-    """The run on so many GPUs, from its newest checkpoint if there is one; its step lines. Ends the program when it fails."""
-    words = [
-        f"train.steps={options.steps}",
-        f"checkpoint.every={options.resume_at}",
-        f"cluster.gpus_per_node={gpus}",
-        f"name={NAME}",
-    ]
-    command = [
-        *MESHWRIGHT,
-        "train",
-        str(HERE / "llama3-8b.yaml"),
-        "--runs",
-        str(options.runs),
-        *words,
-        *options.overrides,
-    ]
+def train(words: list[str], gpus: int, options: argparse.Namespace) -> None:
+    """A run on so many GPUs, from its newest checkpoint if there is one. Ends the program when it fails."""
     log = options.logs / f"resume-{gpus}.log"
+    command = [*MESHWRIGHT, "train", *words, f"cluster.gpus_per_node={gpus}"]
     if code := run_logged(command, log, dict(os.environ), options.limit):
         sys.exit(f"exit code {code} on {gpus} GPUs: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}")
-    return {record["step"]: record for record in step_records(options.runs / NAME)}
+
+
+def by_step(folder: Path) -> dict[int, dict[str, Any]]:
+    """The step lines of a run; of a step made twice, the later."""
+    return {record["step"]: record for record in step_records(folder)}
 
 
 def compared(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
