@@ -162,11 +162,13 @@ def fitted_on() -> frozenset[tuple[str, str]]:
 
 def kernels_of(row: Row, own: dict[str, Any] | None = None) -> AbstractContextManager[object]:
     """A context in which the cost model has the kernels that `row` ran on: those of `own`, or of own.yaml, or the slower ones before,
-    under which a lone rank copied as all others do."""
+    under which a lone rank copied as all others do and a head's products could run unaligned."""
     own = own or yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
-    slow = own["before"]["slow"] if row.before else 1.0
+    before = own["before"]
+    slow = before["slow"] if row.before else 1.0
     measured = {chip: {**found, "slow": slow * found["slow"]} for chip, found in own["measured"].items()}
-    stack = {**own["stack"], "lone_copies": 1.0} if row.before else own["stack"]
+    older = {"lone_copies": 1.0, "ragged_vocab": before["ragged_vocab"]}
+    stack = {**own["stack"], **older} if row.before else own["stack"]
     table = with_own(_published(), {**own, "stack": stack, "measured": measured})
     return mock.patch.object(constants_module, "table", lambda: table)
 

@@ -5,7 +5,8 @@
     python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --list
 
 Prints one line a layout, then every layout's speed over the reference's, and writes one JSON object after each run. --list says what the
-simulator expects of each and starts nothing. --timeline 4:5 keeps what two steps' timelines say beside each. A file of layouts has these keys:
+simulator expects of each and starts nothing. --timeline 4:5 keeps what the timeline of two steps says of each beside the prediction. A file
+of layouts has these keys:
 
     run        the run file beside this one that all take
     gpus       how many, when --gpus does not say; in the file's texts `N*gpus`, `gpus/N` and `gpus` stand for the number,
@@ -183,7 +184,9 @@ def ours(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str,
     )
     recorded = ["--timeline", options.timeline] if options.timeline and not layout.script else []
     log = options.logs / f"{layout.name}.log"
-    ran = run_ours([*start, str(layout.run), *recorded], layout.words, layout.name, options.runs, log, layout.env, limit)
+    ran = run_ours(
+        [*start, str(layout.run), *recorded], layout.words, layout.name, options.runs, log, layout.env, limit
+    )
     if ran.folder is None or len(ran.records) <= layout.skip:
         said = log.read_text(encoding="utf-8", errors="replace")[-SAID:]
         return {"error": f"exit code {ran.code}", "words": layout.words, "steps": len(ran.records), "log": said}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.costs.collectives import group
 from meshwright.costs.constants import OWN, table
 from meshwright.costs.of_plan import (
     LOOPBACK_GB_PER_S,
@@ -15,6 +16,7 @@ from meshwright.costs.of_plan import (
     NEAREST,
     as_nodes,
     band,
+    number,
     plan_time,
     pricing,
 )
@@ -101,10 +103,23 @@ def test_narrow_sums_between_replicas_save_time_over_tcp() -> None:
     assert seconds(wide) < seconds(wide, played)
 
 
-def test_a_vocabulary_that_is_no_multiple_of_eight_slows_the_head() -> None:
+def test_a_vocabulary_that_is_no_multiple_of_eight_costs_its_logits() -> None:
+    """Its products run aligned (kernels.loss)."""
     given = plan_of({"shard": 8})
     ragged, even = (seconds(given, model=replace(LLAMA, vocab_size=size)) for size in (128257, 128256))
-    assert ragged > 1.2 * even
+    assert even < ragged < 1.0001 * even
+
+
+def test_a_ring_through_many_ranks_of_tcp_nodes_is_slower_than_one_through_two() -> None:
+    rates, reached = [], 1.0
+    for ranks in (4, 8):
+        cluster = ClusterSpec(gpu="H200", gpus_per_node=ranks, emulate_nodes=2)
+        train = TrainSpec(steps=1, global_batch=ranks, seq_len=64)
+        priced = pricing(LLAMA, train, plan_of({"shard": ranks}), cluster)
+        assert priced is not None
+        rates.append(number(group(priced.machine, priced.constants, float(ranks), 1.0).bandwidth))
+        reached = number(priced.constants.net_ring)
+    assert reached < 1 and rates[1] == pytest.approx(reached * rates[0])
 
 
 def test_an_emulated_node_sends_no_more_than_loopback_gives() -> None:

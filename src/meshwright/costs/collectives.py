@@ -32,7 +32,8 @@ def group(machine: Machine, k: Constants, size: Array, stride: Array, crowding: 
     domains = np.ceil(size / inside)
     link = machine.link * k.link
     above = np.where(size * stride > machine.pod, machine.oversubscribed, 1.0)
-    across = machine.nic * k.net * inside / above / (1 + k.crowd * crowding)
+    reached = np.where(inside > 2, k.net_ring, 1.0)
+    across = machine.nic * k.net * reached * inside / above / (1 + k.crowd * crowding)
     return Group(size, inside, domains, np.where(domains > 1, np.minimum(link, across), link))
 
 

@@ -145,6 +145,10 @@ class Constants:
     """Bytes per gradient element on the wire inside a sharding group, for the closed form; the simulator asks the plan."""
     net_sum: Array = 1.0
     """Bandwidth of an all-reduce over TCP relative to a gather's, which `net` is then of; other fabrics take both at the product."""
+    net_ring: Array = 1.0
+    """Share of its ports that a ring through more than two ranks of each node reaches over TCP. Own engine: between what two runs sharded
+    over two emulated nodes of four H200s would need, 0.79 and 0.84 of what nodes of two reach
+    (benchmarks/results/2026-11-22-tcp-13b-8xH200.json, `zero3-384`, and 2026-11-22-layered-8xH200.json, `per-micro-batch`)."""
     net_yield: Array = 0.0
     """Share of the compute beside a reduction across nodes by which it takes longer (TCP only)."""
 

@@ -211,7 +211,7 @@ def _inside(rows: Sequence[CollectiveTime], reference: float, start: float, link
 
 
 def _across(rows: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
-    """`net` and `net_us`: a ring uses the ports of its own members."""
+    """`net` and `net_us`: a ring uses the ports of its own members, and `net` is what rings through nodes like these reach of them."""
     inner = np.array([start + (row.ranks - row.nodes) * link for row in rows])
     taken = np.array([row.seconds for row in rows])
     # What the inside steps would take alone may be more than the whole took: a tenth stays for the network.
@@ -220,7 +220,7 @@ def _across(rows: Sequence[CollectiveTime], reference: float, start: float, link
     hops = np.array([row.nodes - 1.0 for row in rows])
     (cost, latency), _ = _fitted(np.stack([wire, hops], axis=1), left, scale=taken)
     predicted = inner + wire * cost + hops * latency
-    values = {"net": 1 / (cost * reference), "net_us": latency * 1e6}
+    values = {"net": 1 / (cost * reference), "net_ring": 1.0, "net_us": latency * 1e6}
     return Fit(values, len(rows), _typical(predicted / taken - 1))
 
 

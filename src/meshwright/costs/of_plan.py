@@ -93,7 +93,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     kind = products(plan.precision, cluster)
     constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
     if cluster.network is None or cluster.network.fabric != "tcp":
-        constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_yield=0.0)
+        constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
     constants, machine = as_measured(constants, machine_of(cluster, kind), cluster, kind)
     return Pricing(_shape(model), machine, _layout(model, train, plan), constants)
 
@@ -155,7 +155,11 @@ def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     found += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
-    found += ["gathers by copy engines"] if plan.gather_engine == "copy" and shard_size(plan) > 1 else []
+    copied, over_nodes = (
+        plan.gather_engine == "copy" and shard_size(plan) > 1,
+        max(cluster.nodes, cluster.emulate_nodes) > 1,
+    )
+    found += ["gathers by copy engines beside a network"] if copied and over_nodes else []
     found += ["gradients exchanged"] if plan.reduce_engine == "exchange" and shard_size(plan) > 1 else []
     found += ["fp8 products"] if plan.precision.products == "fp8" else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])
