@@ -11,7 +11,7 @@ from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
 from meshwright.costs.families import by_name, shape
 from meshwright.costs.footprint import Keeping, footprint
-from meshwright.costs.inputs import Layouts
+from meshwright.costs.inputs import FULL, Layouts
 from meshwright.costs.machine import machine_of
 from meshwright.costs.memory import kept_per_token
 from meshwright.costs.offload import HOST_SHARE, copied_bytes, host_share, rate_both_ways
@@ -56,7 +56,7 @@ def test_bytes_by_hand() -> None:
     for number, mode in enumerate(RECOMPUTE):
         copied = float(copied_bytes(MODEL, replace(AWAY, recompute=float(number))))
         assert copied == 2 * 8192 * kept_per_token(spec, 0, mode)
-    assert float(copied_bytes(MODEL, replace(AWAY, recompute=2.0, tensor=2.0))) == 2 * 8192 * 4096 / 2
+    assert float(copied_bytes(MODEL, replace(AWAY, recompute=FULL, tensor=2.0))) == 2 * 8192 * 4096 / 2
 
 
 def test_fewer_devices_get_more_of_the_host() -> None:

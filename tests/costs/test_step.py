@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.costs.collectives import all_to_all, by_copies, gather, group
 from meshwright.costs.constants import OWN, Constants, aged, constants
 from meshwright.costs.families import by_name, shape
-from meshwright.costs.inputs import Layouts, side_by_side
+from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, side_by_side
 from meshwright.costs.machine import machine_of
 from meshwright.costs.step import context_traffic, step_cost
 from meshwright.spec.cluster import ClusterSpec
@@ -43,7 +43,7 @@ plans = st.builds(
         tensor=tensor, pipeline=pipeline, data=data, micro_batch=micro, global_batch=data * micro * rounds, zero=zero,
         recompute=recompute),
     st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 8, 64]), st.sampled_from([1, 2, 4]),
-    st.integers(1, 32), st.sampled_from([0, 1, 3]), st.sampled_from([0, 1, 2]),
+    st.integers(1, 32), st.sampled_from([0, 1, 3]), st.sampled_from([0, SELECTIVE, ALL_BUT_ATTENTION, FULL]),
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_no_plan_beats_the_peak_and_its_parts_are_times(plan: Layouts) -> None:
     tokens = plan.global_batch * plan.seq
     products = MODEL.dense_params + MODEL.table_params
     floor = 6 * products * tokens / plan.ranks / 989e12
-    assert found.seconds >= floor * (4 / 3 if plan.recompute == 2 else 1) * 0.8
+    assert found.seconds >= floor * (4 / 3 if plan.recompute == FULL else 1) * 0.8
     parts = [found.compute, found.bubble, found.host, found.optimizer, found.constant, *found.exposed.values()]
     assert all(float(part) >= 0 for part in parts)
     assert float(found.compute) <= float(found.seconds)
@@ -65,7 +65,7 @@ def test_no_plan_beats_the_peak_and_its_parts_are_times(plan: Layouts) -> None:
 def test_more_work_or_a_slower_part_never_costs_less(plan: Layouts) -> None:
     base = float(cost(plan).seconds)
     assert float(cost(replace(plan, global_batch=plan.global_batch * 2)).seconds) > base
-    assert float(cost(replace(plan, recompute=2.0)).seconds) >= base
+    assert float(cost(replace(plan, recompute=FULL)).seconds) >= base
     for slower in ({"net": K.net / 2}, {"link": K.link / 2}, {"gemm": K.gemm / 2}, {"step_ms": K.step_ms * 2}):
         assert float(cost(plan, replace(K, **slower)).seconds) >= base
 
@@ -173,8 +173,8 @@ def test_gathers_by_copy_engines_are_faster_and_take_less_of_compute() -> None:
     assert kept[0] == kept[1], "nothing is gathered"
 
 
-@pytest.mark.parametrize(("recompute", "repeated"), [(0, 0), (2, 1)])
-def test_a_ring_sends_keys_and_values_and_then_gradients_of_twice_the_bytes(recompute: int, repeated: int) -> None:
+@pytest.mark.parametrize(("recompute", "repeated"), [(0, 0), (ALL_BUT_ATTENTION, 0), (FULL, 1)])
+def test_a_ring_sends_keys_and_values_and_then_gradients_of_twice_the_bytes(recompute: float, repeated: int) -> None:
     """Closed form of parallel/ring.py: c - 1 passes forward and in backward, c of fp32 sums; half of it shown."""
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     plan = layout(context=4, data=1, seq=65536, global_batch=1, recompute=recompute)
@@ -186,8 +186,8 @@ def test_a_ring_sends_keys_and_values_and_then_gradients_of_twice_the_bytes(reco
     assert float(other[1]) == pytest.approx(2 * float(other[0])), "published stacks are priced as they were fitted"
 
 
-@pytest.mark.parametrize(("recompute", "forwards"), [(0, 1), (2, 2)])
-def test_experts_on_ranks_of_their_own_wait_for_their_counts(recompute: int, forwards: int) -> None:
+@pytest.mark.parametrize(("recompute", "forwards"), [(0, 1), (ALL_BUT_ATTENTION, 2), (FULL, 2)])
+def test_experts_on_ranks_of_their_own_wait_for_their_counts(recompute: float, forwards: int) -> None:
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     mixture = replace(MODEL, moe_layers=8.0, dense_layers=24.0, experts=16.0, top_k=2.0, expert_ffn=1024.0)
     plan = layout(expert=8, zero=3, recompute=recompute, global_batch=8)

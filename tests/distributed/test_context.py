@@ -34,7 +34,7 @@ WINDOW = replace(QWEN, sliding_window=5)
 OUTSIDE = ("context_ulysses", "tensor", "context_ring", "pipeline", "replicate", "shard")
 CASES = [
     (LLAMA, Case("1f1b", ring=2, micro=4)),
-    (LLAMA, Case("1f1b", ulysses=2, micro=4)),
+    (LLAMA, Case("1f1b", ulysses=2, micro=4, recompute="all_but_attention")),
     (GPT4, Case("1f1b", pipeline=2, ring=2, micro=2)),
     (SHARED, Case("1f1b", ring=2, expert=2, micro=4)),
     (EVEN, Case("1f1b", ulysses=2, expert=2, micro=4)),
@@ -42,13 +42,15 @@ CASES = [
 WIDER = [
     (LONG, Case("1f1b", ring=4, micro=2, recompute="full")),
     (LLAMA, Case("1f1b", ulysses=4, micro=2)),
+    (LLAMA, Case("1f1b", ring=2, ulysses=2, micro=2, recompute="all_but_attention")),
+    (SHARED, Case("1f1b", ring=2, tensor=2, micro=2, recompute="all_but_attention")),
     (QWEN, Case("1f1b", ring=2, ulysses=2, micro=2, recompute="selective")),
     (LLAMA, Case("1f1b", ring=2, ulysses=2, micro=2, reshard=False, gradients="whole", offload="activations")),
     (WINDOW, Case("1f1b", ring=2, micro=4)),
     (GPT4, Case("1f1b", ring=2, shard=2, reshard=False, gradients="whole")),
     (QWEN, Case("breadth_first", ulysses=2, shard=2, recompute="full")),
     (GPT4, Case("1f1b", ulysses=2, replicate=2, micro=2)),
-    (QWEN, Case("1f1b", ring=2, replicate=2, recompute="selective", order=OUTSIDE)),
+    (QWEN, Case("1f1b", ring=2, replicate=2, recompute="all_but_attention", order=OUTSIDE)),
     (GPT4, Case("1f1b", ring=2, tensor=2, micro=2)),
     (LLAMA, Case("1f1b", ulysses=2, tensor=2, micro=2, recompute="selective", order=OUTSIDE)),
     *(
@@ -75,6 +77,7 @@ LARGE = [
 COMPILED = [
     (LLAMA, Case("zb_h1", ring=2, micro=4, recompute="selective", compile=True), False),
     (LLAMA, Case("1f1b", ring=2, micro=4, compile=True), True),
+    (LLAMA, Case("1f1b", ring=2, micro=4, compile=True, recompute="all_but_attention"), False),
     (LLAMA, Case("1f1b", ulysses=2, micro=4, compile=True), False),
     (SHARED, Case("1f1b", ring=2, expert=2, micro=4, compile=True, recompute="selective"), False),
 ]

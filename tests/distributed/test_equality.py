@@ -212,6 +212,7 @@ PLANS = {
     "hsdp 2x1": plan(2, 1, 2),
     "fsdp 2, recompute full": plan(1, 2, 4, recompute="full"),
     "fsdp 2, recompute selective": plan(1, 2, 4, recompute="selective"),
+    "fsdp 2, recompute all_but_attention": plan(1, 2, 4, recompute="all_but_attention"),
     "fsdp 2, by layer range": plan(1, 2, 2, layers=MIXED),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any, get_args
 
 from tests.distributed import (
@@ -122,6 +122,7 @@ FEATURES: dict[str, Feature] = {
     "weights kept": strategy(reshard=False),
     "gradients whole": strategy(gradients="whole"),
     "recompute selective": strategy(recompute="selective"),
+    "recompute all but attention": strategy(recompute="all_but_attention"),
     "recompute full": strategy(recompute="full"),
     "copied gathers": Feature(
         lambda plan, spec: plan.gather_engine == "copy", lambda plan: replace(plan, gather_engine="copy")
@@ -154,7 +155,8 @@ ORDERS: dict[str, Feature] = {
 }
 NOTHING = {
     ("uneven stages", "no pipeline, one after another"), ("uneven stages", "no pipeline, layered"),
-    ("experts", "expert ranks"), ("recompute selective", "recompute full"), ("fp8 products", "fp8 gather"),
+    ("experts", "expert ranks"), ("fp8 products", "fp8 gather"),
+    *combinations(("recompute selective", "recompute all but attention", "recompute full"), 2),
 }  # fmt: skip
 """Pairs of which there is nothing to combine."""
 

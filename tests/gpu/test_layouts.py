@@ -31,11 +31,13 @@ CASES = {
         2,
         ["plan.context_ulysses=2", "plan.recompute=full", "plan.compile=false"],
     ),
+    "ulysses 2, recompute all_but_attention": (2, ["plan.context_ulysses=2", "plan.recompute=all_but_attention"]),
     "ring 2 x ulysses 2": (4, ["plan.context_ring=2", "plan.context_ulysses=2"]),
     "ring 2 x tensor 2": (4, ["plan.context_ring=2", "plan.tensor=2"]),
     "ulysses 8, two ranks a key/value head": (8, ["plan.context_ulysses=8"]),
     "recompute full": (1, ["plan.recompute=full"]),
     "recompute selective": (1, ["plan.recompute=selective"]),
+    "recompute all_but_attention": (1, ["plan.recompute=all_but_attention"]),
     "not compiled": (1, ["plan.compile=false"]),
 }
 

@@ -63,14 +63,23 @@ class Counting(TorchDispatchMode):
 
 
 def test_recompute_runs_again_what_it_says() -> None:
-    products, elementwise = {}, {}
+    products, attention, elementwise = {}, {}, {}
     for mode in get_args(Recompute):
         with Counting() as counted:
             loss_and_gradients(plan(mode))
         products[mode] = counted.runs[torch.ops.aten.mm.default]
+        attention[mode] = counted.runs[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
         elementwise[mode] = counted.runs[torch.ops.aten.silu.default]
-    assert products["full"] > products["selective"] == products["none"]
-    assert elementwise["full"] == elementwise["selective"] == 2 * elementwise["none"] > 0
+    assert products["full"] == products["all_but_attention"] > products["selective"] == products["none"]
+    assert (
+        attention["full"]
+        == 2 * attention["all_but_attention"]
+        == 2 * attention["selective"]
+        == 2 * attention["none"]
+        > 0
+    )
+    again = {elementwise[mode] for mode in ("selective", "all_but_attention", "full")}
+    assert again == {2 * elementwise["none"]} and elementwise["none"] > 0
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")

@@ -13,12 +13,14 @@ from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
-from meshwright.planner.sweep import PLAIN, End, layouts, price, sweep
+from meshwright.planner.sweep import PLAIN, End, layouts, price, recomputes, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import RECOMPUTES, Offload, PlanPins
+from meshwright.spec.plan import RECOMPUTES, Offload, PlanPins, Recompute
+from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 
@@ -69,7 +71,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
     assert isinstance(pins, PlanPins)
     sharded = space.column("shard") * space.column("context") > 1
     layered = space.schedule == SCHEDULES.index("breadth_first")
-    modes = RECOMPUTES if pins.recompute is None else (pins.recompute,)
+    modes = recomputes(run)
     reshards = (False, True) if pins.reshard is None else (pins.reshard,)
     offloads: tuple[Offload, ...] = ("none", "activations", "optimizer", "both")
     for gradients, offload in product(("shard", "whole"), offloads):
@@ -90,3 +92,13 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
                 fits = legal & (memory <= room)
                 best = min([best, *seconds[fits]])
     return best
+
+
+def test_all_but_attention_is_tried_where_attention_is_long() -> None:
+    def tried(seq_len: int, pinned: Recompute | None = None) -> tuple[str, ...]:
+        train = TrainSpec(steps=1, global_batch=1, seq_len=seq_len)
+        model = from_plain(ModelSection, MODEL_PRESETS["llama3-8b"])
+        return recomputes(RunSpec(name="x", model=model, train=train, plan=PlanPins(recompute=pinned)))
+
+    assert tried(8192) == ("none", "selective", "full") and tried(32768) == RECOMPUTES
+    assert tried(8192, "all_but_attention") == ("all_but_attention",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 
@@ -21,7 +22,16 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, layer_parameters
 from meshwright.spec.network import NetworkSpec, NodeGroup
-from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from meshwright.spec.plan import (
+    BatchPlan,
+    ExpertPlan,
+    LayerStrategy,
+    MeshAxis,
+    Plan,
+    Precision,
+    Recompute,
+    SchedulePlan,
+)
 from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
@@ -49,7 +59,7 @@ def play(given: Plan, cluster: ClusterSpec = NODE, model: ModelSpec = LLAMA):
     return simulate_plan(model, job(given), given, cluster)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("mesh", [{"shard": 1}, {"shard": 1, "tensor": 2}, {"shard": 1, "context_ring": 2}])
 def test_one_rank_without_sharding_takes_what_the_closed_form_says(mesh: dict[str, int], recompute: str) -> None:
     given = plan(mesh, micro=2, recompute=recompute)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, load_run, resolved_yaml
 from meshwright.spec.model import RopeScaling
-from meshwright.spec.plan import LayerStrategy, PlanPins
+from meshwright.spec.plan import LayerStrategy, PlanPins, Recompute
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
 
@@ -278,7 +278,7 @@ VALUES = {
     "data.validation": st.none() | TEXT,
     "train.clip_norm": st.none() | st.floats(1e-9, 1e9),
     "train.schedule": st.sampled_from(["cosine", "linear", "wsd"]),
-    "plan.recompute": st.sampled_from([None, "none", "selective", "full"]),
+    "plan.recompute": st.sampled_from([None, *get_args(Recompute)]),
     "plan.compile": st.booleans(),
     "model.sliding_window": st.none() | st.integers(1, 9),
     "seed": st.integers(0, 2**31),

@@ -81,7 +81,7 @@ FOUND = [
     ("plan.shard", "2", "divisor of the cluster's 3 ranks", "1"),
     ("plan.sequence", "sequence", "plans replicate, shard, pipeline", None),
     ("plan.layers.0.range", "0}", "text", '"0"'),
-    ("plan.layers.1.recompute", "ful}", "none | selective | full", "full"),
+    ("plan.layers.1.recompute", "ful}", "none | selective | all_but_attention | full", "full"),
     ("checkpoint", "5", "a section (every, keep, at_end)", None),
     ("observe.wandb", "[project]", "text", None),
     ("zebra", "zebra", "top-level key", None),

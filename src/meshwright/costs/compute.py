@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.inputs import ALL_BUT_ATTENTION, Array, Layouts, Machine, Shape
 
 KERNELS = 16.0
 """Kernels of one layer's forward that leave a tail (matrix products, norms, activation, attention)."""
@@ -65,8 +65,10 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     tails = KERNELS * shape.layers * k.tail_us * 1e-6
     forward = products + core_forward + passes + routed + lowered + tails
     backward = 2 * products + core_backward + 1.5 * passes + 2 * routed + 1.5 * lowered + 1.5 * tails
-    again = _recomputed(shape, layout, k, forward, np.where(k.compiled > 0, passes + tails / 2, core_forward), speed)
-    launches = np.where(layout.recompute == 2, 4 / 3, 1.0)
+    again = _recomputed(
+        shape, layout, k, forward, np.where(k.compiled > 0, passes + tails / 2, core_forward), core_forward, speed
+    )
+    launches = np.where(layout.recompute >= ALL_BUT_ATTENTION, 4 / 3, 1.0)
     across = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
     rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
     tensor_host = np.where(width > 1, k.host_tensor_us, 0.0) + rings
@@ -81,12 +83,15 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     return LayerTime(forward, backward + again, host, (logits + loss) * ragged + sums, embed)
 
 
-def _recomputed(shape: Shape, layout: Layouts, k: Constants, forward: Array, selective: Array, speed: Array) -> Array:
+def _recomputed(
+    shape: Shape, layout: Layouts, k: Constants, forward: Array, selective: Array, attention: Array, speed: Array
+) -> Array:
     """Device seconds that recompute adds to backward, over all layers."""
     tokens = layout.micro_batch * layout.seq / layout.context
     last = shape.dense_layers * product(speed, k, tokens, shape.ffn / layout.tensor, shape.hidden)
     full = forward - np.where(k.compiled > 0, last, 0.0)
-    return np.choose(np.asarray(layout.recompute, dtype=np.int64), np.broadcast_arrays(0.0, selective, full))
+    mode = np.asarray(layout.recompute, dtype=np.int64)
+    return np.choose(mode, np.broadcast_arrays(0.0, selective, full - attention, full))
 
 
 def _attention_products(shape: Shape, speed: Array, k: Constants, tokens: Array, width: Array) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.costs.account import LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.constants import table
-from meshwright.costs.inputs import Array, Layouts, Shape
+from meshwright.costs.inputs import ALL_BUT_ATTENTION, Array, Layouts, Shape
 from meshwright.costs.memory import exchanged_per_token, kept_per_token, made_per_token, travelled_per_token
 from meshwright.costs.stages import stage_layers
 from meshwright.spec.layout import balanced_stages
@@ -221,11 +221,13 @@ def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str
         m, np.where(lone | last, 1.0, depth * (1 + (depth - 1) / (depth * layout.virtual) * (layout.virtual > 1)))
     )
     whole = _kept_per_token(shape, layout, k)
-    per_layer = np.choose(
+    mode, attended = (
         np.asarray(layout.recompute, dtype=np.int64),
-        np.broadcast_arrays(whole, 0.8 * whole, shape.hidden * 2.0 / width),
+        shape.attention_layers / shape.layers * shape.value_width,
     )
-    working = np.where(layout.recompute == 2, whole, 0.0)
+    least = 2.0 * shape.hidden / width
+    per_layer = np.choose(mode, np.broadcast_arrays(whole, 0.8 * whole, least + 2.0 * attended / width, least))
+    working = np.where(mode >= ALL_BUT_ATTENTION, whole, 0.0)
     # Offloaded, a rank has two layers of one micro-batch: the one that computes and the one on the link.
     held_layers = np.where(layout.offload_activations > 0, np.minimum(2.0, layers), layers * in_flight)
     activations = tokens * (per_layer * held_layers + working + 2.0 * k.live * shape.hidden)

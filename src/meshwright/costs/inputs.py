@@ -12,8 +12,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from meshwright.spec.plan import RECOMPUTES
+
 Array = Any
 """A float or a float64 array; arrays of one call share one length."""
+SELECTIVE, ALL_BUT_ATTENTION, FULL = (
+    float(RECOMPUTES.index(mode)) for mode in ("selective", "all_but_attention", "full")
+)
+"""As `Layouts.recompute` has them: from the second on a forward's products are repeated."""
 T = TypeVar("T")
 
 
@@ -123,7 +129,7 @@ class Layouts:
     global_batch: Array
     seq: Array
     recompute: Array
-    """0 none, 1 selective (attention), 2 full."""
+    """The mode's place in `RECOMPUTES`; in published runs selective repeats attention's core."""
     keep_gathered: Array = 0.0
     """1 when gathered weights stay after forward."""
     gathered_bytes: Array = 2.0

@@ -21,7 +21,16 @@ from meshwright.costs.of_plan import context_size, experts_over, shard_size, sta
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
-from meshwright.spec.plan import Engine, LayerStrategy, Linear, Plan, Precision, Recompute, ReduceEngine
+from meshwright.spec.plan import (
+    REPEATING,
+    Engine,
+    LayerStrategy,
+    Linear,
+    Plan,
+    Precision,
+    Recompute,
+    ReduceEngine,
+)
 
 StageTable = tuple[tuple[range, ...], ...]
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
@@ -155,8 +164,8 @@ def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: floa
     """Elements that autograd keeps of block `layer` for one token; inputs of products count `low`."""
     query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = query + 2 * kv
-    if recompute == "full":
-        return model.hidden
+    if recompute in REPEATING:
+        return model.hidden + (query if recompute == "all_but_attention" else 0)
     wide, inner, routed = _feed_forward(model, layer)
     if recompute == "selective":
         return 2 * model.hidden + query + joined + wide + routed

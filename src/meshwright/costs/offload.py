@@ -4,14 +4,14 @@ A layer's activations go out after its forward and come back before its backward
 one that computes and the one on the link. So a layer takes the longer of its compute and its copy, and only the difference shows. What
 is copied is what fused blocks keep (`costs.memory.kept_per_token`): residuals and norms' outputs, the joined projection with turned queries
 and keys, attention's output, the feed-forward's halves and their product; with selective recompute residuals and what products and
-attention gave; with full recompute the layer's input alone.
+attention gave; with full recompute the layer's input alone, with all_but_attention also what attention gave.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.inputs import ALL_BUT_ATTENTION, SELECTIVE, Array, Layouts, Machine, Shape
 
 HOST_SHARE, SHARERS = 0.4, 8
 """Share of its host link that a device gets while all of its node copy (measured on 8×H200: 20 of 50 GB/s, host memory is the limit), and
@@ -41,14 +41,16 @@ def rate_both_ways(machine: Machine) -> Array:
 def copied_bytes(shape: Shape, layout: Layouts) -> Array:
     """Bytes of one layer and micro-batch that a rank copies each way, on average over layers."""
     tokens = layout.micro_batch * layout.seq / layout.context
-    selective = np.asarray(layout.recompute) == 1
+    selective = np.asarray(layout.recompute) == SELECTIVE
     joined, turned = shape.query_width + shape.kv_width, shape.query_width + shape.kv_width / 2
     attention = shape.attention_layers * (joined + np.where(selective, 0, turned) + shape.value_width)
     halves = 1 + shape.gated + np.where(selective, 0, 1)
     feed = shape.dense_layers * halves * shape.ffn
     experts = shape.moe_layers * halves * (shape.shared_ffn + shape.top_k * shape.expert_ffn)
     kept = np.where(selective, 2, 4) * shape.hidden + (attention + feed + experts) / shape.layers
-    elements = np.where(np.asarray(layout.recompute) == 2, shape.hidden, kept)
+    attended = shape.attention_layers / shape.layers * shape.value_width
+    repeated = shape.hidden + np.where(np.asarray(layout.recompute) == ALL_BUT_ATTENTION, attended, 0.0)
+    elements = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, repeated, kept)
     return 2.0 * tokens * elements / layout.tensor
 
 

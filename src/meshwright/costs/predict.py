@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.costs.constants import aged, per_row, table
 from meshwright.costs.footprint import footprint, keeping
-from meshwright.costs.inputs import Layouts, Machine, Shape, side_by_side
+from meshwright.costs.inputs import FULL, Layouts, Machine, Shape, side_by_side
 from meshwright.costs.published import Case, Reading, read_row
 from meshwright.costs.step import StepCost, step_cost
 
@@ -96,7 +96,7 @@ def _price(cases: Sequence[Case], given: dict[str, Any] | None) -> list[dict[str
 def _least_memory(cases: Sequence[Case], given: dict[str, Any] | None) -> np.ndarray:
     """Bytes of each case's fullest stage; with all activations recomputed where its row leaves that open, for then it may have been."""
     saving = [
-        replace(case, layout=replace(case.layout, recompute=2.0)) if case.may_recompute else case for case in cases
+        replace(case, layout=replace(case.layout, recompute=FULL)) if case.may_recompute else case for case in cases
     ]
     plain, least = (sum(memory(some, given, as_printed=False).values()) for some in (cases, saving))
     return np.minimum(plain, least)

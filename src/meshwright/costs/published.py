@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costs.families import by_name, looks_like_gpt, shape
-from meshwright.costs.inputs import Layouts, Machine, Shape
+from meshwright.costs.inputs import FULL, SELECTIVE, Layouts, Machine, Shape
 from meshwright.costs.unprinted import splits_sequence
 from meshwright.spec.chips import CHIPS, Chip
 
@@ -308,8 +308,8 @@ def _recompute(text: str, assumed: list[str]) -> float:
     if not text:
         assumed.append("recompute none")
     if text.startswith("full"):
-        return 2.0
-    return 1.0 if text.startswith("selective") else 0.0
+        return FULL
+    return SELECTIVE if text.startswith("selective") else 0.0
 
 
 def _machine(row: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Machine:

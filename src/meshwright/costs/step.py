@@ -15,7 +15,7 @@ from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copie
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
-from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, Array, Layouts, Machine, Shape
 from meshwright.costs.offload import exposed_copies, host_optimizer
 from meshwright.costs.stages import stage_layers
 
@@ -30,7 +30,7 @@ RING_SHOWN = 0.5
 COUNTS_US = 50.0
 """What a layer waits for the number of rows that come to its experts, beside the all-to-all that brings it: a copy to the host, its
 wake-up, and the first launches after it. A guess (launches of an H200's host take 5 to 10 µs each)."""
-FULL = 0.92
+CRAMPED = 0.92
 """Share of memory at which an allocator starts to give back and ask again."""
 
 
@@ -129,7 +129,7 @@ def _stalls(machine: Machine, layout: Layouts, k: Constants, filled: Array) -> A
     Near its limit an allocator gives everything back and asks again, once for each activation that does not fit.
     """
     boundaries = np.minimum(2.0, layout.pipeline - 1)
-    full = 1 / (1 + (FULL / np.maximum(filled, 1e-3)) ** 40)
+    full = 1 / (1 + (CRAMPED / np.maximum(filled, 1e-3)) ** 40)
     chance = 1 - (1 - crowding(machine, layout, k)) * (1 - full)
     return chance * k.stall_s * boundaries * layout.micro_batches
 
@@ -140,7 +140,7 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     tokens = layout.micro_batch * layout.seq / layout.context
     where = group(machine, k, layout.tensor, layout.tensor_step, crowding(machine, layout, k))
     each = all_reduce(where, k, tokens * shape.hidden * 2)
-    count = np.where(layout.recompute == 2, 6.0, 4.0) - 2.0 * (shape.moe_layers > 0)
+    count = np.where(layout.recompute >= ALL_BUT_ATTENTION, 6.0, 4.0) - 2.0 * (shape.moe_layers > 0)
     ordered = tokens * shape.hidden * k.token_passes / (machine.hbm * k.hbm / k.slow) / 4
     ordered = np.where((layout.tensor > 1) & (np.asarray(layout.micro_batch) > 1), ordered, 0.0)
     by_kernels = each * k.tensor_exposed + ordered
@@ -164,7 +164,7 @@ def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     turns = np.maximum(1.0, layout.ring)
     sums = np.where(k.copies > 0, 2 * turns / np.maximum(1.0, turns - 1), 1.0)
     mode = np.asarray(layout.recompute)
-    again = np.where((k.copies > 0) & (mode == 2), 1.0, 0.0)
+    again = np.where((k.copies > 0) & (mode == FULL), 1.0, 0.0)
     exchanging = group(machine, k, layout.ulysses, layout.ulysses_step)
     widths = (shape.query_width + shape.kv_width + shape.value_width) / layout.tensor
     heads = all_to_all(exchanging, k, machine, tokens / layout.context * widths * 2)
@@ -179,7 +179,7 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
     where = group(machine, k, layout.expert, 1.0)
     each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2)
-    forwards = 1 + np.where((k.copies > 0) & (np.asarray(layout.recompute) == 2), 1.0, 0.0)
+    forwards = 1 + np.where((k.copies > 0) & (np.asarray(layout.recompute) >= ALL_BUT_ATTENTION), 1.0, 0.0)
     counts = k.copies * forwards * (all_to_all(where, k, machine, 0.0) + COUNTS_US * 1e-6) * (layout.expert > 1)
     rows = (2 + 2 * forwards) * each * layout.imbalance
     return np.where(shape.moe_layers > 0, shape.moe_layers * (rows + counts), 0.0)

@@ -18,7 +18,7 @@ from meshwright.costs.memory import bytes_of, gathered_width, sent_width
 from meshwright.costs.of_plan import context_size, shard_size
 from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.plan import SHARD_AXES, Plan
+from meshwright.spec.plan import REPEATING, SHARD_AXES, Plan
 
 Counts = Mapping[tuple[int, int], tuple[int, int]]
 """(stage, unit) → gathers and reductions in one step (`schedules.counts.collectives_of` the plan's schedule)."""
@@ -200,7 +200,7 @@ def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
     collectives = 0
     for rank, stages in enumerate(table):
         for layer in (layer for stage in stages for layer in stage):
-            again = 4 if plan.strategy(layer, model.layers).recompute == "full" else 0
+            again = 4 if plan.strategy(layer, model.layers).recompute in REPEATING else 0
             ends = 2 * (layer == 0) + 2 * (layer == model.layers - 1)
             collectives += borders[rank] * (10 + again + ends)
     return plan.batch.accumulate * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len) * collectives
@@ -215,7 +215,7 @@ def _expert(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
         across = sum(layout.crosses_nodes((a, b)) for a in group for b in group)
         stages = table[layout.coordinates(group[0]).get("pipeline", 0)]
         routed = [layer for stage in stages for layer in stage if model.routed(layer)]
-        travels = sum(6 if plan.strategy(layer, model.layers).recompute == "full" else 4 for layer in routed)
+        travels = sum(6 if plan.strategy(layer, model.layers).recompute in REPEATING else 4 for layer in routed)
         total += rows / len(group) * across * travels
     return plan.batch.accumulate * total
 

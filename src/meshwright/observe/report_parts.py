@@ -261,7 +261,10 @@ def _strategy_text(strategy: LayerStrategy) -> str:
         if strategy.reshard
         else "kept after forward (ZeRO-2)"
     )
-    again = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}
+    again = {
+        "none": "no recompute", "selective": "selective recompute", "all_but_attention": "all but attention recomputed",
+        "full": "full recompute",
+    }  # fmt: skip
     return f"parameters {kept}; {again.get(strategy.recompute, strategy.recompute)}"
 
 

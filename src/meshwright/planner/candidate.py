@@ -12,7 +12,17 @@ from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.fp8 import unlike_fp8
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
-from meshwright.spec.plan import SHARD_AXES, AxisName, LayerStrategy, Linear, MeshAxis, Plan, PlanPins, Precision
+from meshwright.spec.plan import (
+    CHOOSING,
+    SHARD_AXES,
+    AxisName,
+    LayerStrategy,
+    Linear,
+    MeshAxis,
+    Plan,
+    PlanPins,
+    Precision,
+)
 from meshwright.spec.run import RunSpec
 
 NOT_IN_FP8 = "with weights gathered in fp8 a run on GPUs came to gradients that were not finite"
@@ -81,9 +91,9 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
         if entry_of(plan.schedule.name).splits_backward:
             # Inputs of the products stay on the device for the weight gradients, however long those are put off.
             yield f"offload {layer.offload} under {plan.schedule.name}, which puts weight gradients off"
-        if layer.recompute == "selective" and not plan.compile:
-            # Only a compiler says what it keeps in a way that can be moved; torch's own selective recompute holds it itself.
-            yield f"offload {layer.offload} with recompute selective where blocks are not compiled"
+        if layer.recompute in CHOOSING and not plan.compile:
+            # Only a compiler says what it keeps in a way that can be moved; torch's own form of these holds it itself.
+            yield f"offload {layer.offload} with recompute {layer.recompute} where blocks are not compiled"
 
 
 def _uncopyable(plan: Plan) -> str | None:

@@ -135,10 +135,10 @@ def _worse(mine: Predicted, theirs: Predicted) -> Mapping[str, float]:
 def _costlier(best: Plan, other: Plan) -> str:
     """The first thing that costs time in `other` and not in `best`, where seconds do not tell."""
     mine, theirs = best.layers[0], other.layers[0]
-    order = ("none", "selective", "full")
+    leaner = RECOMPUTES.index(theirs.recompute) > RECOMPUTES.index(mine.recompute)
     crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
     told = (
-        (order.index(theirs.recompute) > order.index(mine.recompute), f"computes activations twice (recompute {theirs.recompute})"),
+        (leaner, f"computes activations twice (recompute {theirs.recompute})"),
         (theirs.offload != mine.offload and theirs.offload != "none", f"copies to host memory (offload {theirs.offload})"),
         (theirs.reshard and not mine.reshard, "gathers weights twice"),
         (crossing[1] and not crossing[0], "shards across nodes"),

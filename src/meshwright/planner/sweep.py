@@ -28,7 +28,8 @@ from meshwright.planner.space import SCHEDULES, Points
 from meshwright.schedules.in_flight import in_flight
 from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
-from meshwright.spec.plan import RECOMPUTES, Gradients, Offload, PlanPins, Recompute
+from meshwright.spec.model import layer_parameters
+from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, Offload, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
 
 BATCH = 2048
@@ -136,13 +137,13 @@ class _Best:
 
 def _bounds(run: RunSpec, pricing: Pricing, points: Points) -> tuple[np.ndarray, np.ndarray]:
     """For every point, seconds that no strategy beats and bytes that none undercuts."""
-    rich = layouts(run, points, End(reshard=False, recompute=_recomputes(run)[0]), "whole", "none")
+    rich = layouts(run, points, End(reshard=False, recompute=recomputes(run)[0]), "whole", "none")
     cost = _cost(pricing, rich)
     hidden = cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer
     end, gradients, _ = _leanest(run, points.offloads)
     # Recomputing may need more than it saves: a block's activations whole, of a rank that has few. So may an optimizer in host memory:
     # room for its chunks.
-    leanest = [(replace(end, recompute=mode), offload) for mode in _recomputes(run) for offload in points.offloads]
+    leanest = [(replace(end, recompute=mode), offload) for mode in recomputes(run) for offload in points.offloads]
     return cost.seconds - hidden, np.min(
         [_memory(run, layouts(run, points, end, gradients, offload)) for end, offload in leanest], axis=0
     )
@@ -150,7 +151,7 @@ def _bounds(run: RunSpec, pricing: Pricing, points: Points) -> tuple[np.ndarray,
 
 def _leanest(run: RunSpec, offloads: tuple[Offload, ...]) -> tuple[End, Gradients, Offload]:
     pins = pins_of(run)
-    return End(_reshards(pins)[-1], _recomputes(run)[-1]), pins.gradients or "shard", offloads[-1]
+    return End(_reshards(pins)[-1], recomputes(run)[-1]), pins.gradients or "shard", offloads[-1]
 
 
 def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> Iterator[tuple[Strategy, np.ndarray]]:
@@ -169,12 +170,7 @@ def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> 
             own &= ~np.isin(points.schedule, SPLITTING)
         priced: dict[End, tuple[np.ndarray, np.ndarray]] = {}
         for rich, lean in _pairs(run):
-            if (
-                chooses
-                and not compiles(run)
-                and pins.recompute is None
-                and "selective" in (rich.recompute, lean.recompute)
-            ):
+            if chooses and not compiles(run) and pins.recompute is None and CHOOSING & {rich.recompute, lean.recompute}:
                 continue
             for end in (rich, lean):
                 if end not in priced:
@@ -210,7 +206,7 @@ def _kinds(run: RunSpec, points: Points) -> tuple[list[Gradients], list[Offload]
 
 def _pairs(run: RunSpec) -> list[tuple[End, End]]:
     """A rich and a lean end between which memory may decide: they are one, or differ in gathering again, or in recomputing."""
-    reshards, modes = _reshards(pins_of(run)), _recomputes(run)
+    reshards, modes = _reshards(pins_of(run)), recomputes(run)
     pairs = [(end, end) for end in (End(reshard, mode) for mode in modes for reshard in reshards)]
     pairs += [(End(False, mode), End(True, mode)) for mode in modes if len(reshards) == 2]
     return pairs + [
@@ -223,7 +219,7 @@ def leaner_than(run: RunSpec, strategy: Strategy) -> Strategy | None:
     end = strategy.lean
     leanest = End(_reshards(pins_of(run))[-1], end.recompute)
     if leanest == end:
-        leanest = replace(end, recompute=_recomputes(run)[-1])
+        leanest = replace(end, recompute=recomputes(run)[-1])
     return None if leanest == end else replace(strategy, rich=end, lean=leanest)
 
 
@@ -231,9 +227,19 @@ def _reshards(pins: PlanPins) -> list[bool]:
     return [False, True] if pins.reshard is None else [pins.reshard]
 
 
-def _recomputes(run: RunSpec) -> tuple[Recompute, ...]:
+def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
+    """The modes that are tried, each leaner than the one before it."""
     pinned = pins_of(run).recompute
-    return RECOMPUTES if pinned is None else (pinned,)
+    if pinned is not None:
+        return (pinned,)
+    return tuple(mode for mode in RECOMPUTES if mode != "all_but_attention" or _attends_long(run))
+
+
+def _attends_long(run: RunSpec) -> bool:
+    """Whether attention's own products are at least a quarter of a layer's others: else to repeat them costs next to nothing."""
+    model = run.model
+    attention = 2.0 * run.train.seq_len * model.heads * model.head_dim
+    return attention >= 2.0 * sum(row.count for row in layer_parameters(model, 0) if not row.expert) / 4
 
 
 def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offload: Offload) -> Layouts:

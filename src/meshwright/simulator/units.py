@@ -23,7 +23,7 @@ from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, 
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
 from meshwright.costs.step import context_traffic, step_cost
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
-from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Plan, Recompute
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -275,9 +275,9 @@ class UnitCosts:
         tensor, context, expert = (number(cost.exposed[axis]) for axis in ("tensor", "context", "expert"))
         forward = number(times.forward)
         # Repeating the forward repeats its two collectives; tokens go to their experts and back in either direction.
-        forward += tensor * (1 / 3 if mode == "full" else 1 / 2)
+        forward += tensor * (1 / 3 if mode in REPEATING else 1 / 2)
         forward += number(context_traffic(shape, machine, lone, k)[0])
-        forward += expert * (1 / 3 if mode == "full" else 1 / 2)
+        forward += expert * (1 / 3 if mode in REPEATING else 1 / 2)
         work = number(times.forward + times.backward) + tensor + context + expert
         backward = work - forward
         host = number(cost.host) - number(k.host_micro_us) * 1e-6

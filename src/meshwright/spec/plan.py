@@ -12,8 +12,13 @@ from typing import Annotated, Literal, get_args
 
 from meshwright.spec.fields import Bound
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "all_but_attention", "full"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+"""Each keeps less than the one before it."""
+REPEATING: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
+"""Those that repeat a forward's matrix products, and its exchanges between ranks."""
+CHOOSING: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
+"""Those that keep some of a block's results and not its input alone."""
 """The least first; the cost model numbers them so."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
@@ -81,7 +86,8 @@ class LayerStrategy:
     """Between micro-batches: shard sums gradients over ranks after each and keeps the sum split; whole keeps a rank's own sum, and sums
     over ranks once a step."""
     recompute: Recompute = "none"
-    """Activations computed again in backward. selective: all but matrix products and attention. full: the whole block."""
+    """Activations computed again in backward. selective: all but matrix products and attention. all_but_attention: products too, for long
+    sequences. full: the whole block."""
     offload: Offload = "none"
     """What waits in host memory: activations between a block's forward and its backward, the optimizer with its state, or both."""
     linear: Linear | None = None
