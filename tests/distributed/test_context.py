@@ -66,7 +66,7 @@ WIDER = [
     (SHARED, Case("1f1b", ulysses=2, shard=2, expert=4, order=OUTSIDE)),
     (SHARED, Case("1f1b", ring=2, ulysses=2, expert=2, gradients="whole")),
     (SHARED, Case("1f1b", ring=2, tensor=2, expert=2, micro=2)),
-    (EVEN, Case("zbv", pipeline=2, ulysses=2, expert=2, recompute="selective")),
+    (EVEN, Case("zbv", pipeline=2, ulysses=2, expert=2, recompute="all_but_attention")),
 ]
 """The last ones: mixtures, of whose experts tensor ranks and the fold over context ranks leave each rank a part."""
 LARGE = [

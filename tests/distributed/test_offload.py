@@ -29,7 +29,10 @@ CASES = [
     (replace(LLAMA, layers=4), Case("1f1b", tensor=2, micro=2, offload="activations")),
     (MIXTRAL, Case("1f1b", shard=2, micro=2, offload="activations")),
 ]
-COMPILED = [(DEEP_TIED, Case("1f1b", micro=4, compile=True, recompute="selective", offload="activations"))]
+COMPILED = [
+    (DEEP_TIED, Case("1f1b", micro=4, compile=True, recompute="selective", offload="activations")),
+    (DEEP, Case("1f1b", shard=2, micro=2, compile=True, recompute="all_but_attention", offload="activations")),
+]
 MIXED = (
     LayerStrategy(range="0-3", offload="activations", recompute="full"),
     LayerStrategy(range="4", reshard=False),
