@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import time
@@ -68,19 +67,13 @@ def our_run(
     figures = our_figures(ran.folder, ran.records, row.skip, row.last)
     loss = {"loss_first": ran.records[0]["loss"], "losses": [round(record["loss"], 4) for record in ran.records]}
     rates = [record["tokens_per_second_per_gpu"] for record in counted]
-    start_line = first_line(ran.folder, "start")
     line = {
         **figures, **loss, **rate_figures(row, rates, 1), "exit_code": ran.code, "folder": str(ran.folder),
-        "data_wait_seconds": statistics.median(record.get("data_wait_seconds", 0.0) for record in counted), "start": start_line,
+        "data_wait_seconds": statistics.median(record.get("data_wait_seconds", 0.0) for record in counted),
     }  # fmt: skip
     line.pop("environment"), line.pop("step_seconds_all")
     trace = ran.folder / "traces" / "rank-00000.json.gz"
     return line, trace if traced and trace.exists() else None
-
-
-def first_line(folder: Path, kind: str) -> Line | None:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return next((line for line in lines if line["kind"] == kind), None)
 
 
 def peer_run(

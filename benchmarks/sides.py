@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,14 @@ def run_logged(command: list[str], log: Path, env: dict[str, str], limit: float)
 
 
 def step_records(folder: Path) -> list[dict[str, Any]]:
+    return list(lines_of(folder, "step"))
+
+
+def lines_of(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl of one kind; none where it wrote none."""
     path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [record for record in records if record["kind"] == "step"]
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return (record for record in map(json.loads, lines) if record["kind"] == kind)
 
 
 def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: int | None = None) -> dict[str, Any]:
@@ -98,6 +102,7 @@ def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: in
         "phases": middle["phases"],
         "traffic": {key: statistics.mean(r[key] for r in records) for key in middle if key.endswith("_wire_bytes")},
         "predicted": plan.get("predicted"),
+        "start": next(lines_of(folder, "start"), None),
         "plan": {key: plan[key] for key in KEPT if plan.get(key) is not None},
         "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
     }

@@ -32,6 +32,8 @@ H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost
 
 HOST_HEADROOM = 0.8
 """The same of a host's memory, which holds the ranks' own processes too, and pinned buffers by powers of two."""
+HOST_GIB_A_DEVICE = 256.0
+"""Memory of a host for each of its devices where the cluster does not say: a guess, from DGX A100 to B200, 1 to 4 TB for 8 devices."""
 COPYING = ("hopper",)
 """Generations of devices on which copy engines were measured, for weights and for tokens; on others a search leaves them alone."""
 COPYING_RANKS = 2
@@ -183,9 +185,14 @@ def over_by_rank(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
 
 
 def host_budget(run: RunSpec) -> float:
-    """Bytes of one host's memory that a plan may fill; infinite where it is not known."""
-    known = run.cluster.host_memory_gib
-    return inf if known is None else HOST_HEADROOM * known * GiB
+    """Bytes of one host's memory that a plan may fill."""
+    return HOST_HEADROOM * host_gib(run) * GiB
+
+
+def host_gib(run: RunSpec) -> float:
+    """Memory of one host as the cluster states it, or a guess; infinite for ranks on a processor, whose own it is."""
+    given, cluster = run.cluster.host_memory_gib, run.cluster
+    return given or (inf if cluster.is_cpu else HOST_GIB_A_DEVICE * cluster.gpus_per_node)
 
 
 def over_host(run: RunSpec, plan: Plan) -> float:

@@ -12,6 +12,7 @@ from meshwright.planner.candidate import (
     Candidate,
     gathers_because,
     host_budget,
+    host_gib,
     over_by_rank,
     over_host,
     peak_bytes,
@@ -157,7 +158,15 @@ def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[s
         said.append(f"offload {plan.layers[0].offload}: without it memory asks for a slower plan")
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
     named = zip(("activations take", "the optimizer takes"), sizes, strict=True)
-    return [*said, *(f"{what} {size / 1e9:.1f} GB of each host's memory" for what, size in named if size)]
+    return [
+        *said,
+        *(f"{what} {size / 1e9:.1f} GB of each host's memory{_guessed(run)}" for what, size in named if size),
+    ]
+
+
+def _guessed(run: RunSpec) -> str:
+    known = run.cluster.host_memory_gib is not None or run.cluster.is_cpu
+    return "" if known else f", taken to be {host_gib(run):,.0f} GiB (cluster.host_memory_gib says otherwise)"
 
 
 def _micro_batches(plan: Plan) -> str:
@@ -179,7 +188,7 @@ def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> 
     if over := over_host(run, smallest):
         waiting = f"what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used"
         beside = f", and {shortfall(run, smallest, budget)}" if any(over_by_rank(run, smallest, budget)) else ""
-        return f"no plan fits: of the smallest, {waiting} ({HOST_HEADROOM:.0%} of cluster.host_memory_gib){beside}"
+        return f"no plan fits: of the smallest, {waiting} ({HOST_HEADROOM:.0%} of cluster.host_memory_gib = {host_gib(run):,.0f}){beside}"
     return (
         f"no plan fits: of the smallest, {shortfall(run, smallest, budget)}; {HEADROOM:.0%} of the device may be used"
     )

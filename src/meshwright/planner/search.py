@@ -101,12 +101,12 @@ def _plans(run: RunSpec, swept: Swept, budget: int | None) -> Iterator[Plan]:
 
 
 def _written(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: int | None) -> Iterator[Plan]:
-    """The plan of one point, the one with leaner layers where that is a little too large, and the one without the windows of what is copied
+    """The plan of one point, those with leaner layers where that is a little too large, and the one without the windows of what is copied
     where that leaves memory for other layers."""
     plan = plan_at(run, points, row, strategy, budget)
     yield plan
     roomy = fits(run, plan, budget)
-    if not roomy and (leaner := leaner_than(run, strategy)):
+    for leaner in [] if roomy else leaner_than(run, strategy):
         yield plan_at(run, points, row, leaner, budget)
     if not any(kernel_twins(run, plan)):
         return

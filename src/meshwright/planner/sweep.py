@@ -214,13 +214,13 @@ def _pairs(run: RunSpec) -> list[tuple[End, End]]:
     ]
 
 
-def leaner_than(run: RunSpec, strategy: Strategy) -> Strategy | None:
-    """The strategy that goes on from the lean end of this one: gathering again, then recomputing all; None where nothing is leaner."""
-    end = strategy.lean
-    leanest = End(_reshards(pins_of(run))[-1], end.recompute)
-    if leanest == end:
-        leanest = replace(end, recompute=recomputes(run)[-1])
-    return None if leanest == end else replace(strategy, rich=end, lean=leanest)
+def leaner_than(run: RunSpec, strategy: Strategy) -> list[Strategy]:
+    """The strategies that go on from the lean end of this one: gathering again, or where that is done recomputing more."""
+    end, modes = strategy.lean, recomputes(run)
+    leaner = [End(_reshards(pins_of(run))[-1], end.recompute)]
+    if leaner == [end]:
+        leaner = [replace(end, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :]]
+    return [replace(strategy, rich=end, lean=one) for one in leaner]
 
 
 def _reshards(pins: PlanPins) -> list[bool]:

@@ -28,7 +28,7 @@ class ClusterSpec:
     memory_gib: Annotated[float, Bound(more_than=0)] | None = None
     """Memory of one device; none takes the chip's own, and on `cpu` a share of what the host has. What a GPU has beyond it stays unused."""
     host_memory_gib: Annotated[float, Bound(more_than=0)] | None = None
-    """Memory of one host, for what a plan lets wait there; none sets no bound, and a run is held to what its own host has."""
+    """Memory of one host, for what a plan lets wait there; none guesses 256 GiB a device, and a run is held to what its own host has."""
     network: NetworkSpec | None = None
     """What joins the devices; none takes the chip's reference machine."""
     groups: tuple[NodeGroup, ...] = ()
