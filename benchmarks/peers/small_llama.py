@@ -1,4 +1,5 @@
-"""Llama 3.2 1B and 3B for torchtitan 0.2.2, which has neither: `--experimental.custom_import small_llama --model.name small_llama`.
+"""Llama 3.2 1B and 3B for torchtitan 0.2.2, which has neither: `--experimental.custom_import small_llama --model.name small_llama`. And its
+own Llama 3 70B cut to 16 layers: `--model.name cut_llama --model.flavor 70B-16`.
 
 The models are its own Llama with the head tied to the embedding, as theirs is. Under FSDP both ends are one unit that stays gathered after
 forward: a weight in two units would be two weights.
@@ -6,13 +7,14 @@ forward: a weight in two units would be two weights.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torchtitan.models.llama3.infra.parallelize as infra
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs, get_train_spec
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs, get_train_spec, llama3_args
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
@@ -77,4 +79,11 @@ def train_spec() -> TrainSpec:
     return spec
 
 
+def cut_spec() -> TrainSpec:
+    spec = get_train_spec()
+    spec.model_args = {"70B-16": replace(llama3_args["70B"], n_layers=16)}
+    return spec
+
+
 register_train_spec("small_llama", train_spec())
+register_train_spec("cut_llama", cut_spec())

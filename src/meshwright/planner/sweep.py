@@ -58,6 +58,9 @@ class Strategy:
     offload: Offload = "none"
 
 
+AWAY = 1.01
+"""What activations in host memory count: a plan without them that is as fast, as far as a prediction tells, has no memory to pin in its
+first step, which takes minutes for hundreds of gigabytes."""
 PLAIN = Strategy(End(False, "none"), End(False, "none"))
 
 
@@ -270,8 +273,9 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
 
 
 def price(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a step and bytes of the fullest rank, by the closed form."""
-    return np.asarray(_cost(pricing, layout).seconds), _memory(run, layout)
+    """Seconds of a step, what ranks them, and bytes of the fullest rank, by the closed form."""
+    handicap = np.where(np.asarray(layout.offload_activations) > 0, AWAY, 1.0)
+    return np.asarray(_cost(pricing, layout).seconds) * handicap, _memory(run, layout)
 
 
 def _on_host(run: RunSpec, pricing: Pricing, layout: Layouts) -> np.ndarray:
