@@ -36,10 +36,12 @@ CASES = [
     (LLAMA, Case("1f1b", ring=2, micro=4)),
     (LLAMA, Case("1f1b", ulysses=2, micro=4, recompute="all_but_attention")),
     (GPT4, Case("1f1b", pipeline=2, ring=2, micro=2)),
-    (SHARED, Case("1f1b", ring=2, expert=2, micro=4)),
-    (EVEN, Case("1f1b", ulysses=2, expert=2, micro=4)),
+    (SHARED, Case("1f1b", ring=2, shard=2, expert=2, micro=2, recompute="selective")),
+    (EVEN, Case("zbv", pipeline=2, ulysses=2, expert=2, recompute="all_but_attention")),
 ]
 WIDER = [
+    (SHARED, Case("1f1b", ring=2, expert=2, micro=4)),
+    (EVEN, Case("1f1b", ulysses=2, expert=2, micro=4)),
     (LONG, Case("1f1b", ring=4, micro=2, recompute="full")),
     (LLAMA, Case("1f1b", ulysses=4, micro=2)),
     (LLAMA, Case("1f1b", ring=2, ulysses=2, micro=2, recompute="all_but_attention")),
@@ -62,11 +64,9 @@ WIDER = [
     (QWEN3_MOE, Case("1f1b", ulysses=2, shard=2, micro=2, recompute="selective")),
     (SHARED, Case("1f1b", ring=2, tensor=2, micro=2, recompute="full")),
     (EVEN, Case("1f1b", ulysses=2, expert=2, recompute="full")),
-    (SHARED, Case("1f1b", ring=2, shard=2, expert=2, micro=2, recompute="selective")),
     (SHARED, Case("1f1b", ulysses=2, shard=2, expert=4, order=OUTSIDE)),
     (SHARED, Case("1f1b", ring=2, ulysses=2, expert=2, gradients="whole")),
     (SHARED, Case("1f1b", ring=2, tensor=2, expert=2, micro=2)),
-    (EVEN, Case("zbv", pipeline=2, ulysses=2, expert=2, recompute="all_but_attention")),
 ]
 """The last ones: mixtures, of whose experts tensor ranks and the fold over context ranks leave each rank a part."""
 LARGE = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ CONTEXT = [Case("1f1b", ring=2, pipeline=2), Case("1f1b", ulysses=2, shard=2)]
 """The same, and a text's last token is on one of the context ranks."""
 
 
+@cache
 def alone(spec: ModelSpec, how: Sampling, dtype: torch.dtype = torch.float64) -> list[list[int]]:
     """By the plain decoder with the initial weights of seed 0."""
     model = Decoder(spec, plain=dtype == torch.float64).double()

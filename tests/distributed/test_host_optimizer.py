@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,14 +12,17 @@ import torch
 from meshwright.parallel.world import World
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import LayerStrategy, Plan
+from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import LLAMA, STEPS, compare, one_device, plan, sharded
 from tests.distributed.test_experts import EVEN
 from tests.distributed.test_fp8 import low
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, UNEVEN, Case
-from tests.distributed.test_training import held, same_bits, trained
+from tests.distributed.test_training import held, same_bits, tiny, trained
 from tests.slow import quick_first
-from tests.train.tiny import make_tiny, ranks
+from tests.train.tiny import ranks
+
+__all__ = ["tiny"]
 
 CASES = [
     (DEEP, Case("1f1b", shard=2, micro=2, offload="optimizer")),
@@ -136,17 +138,22 @@ def test_state_that_is_lost_is_noticed(pool: Pool, lose: str) -> None:
 
 
 AWAY, HERE = "plan.offload=optimizer", "plan.offload=none"
+IN_BF16 = [*ranks(2), "plan.compute=bf16"]
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    """The run with the optimizer on the device, never stopped."""
+    return trained(pool, tiny, tmp_path_factory.mktemp("whole"), *IN_BF16)
 
 
 @pytest.mark.parametrize("order", [(AWAY, HERE), (HERE, AWAY), pytest.param((AWAY, AWAY), marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_or_without(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, order: tuple[str, str]
+    pool: Pool, tiny: Path, tmp_path: Path, plain: list[Seen], order: tuple[str, str]
 ) -> None:
-    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
-    common: list[Any] = [*ranks(2), "plan.compute=bf16"]
-    whole = trained(pool, tiny, tmp_path / "whole", *common)
-    first = trained(pool, tiny, tmp_path / "parts", *common, order[0], stop_at=3)
-    second = trained(pool, tiny, tmp_path / "parts", *common, order[1])
+    whole = plain
+    first = trained(pool, tiny, tmp_path / "parts", *IN_BF16, order[0], stop_at=3)
+    second = trained(pool, tiny, tmp_path / "parts", *IN_BF16, order[1])
     assert [seen.began for seen in second] == [3, 3]
     for rank in range(2):
         assert first[rank].losses + second[rank].losses == whole[rank].losses

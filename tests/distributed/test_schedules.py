@@ -79,28 +79,32 @@ def named(value: object) -> str:
 UNEVEN = (("0-4",), ("5-7",))
 UNEVEN_V = (("0", "6-7"), ("1-2", "3-5"))
 ONE_STAGE = [
-    Case("breadth_first", shard=2),
     Case("breadth_first", shard=2, reshard=False, gradients="whole"),
     Case("breadth_first", replicate=2, shard=2, recompute="full"),
-    Case("1f1b", shard=2, gradients="whole"),
     Case("1f1b", replicate=2, shard=2, gradients="whole", micro=2),
+    Case("breadth_first", shard=2),
+    Case("1f1b", shard=2, gradients="whole"),
 ]
 TWO_RANKS = [Case(name, pipeline=2) for name in SCHEDULES]
 FOUR_RANKS = [
-    *(Case(name, pipeline=2, shard=2) for name in SCHEDULES),
-    Case("1f1b", pipeline=2, shard=2, stages=UNEVEN, recompute="full"),
-    Case("zb_h1", pipeline=2, shard=2, stages=UNEVEN, recompute="selective"),
+    Case("dualpipe_v", pipeline=2, shard=2),
     Case("zbv", pipeline=2, replicate=2, stages=UNEVEN_V, gradients="whole", micro=2),
     Case("breadth_first", pipeline=2, shard=2, stages=tuple(tuple(str(s) for s in range(r, 8, 2)) for r in range(2))),
+    Case("1f1b", pipeline=2, shard=2, stages=UNEVEN, recompute="full"),
+    Case("zb_h1", pipeline=2, shard=2, stages=UNEVEN, recompute="selective"),
+    *(Case(name, pipeline=2, shard=2) for name in SCHEDULES if name != "dualpipe_v"),
 ]
 FOUR_RANKS_TIED = [
-    *(Case(name, pipeline=2, shard=2, reshard=False, gradients="whole") for name in SCHEDULES),
+    *(
+        Case(name, pipeline=2, shard=2, reshard=False, gradients="whole")
+        for name in ("gpipe", "interleaved", "zb_h1", "zbv", "1f1b", "dualpipe_v", "breadth_first")
+    ),
     *(Case(name, pipeline=4) for name in SCHEDULES),
 ]
 """Tied ends are the harder case of every schedule; what they have in common with others need not run twice."""
 EIGHT_RANKS = [
-    Case("1f1b", pipeline=8),
     Case("zb_h1", pipeline=4, shard=2),
+    Case("1f1b", pipeline=8),
     Case("interleaved", pipeline=4, shard=2, reshard=False),
     Case("zbv", pipeline=2, replicate=2, shard=2, gradients="whole"),
     Case("dualpipe_v", pipeline=4, shard=1, replicate=1),
@@ -110,9 +114,9 @@ EIGHT_RANKS = [
 
 INSIDE, BETWEEN = ("replicate", "shard", "pipeline"), ("replicate", "pipeline", "shard")
 ORDERS = [
+    Case("interleaved", pipeline=2, replicate=2, shard=2, order=BETWEEN),
     Case("1f1b", pipeline=2, shard=2, order=INSIDE),
     Case("zbv", pipeline=2, replicate=2, order=BETWEEN),
-    Case("interleaved", pipeline=2, replicate=2, shard=2, order=BETWEEN),
     Case("1f1b", pipeline=2, replicate=2, shard=2, order=("shard", "pipeline", "replicate")),
 ]
 """Axes in other orders on the network: stages inside a node, copies or shards across."""
@@ -125,7 +129,7 @@ def check(pool: Pool, case: Case, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", quick_first(1, [False, True]), ids=["llama", "gpt2-tied"])
-@pytest.mark.parametrize("case", ONE_STAGE, ids=str)
+@pytest.mark.parametrize("case", quick_first(3, ONE_STAGE), ids=str)
 def test_one_stage(pool: Pool, case: Case, tied: bool) -> None:
     check(pool, case, tied)
 
@@ -135,22 +139,22 @@ def test_two_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
 
 
-@pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
+@pytest.mark.parametrize("case", quick_first(3, FOUR_RANKS), ids=str)
 def test_four_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
 
 
-@pytest.mark.parametrize("case", quick_first(5, FOUR_RANKS_TIED), ids=str)
+@pytest.mark.parametrize("case", quick_first(4, FOUR_RANKS_TIED), ids=str)
 def test_four_ranks_tied(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
 
-@pytest.mark.parametrize("case", quick_first(2, ORDERS), ids=str)
+@pytest.mark.parametrize("case", quick_first(1, ORDERS), ids=str)
 def test_axes_in_any_order(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
 
-@pytest.mark.parametrize("case", quick_first(2, EIGHT_RANKS), ids=str)
+@pytest.mark.parametrize("case", quick_first(1, EIGHT_RANKS), ids=str)
 def test_eight_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

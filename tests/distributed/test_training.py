@@ -79,15 +79,15 @@ def steps_on_disk(runs: Path) -> list[int]:
 PLANS = {
     "fsdp": ranks(2),
     "bf16, recompute, accumulate": [*ranks(2), "plan.compute=bf16", "plan.recompute=selective", "plan.micro_batch=1"],
-    "replicas": ranks(2, replicate=2),
     "pipeline": staged(2, "zbv"),
+    "replicas": ranks(2, replicate=2),
     "layered": [*ranks(2), "plan.schedule=breadth_first", "plan.micro_batch=1"],
     "fp8": [*ranks(2), "plan.compute=bf16", "plan.linear=fp8_tensorwise", "plan.micro_batch=1"],
     "fp8 by row, pipeline": [*staged(2, "zbv"), "plan.linear=fp8_rowwise"],
 }
 
 
-@pytest.mark.parametrize("name", quick_first(4, PLANS))
+@pytest.mark.parametrize("name", quick_first(3, PLANS))
 def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path, name: str) -> None:
     whole = trained(pool, tiny, tmp_path / "whole", *PLANS[name])
     first = trained(pool, tiny, tmp_path / "parts", *PLANS[name], stop_at=3)
@@ -153,7 +153,9 @@ def samples_by_step(ranks_seen: list[Seen]) -> list[list[int]]:
     return [sorted(step) for step in steps]
 
 
-@pytest.mark.parametrize("overrides", [ranks(2), ranks(4), ranks(4, replicate=2)], ids=["2", "4", "2x2"])
+@pytest.mark.parametrize(
+    "overrides", quick_first(1, [ranks(4, replicate=2), ranks(2), ranks(4)]), ids=["2x2", "2", "4"]
+)
 def test_any_number_of_ranks_reads_the_same_samples(
     pool: Pool, tiny: Path, tmp_path: Path, one_rank: Seen, overrides: list[str]
 ) -> None:
@@ -170,7 +172,7 @@ def test_a_resize_in_mid_run_changes_nothing(pool: Pool, tiny: Path, tmp_path: P
     compare(parts, one_rank)
 
 
-@pytest.mark.parametrize(("count", "flag", "error"), [(2, PREEMPT, "Preempted"), (4, INTERRUPT, "Interrupted")])
+@pytest.mark.parametrize(("count", "flag", "error"), [(2, PREEMPT, "Preempted"), (2, INTERRUPT, "Interrupted")])
 def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(
     pool: Pool, tiny: Path, tmp_path: Path, count: int, flag: int, error: str
 ) -> None:

@@ -47,11 +47,15 @@ def test_over_shards(pool: Pool, stages: tuple[int, ...]) -> None:
     check(pool, by_range(OVER_SHARDS, stages), tied=False)
 
 
-@pytest.mark.parametrize(
-    ("case", "stages"),
-    [(HYBRID, MIXED[1]), (HYBRID, (1,)), (Case("1f1b", pipeline=2, shard=2), MIXED[2]), (Case("breadth_first", shard=2), MIXED[3])],
-    ids=str,
-)  # fmt: skip
+BESIDE = [
+    (HYBRID, MIXED[1]),
+    (Case("1f1b", pipeline=2, shard=2), MIXED[2]),
+    (HYBRID, (1,)),
+    (Case("breadth_first", shard=2), MIXED[3]),
+]
+
+
+@pytest.mark.parametrize(("case", "stages"), quick_first(2, BESIDE, rows=True), ids=str)
 def test_beside_other_axes(pool: Pool, case: Case, stages: tuple[int, ...]) -> None:
     check(pool, by_range(case, stages), tied=True)
 

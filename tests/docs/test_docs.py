@@ -61,7 +61,7 @@ NOT_RUN = {
 }
 """Blocks marked `norun`, by their first line: they need GPUs, several hosts, the network, or a longer run than the one made here."""
 LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
-SOURCES = 40
+SOURCES = 16
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,22 @@ def commands(page: str) -> Iterator[tuple[str, list[str]]]:
                 yield where, shlex.split(match[1].replace("…", "..."), comments=True)
 
 
+@pytest.fixture(scope="module")
+def keys() -> set[str]:
+    """What a run file may say."""
+    return {".".join(map(str, key)) for key in all_keys(RunSpec)}
+
+
+@pytest.fixture(scope="module")
+def everything() -> Any:
+    """All commands."""
+    return typer.main.get_command(app_for(()))
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_options_and_overrides_exist(page: str) -> None:
-    keys = {".".join(map(str, key)) for key in all_keys(RunSpec)}
+def test_commands_options_and_overrides_exist(page: str, keys: set[str], everything: Any) -> None:
     for where, words in commands(page):
-        command = typer.main.get_command(app_for(()))
+        command = everything
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
         at_end = not words or (hasattr(command, "params") and not hasattr(command, "commands"))
@@ -214,8 +225,7 @@ def test_commands_options_and_overrides_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_keys_and_files_named_in_the_text_exist(page: str) -> None:
-    keys = {".".join(map(str, key)) for key in all_keys(RunSpec)}
+def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> None:
     sections = "|".join(key for key in keys if "." not in key)
     places = (ROOT, ROOT / "src" / "meshwright", ROOT / "tests")
     new = {block.option("file") for block in blocks(page)}

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.slow import quick_first
 
 from meshwright.planner.candidate import HEADROOM, budget_of, fits, peak_bytes, untrainable
 from meshwright.planner.finalists import ALIKE, plan_at, simplest
@@ -155,7 +156,9 @@ def test_of_equals_the_simplest_is_taken() -> None:
     assert simplest([twin, plain]) is plain
 
 
-@pytest.mark.parametrize(("layers", "batch", "tcp"), [(3, 4, False), (2, 8, True), (3, 4, True)])
+@pytest.mark.parametrize(
+    ("layers", "batch", "tcp"), quick_first(2, [(3, 4, False), (3, 4, True), (2, 8, True)], rows=True)
+)
 def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp: bool) -> None:
     """Every point of a small space as an explicit plan, every one of them simulated."""
     network = NetworkSpec(fabric="tcp", port_gb_per_s=1.0) if tcp else None

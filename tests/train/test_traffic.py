@@ -14,6 +14,7 @@ from meshwright.observe.metrics import read_metrics
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.train.traffic import WireCount, interface_between_nodes
+from tests.slow import quick_first
 from tests.train.tiny import make_tiny
 
 PLANS = {"pipeline": ["plan.pipeline=2", "plan.schedule=zbv"], "replicas": ["plan.replicate=2"]}
@@ -30,7 +31,7 @@ class Sent:
 
 
 @pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("plan", quick_first(1, PLANS))
 def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, plan: str
 ) -> None:
