@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Of ten thousand files a few thousand are ever imported: those are compiled then, the others are not.
-PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that tests start find the sources compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -60,10 +59,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@started=$$(date +%s); $(PIP) torch && $(PIP) --editable . && echo "installed in $$(( $$(date +%s) - started )) s"
 	@touch $@
 
-# Not behind .installed, which would install the package twice.
+# Not behind .installed, which would install the package twice. Of ten thousand files tests import a few thousand: these are compiled then.
 $(VENV)/.installed-test: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@started=$$(date +%s); $(PIP) torch && $(PIP) --editable '.[test]' && echo "installed in $$(( $$(date +%s) - started )) s"
+	@started=$$(date +%s); $(PIP) --no-compile torch && $(PIP) --no-compile --editable '.[test]' && \
+		echo "installed in $$(( $$(date +%s) - started )) s"
 	@touch $(VENV)/.installed $@
 
 clean:

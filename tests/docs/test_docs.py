@@ -61,7 +61,8 @@ NOT_RUN = {
 }
 """Blocks marked `norun`, by their first line: they need GPUs, several hosts, the network, or a longer run than the one made here."""
 LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
-SOURCES = 16
+SOURCES, LARGEST = 24, 32_000
+"""Files of text, and bytes of the largest: enough for the vocabulary, and little to evaluate where one of them is held out."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
         f'exec {python} -m meshwright "$name" "$@"\n'
     )
     command.chmod(0o755)
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))[:SOURCES]:
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-f]*.py"))
+    for file in [file for file in modules if 4_000 < file.stat().st_size < LARGEST][:SOURCES]:
         shutil.copy(file, template / "text")
     path = os.pathsep.join((str(tools), str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = {
