@@ -139,7 +139,7 @@ def test_two_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
 
 
-@pytest.mark.parametrize("case", quick_first(3, FOUR_RANKS), ids=str)
+@pytest.mark.parametrize("case", quick_first(4, FOUR_RANKS), ids=str)
 def test_four_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
 
