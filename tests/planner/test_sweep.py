@@ -49,7 +49,7 @@ def questions(draw: st.DrawFn) -> RunSpec:
     return RunSpec(name="x", model=model, train=train, cluster=cluster, plan=pins)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(questions())
 def test_pruning_and_shares_keep_the_optimum(run: RunSpec) -> None:
     check(run)
