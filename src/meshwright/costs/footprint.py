@@ -221,10 +221,8 @@ def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str
         m, np.where(lone | last, 1.0, depth * (1 + (depth - 1) / (depth * layout.virtual) * (layout.virtual > 1)))
     )
     whole = _kept_per_token(shape, layout, k)
-    mode, attended = (
-        np.asarray(layout.recompute, dtype=np.int64),
-        shape.attention_layers / shape.layers * shape.value_width,
-    )
+    mode = np.asarray(layout.recompute, dtype=np.int64)
+    attended = shape.attention_layers / shape.layers * shape.value_width
     least = 2.0 * shape.hidden / width
     per_layer = np.choose(mode, np.broadcast_arrays(whole, 0.8 * whole, least + 2.0 * attended / width, least))
     working = np.where(mode >= ALL_BUT_ATTENTION, whole, 0.0)

@@ -155,11 +155,8 @@ def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     found += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
-    copied, over_nodes = (
-        plan.gather_engine == "copy" and shard_size(plan) > 1,
-        max(cluster.nodes, cluster.emulate_nodes) > 1,
-    )
-    found += ["gathers by copy engines beside a network"] if copied and over_nodes else []
+    copied = plan.gather_engine == "copy" and shard_size(plan) > 1
+    found += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
     found += ["gradients exchanged"] if plan.reduce_engine == "exchange" and shard_size(plan) > 1 else []
     found += ["fp8 products"] if plan.precision.products == "fp8" else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])

@@ -50,7 +50,8 @@ def _attention_contexts() -> Any:
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _ATTENTION | _CHOICES else CheckpointPolicy.MUST_RECOMPUTE
+    kept = operator in _ATTENTION or operator in _CHOICES
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -72,16 +73,14 @@ _ATTENTION = {
     torch.ops.higher_order.flex_attention,
     torch.ops.meshwright.ring_forward.default,
 }
-_KEPT = (
-    _CHOICES
-    | _ATTENTION
-    | {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten._scaled_mm.default,
-        GROUPED_OPERATOR,
-        torch.ops.meshwright.exchanged_rows.default,
-        torch.ops.meshwright.gathered_product.default,
-        torch.ops.meshwright.scattered_product.default,
-    }
-)
+_KEPT = {
+    *_CHOICES,
+    *_ATTENTION,
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_mm.default,
+    GROUPED_OPERATOR,
+    torch.ops.meshwright.exchanged_rows.default,
+    torch.ops.meshwright.gathered_product.default,
+    torch.ops.meshwright.scattered_product.default,
+}
