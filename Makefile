@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Of ten thousand installed files a few thousand are imported: these are compiled then.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that tests start find the sources compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -54,16 +55,18 @@ fit-costs: $(VENV)/.installed
 fit-own: $(VENV)/.installed
 	$(BIN)/python benchmarks/fit_own.py
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+define install
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@started=$$(date +%s); $(PIP) torch && $(PIP) --editable . && echo "installed in $$(( $$(date +%s) - started )) s"
+	@started=$$(date +%s); $(PIP) torch && $(PIP) --editable $(1) && echo "installed in $$(( $$(date +%s) - started )) s"
+endef
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call install,.)
 	@touch $@
 
-# Not behind .installed, which would install the package twice. Of ten thousand files tests import a few thousand: these are compiled then.
+# Not behind .installed, which would install the package twice.
 $(VENV)/.installed-test: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@started=$$(date +%s); $(PIP) --no-compile torch && $(PIP) --no-compile --editable '.[test]' && \
-		echo "installed in $$(( $$(date +%s) - started )) s"
+	$(call install,'.[test]')
 	@touch $(VENV)/.installed $@
 
 clean:
