@@ -23,6 +23,8 @@ BY_THE_HOST = {f"levers-one-gpu-H200 short-{name}" for name in ("micro-batches",
 """Waited for a host that had other programs to run, and set `host_us` by hand; their steps differ by half from each other."""
 DOCUMENTS = {"context-2xH200 1b-32k-docs-shard"}
 """Masked between documents, which the cost model does not price; its steps take from 0.69 to 1.22 s by what they read."""
+OVER_TCP = {f"tcp-13b-8xH200 {name}" for name in ("zero3-384", "pp2-zbv-b32")}
+"""13B over two emulated nodes of four: 4.6% and 4.1% too fast, so held to `STEP` alone."""
 NOT_COMPILED = {"levers-one-gpu-H200 no-compile"}
 """The constants are those of compiled blocks."""
 
@@ -47,11 +49,9 @@ def is_like_fitted(row: Any) -> bool:
 
 
 def test_todays_kernels_are_held_to_more(checks: list[Any]) -> None:
-    """Rows without `older_kernels`, all on one node: what is priced for a plan of today."""
-    today = {
-        one.row.label: one.error for one in checks if not one.row.before and one.row.run.cluster.emulate_nodes == 1
-    }
-    assert len(today) >= 14 and max(abs(error) for error in today.values()) < 0.035
+    """Rows without `older_kernels`: what is priced for a plan of today."""
+    today = {one.row.label: one.error for one in checks if not one.row.before and one.row.label not in OVER_TCP}
+    assert len(today) >= 18 and max(abs(error) for error in today.values()) < 0.035
 
 
 def test_the_simulator_is_right_within_five_percent(checks: list[Any]) -> None:

@@ -51,7 +51,7 @@ def random_plan(model: ModelSpec, dice: random.Random) -> Plan | None:
     shards = sizes["shard"] * sizes["context_ring"]
     expert = dice.choice([size for size in (1, 2, 4, 8) if shards % size == 0])
     strategy = LayerStrategy(
-        reshard=dice.random() < 0.5, gradients=dice.choice(("shard", "whole")), recompute=dice.choice(RECOMPUTE),
+        reshard=dice.random() < 0.5, gradients=dice.choice(("shard", "whole")), recompute=dice.choice(("none", "selective", "full")),
         offload=dice.choice(("none", "none", "activations", "optimizer", "both")),
     )  # fmt: skip
     batch = micro * accumulate * sizes["replicate"] * sizes["shard"]
@@ -87,6 +87,7 @@ def test_many_layouts_at_once_agree_with_the_account_of_each_plan(name: str, seq
     model, dice = model_of(name), random.Random(name)
     train = TrainSpec(steps=1, global_batch=1, seq_len=seq_len)
     plans = [plan for plan in (random_plan(model, dice) for _ in range(60)) if plan]
+    plans += [replace(plan, layers=(replace(plan.layers[0], recompute="all_but_attention"),)) for plan in plans[::4]]
     how: ReduceEngine = "exchange" if name == "llama3-1b" else "kernel"
     plans = [replace(plan, reduce_engine=how) for plan in plans]
     exact = [max(sum(kinds.values()) for kinds in memory_of(model, train, plan, cpu=False)) for plan in plans]
@@ -94,9 +95,8 @@ def test_many_layouts_at_once_agree_with_the_account_of_each_plan(name: str, seq
     numbers = formats(train, plans[0].precision, cpu=False, reduce_engine=how, added=layout.added_up)
     closed = sum(planned(model, layout, numbers).values())
     off = np.abs(closed / np.array(exact) - 1)
-    # The farthest are deep V schedules, whose stages the closed form cuts by the head alone.
-    assert off.max() < 0.08, (plans[int(off.argmax())], exact[int(off.argmax())])
-    assert np.quantile(off, 0.9) < 0.02 and np.median(off) < 0.002
+    assert off.max() < 0.04, (plans[int(off.argmax())], exact[int(off.argmax())])
+    assert np.median(off) < 0.002
 
 
 def test_layers_that_do_not_divide_go_where_a_plan_puts_them() -> None:

@@ -137,9 +137,8 @@ def test_validation_is_that_of_one_rank(
 
 
 def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    plan = staged(2, "zbv")
-    without = trained(pool, tiny, tmp_path / "without", *plan, "train.validate_every=0")
-    with_it = trained(pool, tiny, tmp_path / "with", *plan, "train.validate_every=1")
+    without = trained(pool, tiny, tmp_path / "without", *ZBV, "train.validate_every=0")
+    with_it = trained(pool, tiny, tmp_path / "with", *ZBV, "train.validate_every=1")
     assert (len(without[0].validations), len(with_it[0].validations)) == (1, STEPS)
     assert with_it[0].losses == without[0].losses and same_bits(held(with_it), held(without))
 

@@ -278,7 +278,7 @@ def test_every_typo_of_every_key_is_rejected_at_its_place(
 def test_the_nearest_key_is_right_for_nine_typos_of_ten(tmp_path: Path) -> None:
     chance = random.Random(0)
     right = tried = 0
-    for line, key, column in KEYS * 4:
+    for line, key, column in KEYS * 6:
         wrong = typo_of(key, chance.randrange(3), chance.randrange(30), chance.choice(LETTERS))
         if wrong == key:
             continue

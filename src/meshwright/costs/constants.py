@@ -140,7 +140,7 @@ class Constants:
     """1 where the compiler sees a recomputed block whole: `full` leaves out the last product, whose result no gradient needs, and
     `selective` repeats the element-wise passes and not attention."""
     ragged_vocab: Array = 1.0
-    """Times that the head takes where the vocabulary is no multiple of 8, so that its products run unaligned."""
+    """Times that the head takes where the vocabulary is no multiple of 8 and its products run unaligned, as before heads were padded."""
     scatter_bytes: Array = 2.0
     """Bytes per gradient element on the wire inside a sharding group, for the closed form; the simulator asks the plan."""
     net_sum: Array = 1.0

@@ -165,8 +165,9 @@ def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[s
 
 
 def _guessed(run: RunSpec) -> str:
+    """What to say of a host's memory where the cluster says nothing."""
     known = run.cluster.host_memory_gib is not None or run.cluster.is_cpu
-    return "" if known else f", taken to be {host_gib(run):,.0f} GiB (cluster.host_memory_gib says otherwise)"
+    return "" if known else f"; a host is guessed to have {host_gib(run):,.0f} GiB, cluster.host_memory_gib can say"
 
 
 def _micro_batches(plan: Plan) -> str:
@@ -188,7 +189,7 @@ def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> 
     if over := over_host(run, smallest):
         waiting = f"what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used"
         beside = f", and {shortfall(run, smallest, budget)}" if any(over_by_rank(run, smallest, budget)) else ""
-        return f"no plan fits: of the smallest, {waiting} ({HOST_HEADROOM:.0%} of cluster.host_memory_gib = {host_gib(run):,.0f}){beside}"
+        return f"no plan fits: of the smallest, {waiting} ({HOST_HEADROOM:.0%} of cluster.host_memory_gib{_guessed(run)}){beside}"
     return (
         f"no plan fits: of the smallest, {shortfall(run, smallest, budget)}; {HEADROOM:.0%} of the device may be used"
     )

@@ -28,7 +28,7 @@ from meshwright.planner.space import SCHEDULES, Points
 from meshwright.schedules.in_flight import in_flight
 from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
-from meshwright.spec.model import layer_parameters
+from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, Offload, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
 
@@ -239,10 +239,9 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
 
 
 def _attends_long(run: RunSpec) -> bool:
-    """Whether attention's own products are at least a quarter of a layer's others: else to repeat them costs next to nothing."""
-    model = run.model
-    attention = 2.0 * run.train.seq_len * model.heads * model.head_dim
-    return attention >= 2.0 * sum(row.count for row in layer_parameters(model, 0) if not row.expert) / 4
+    """Whether attention's own products are at least a quarter of all others: else to repeat them costs next to nothing."""
+    others = flops_per_token(run.model, 1, causal=True)
+    return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.25 * others
 
 
 def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offload: Offload) -> Layouts:
@@ -273,7 +272,7 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
 
 
 def price(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a step, what ranks them, and bytes of the fullest rank, by the closed form."""
+    """Seconds of a step, as plans are ranked by them, and bytes of the fullest rank, by the closed form."""
     handicap = np.where(np.asarray(layout.offload_activations) > 0, AWAY, 1.0)
     return np.asarray(_cost(pricing, layout).seconds) * handicap, _memory(run, layout)
 

@@ -14,12 +14,11 @@ from meshwright.spec.fields import Bound
 
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
-"""Each keeps less than the one before it."""
+"""Each keeps less than the one before it; the cost model numbers them so."""
 REPEATING: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
 """Those that repeat a forward's matrix products, and its exchanges between ranks."""
 CHOOSING: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
 """Those that keep some of a block's results and not its input alone."""
-"""The least first; the cost model numbers them so."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
