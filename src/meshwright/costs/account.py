@@ -118,7 +118,7 @@ def account(held: Held, f: Formats) -> dict[str, Array]:
     """Bytes by kind of every column at its fullest moment. `transfers` is 0 without a pipeline."""
     stream = held.tokens * held.hidden * f.compute
     moments = (_in_the_head(held, f, stream), _first_backward(held, f, stream), _ended(held, f))
-    totals = np.stack([np.asarray(sum(kinds.values()), float) for kinds in moments])
+    totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(kinds.values()), float) for kinds in moments)))
     fullest = np.argmax(totals, axis=0)
     at_peak = {
         kind: np.choose(fullest, np.broadcast_arrays(*(kinds[kind] for kinds in moments)))

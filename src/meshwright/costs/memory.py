@@ -8,7 +8,7 @@ holds it; `account` adds what is gathered, reduced and computed beside them. The
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -136,6 +136,8 @@ def memory_by_rank(
 
 def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
+    if not any(map(_steps_away, plan.layers)):
+        return 0.0
     away = sum(
         row.count for row in parameters(model) if _steps_away(plan.strategy_of(row.name, model.layers))
     ) * plan.axis_size("replicate")
@@ -207,16 +209,25 @@ def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Arra
 
 
 def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int], *, away: bool = False) -> float:
-    strategies = {layer: plan.strategy(layer, model.layers) for layer in layers}
-    kept = sum(_kept(model, plan, layer, one.recompute) for layer, one in strategies.items() if _waits(one) == away)
-    return _tokens(train, plan) * kept * bytes_of(plan.precision.compute)
+    strategies, kept = plan.strategies(model.layers), _keeping(model, plan)
+    elements = sum(kept(layer, strategies[layer].recompute) for layer in layers if _waits(strategies[layer]) == away)
+    return _tokens(train, plan) * elements * bytes_of(plan.precision.compute)
 
 
-def _kept(model: ModelSpec, plan: Plan, layer: int, recompute: Recompute) -> float:
-    low = low_share(plan.precision, plan.linear(layer, model.layers))
-    return kept_per_token(model, layer, recompute, low) + travelled_per_token(
-        model, layer, recompute, experts_over(plan) * plan.axis_size("tensor")
-    )
+def _keeping(model: ModelSpec, plan: Plan) -> Callable[[int, Recompute], float]:
+    """Says how many elements of one token a block keeps; counted once for blocks alike."""
+    spread, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
+    known = dict[tuple[bool, Recompute, Linear], float]()
+
+    def kept(layer: int, mode: Recompute) -> float:
+        linear = strategies[layer].linear or plan.precision.linear
+        kind = model.routed(layer), mode, linear
+        if kind not in known:
+            travelled = travelled_per_token(model, layer, mode, spread)
+            known[kind] = kept_per_token(model, layer, mode, low_share(plan.precision, linear)) + travelled
+        return known[kind]
+
+    return kept
 
 
 def _waits(strategy: LayerStrategy) -> bool:
@@ -302,23 +313,24 @@ def block_count(model: ModelSpec, layer: int, width: int, expert: int) -> int:
 
 
 def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: float) -> dict[str, float]:
-    strategies = [plan.strategy(layer, model.layers) for layer in part.layers]
+    every, kept = plan.strategies(model.layers), _keeping(model, plan)
+    strategies = [every[layer] for layer in part.layers]
     tokens, compute, accumulate = _tokens(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
     size = tokens * compute
     waiting = [
-        size * _kept(model, plan, layer, strategy.recompute)
+        size * kept(layer, strategy.recompute)
         for layer, strategy in zip(part.layers, strategies, strict=True)
         if _waits(strategy)
     ]
     working = max(
-        made_per_token(model, layer) + (strategy.recompute != "none" and _kept(model, plan, layer, "none"))
+        made_per_token(model, layer) + (strategy.recompute != "none" and kept(layer, "none"))
         for layer, strategy in zip(part.layers, strategies, strict=True)
     )
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
     whole = shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16"
     host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if _steps_away(s))
-    host += part.head * _steps_away(plan.strategy(model.layers - 1, model.layers))
-    host += (part.ends - part.head) * _steps_away(plan.strategy(0, model.layers))
+    host += part.head * _steps_away(every[-1])
+    host += (part.ends - part.head) * _steps_away(every[0])
     piled = accumulate if plan.layered else 0
     staying = LAYERS_STAYING + (plan.axis_size("pipeline") > 1)
     once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1

@@ -194,7 +194,7 @@ def experts_over(plan: Plan) -> int:
 
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
     """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
-    counts = Counter(replace(plan.strategy(layer, model.layers), range="all") for layer in range(model.layers))
+    counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
     layouts = [replace(priced.layout, **_strategy(layer)) for layer in counts]
     costs = [step_cost(priced.shape, priced.machine, layout, priced.constants, filled) for layout in layouts]
     shares = [count / model.layers for count in counts.values()]

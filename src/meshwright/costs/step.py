@@ -47,18 +47,36 @@ class StepCost:
     exposed: dict[str, Array]
 
 
-def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, filled: Array = 0.0) -> StepCost:
-    """What one step costs under each layout; `filled` is the share of a device's memory that it is predicted to need."""
+@dataclass(frozen=True)
+class Waits:
+    """Seconds of one micro-batch, over all layers, in which compute stands still inside of them: for tensor, context and expert ranks, and
+    for the host's launches."""
+
+    tensor: Array
+    context: Array
+    expert: Array
+    host: Array
+
+
+def waits(shape: Shape, machine: Machine, layout: Layouts, k: Constants, times: LayerTime) -> Waits:
+    """What layers that take `times` wait for."""
     machine = replace(machine, nic=machine.nic * layout.port)
-    times = layer_times(shape, machine, layout, k)
     tensor = _tensor_traffic(shape, machine, layout, k)
     context = sum(context_traffic(shape, machine, layout, k))
     expert = _expert_traffic(shape, machine, layout, k)
+    work = times.forward + times.backward + tensor + context + expert
+    return Waits(tensor, context, expert, _soft_maximum(work, times.host) - work)
+
+
+def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, filled: Array = 0.0) -> StepCost:
+    """What one step costs under each layout; `filled` is the share of a device's memory that it is predicted to need."""
+    times = layer_times(shape, machine, layout, k)
+    inside = waits(shape, machine, layout, k, times)
+    machine = replace(machine, nic=machine.nic * layout.port)
     device = times.forward + times.backward
-    work = device + tensor + context + expert
-    host_short = _soft_maximum(work, times.host) - work
+    work = device + inside.tensor + inside.context + inside.expert
     gathers, reductions = _weights_traffic(shape, machine, layout, k, times.backward)
-    layers_time = work + host_short
+    layers_time = work + inside.host
     backward = layers_time * times.backward / np.maximum(device, 1e-12)
     hidden_room = np.where(layout.gather_once > 0, backward, layers_time) * k.hide
     moved, moved_once = copies(shape, machine, layout, k)
@@ -93,9 +111,9 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     seconds = (body + fill + pipe) * (1 + k.jitter * nodes) + data + update + constant + stalls
     share = m * stage / np.maximum(chain + times.head + times.embed, 1e-12)
     exposed = {
-        "tensor": tensor * share,
-        "context": context * share,
-        "expert": expert * share,
+        "tensor": inside.tensor * share,
+        "context": inside.context * share,
+        "expert": inside.expert * share,
         "shard": shard_exposed * share,
         "pipeline": pipe + stalls,
         "data": data,
@@ -103,7 +121,7 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
         "slowest rank": waiting,
     }
     compute = (device + times.head + times.embed) * share
-    return StepCost(seconds, compute, fill, host_short * share + m * micro, update, constant, exposed)
+    return StepCost(seconds, compute, fill, inside.host * share + m * micro, update, constant, exposed)
 
 
 def _soft_maximum(a: Array, b: Array) -> Array:

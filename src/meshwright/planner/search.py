@@ -56,7 +56,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
         if candidates or budget is None:
             break
     if not candidates:  # the closed form may be too high by more than the margins
-        least = _smallest(run, priced, space)
+        least = _smallest(run, space)
         candidates = judged(run, [one.plan for one in least if fits(run, one.plan, budget)])
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
@@ -116,8 +116,8 @@ def _written(run: RunSpec, points: Points, row: int, strategy: Strategy, budget:
             yield other
 
 
-def _smallest(run: RunSpec, priced: Pricing, space: Points) -> list[Candidate]:
+def _smallest(run: RunSpec, space: Points) -> list[Candidate]:
     space = by_kernels(run, space)
-    chosen, strategy = smallest(run, priced, space, NAMED)
+    chosen, strategy = smallest(run, space, NAMED)
     plans = [plan_at(run, chosen, row, strategy, 0) for row in range(len(chosen))]
     return [Candidate(repriced(run, plan), fits=False) for plan in plans]

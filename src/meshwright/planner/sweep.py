@@ -9,8 +9,8 @@ and both time and memory are a straight line between: the fewest layers that mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 
 import numpy as np
@@ -32,8 +32,8 @@ from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, Offload, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
 
-BATCH = 2048
-"""Points whose strategies are priced together."""
+BATCH = 512
+"""Points whose strategies are priced together: what is reached so far tells what of the others to leave, and arrays of them stay small."""
 SAFETY = 0.97
 """Of a bound, since communication may hide under work that a strategy adds."""
 SPLITTING = [number for number, name in enumerate(SCHEDULES) if entry_of(name).splits_backward]
@@ -58,6 +58,8 @@ class Strategy:
     offload: Offload = "none"
 
 
+Kind = tuple[End, Gradients, Offload]
+"""How all layers are treated."""
 AWAY = 1.01
 """What activations in host memory count: a plan without them that is as fast, as far as a prediction tells, has no memory to pin in its
 first step, which takes minutes for hundreds of gigabytes."""
@@ -72,7 +74,7 @@ class Swept:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray
     priced: int
-    """Points and strategies that were priced, bounds included."""
+    """Points and strategies that were priced, or told by a bound not to be among the best."""
 
 
 def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: int, prune: bool = True) -> Swept:
@@ -80,25 +82,27 @@ def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: 
 
     Empty when no point fits.
     """
-    bound, least = _bounds(run, pricing, points)
+    bound, ways = _fastest(run, pricing, points), _ways(run, points)
     order = np.argsort(bound, kind="stable")
-    order = order[least[order] <= room]
     found = _Best(best)
     priced = len(points)
     for start in range(0, len(order), BATCH):
         batch = order[start : start + BATCH]
         if prune and found.full and bound[batch[0]] * SAFETY > found.worst:
             break
-        for strategy, seconds in _strategies(run, pricing, points.take(batch), room):
-            found.add(batch, strategy, seconds)
-            priced += len(batch)
+        batch = batch[_least(run, points.take(batch)) <= room]
+        rows, strategies, seconds = _weighed(
+            run, pricing, points.take(batch), room, ways, found.worst if prune else np.inf
+        )
+        found.add(batch[rows], strategies, seconds)
+        priced += len(batch) * len(ways.strategies)
     rows, strategies, seconds = found.sorted()
     return Swept(points.take(rows), strategies, seconds, priced)
 
 
-def smallest(run: RunSpec, pricing: Pricing, points: Points, count: int) -> tuple[Points, Strategy]:
+def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy]:
     """The points that need least memory, and the strategy that makes them so: what to say where nothing fits."""
-    _, least = _bounds(run, pricing, points)
+    least = _least(run, points)
     end, gradients, offload = _leanest(run, points.offloads)
     return points.take(np.argsort(least, kind="stable")[:count]), Strategy(end, end, gradients, offload)
 
@@ -115,11 +119,10 @@ class _Best:
     def full(self) -> bool:
         return len(self.kept) >= self.size
 
-    def add(self, rows: np.ndarray, strategy: Strategy, seconds: np.ndarray) -> None:
-        for at in np.flatnonzero(seconds < self.worst):
-            row, time = int(rows[at]), float(seconds[at])
-            if row not in self.kept or time < self.kept[row][0]:
-                self.kept[row] = (time, strategy)
+    def add(self, rows: np.ndarray, strategies: Sequence[Strategy], seconds: np.ndarray) -> None:
+        """Points, each with its fastest strategy."""
+        for at in map(int, np.flatnonzero(seconds < self.worst)):
+            self.kept[int(rows[at])] = float(seconds[at]), strategies[at]
         if len(self.kept) > self.size:
             self.kept = {row: self.kept[row] for row in self._ranked()[: self.size]}
         if self.full:
@@ -138,18 +141,21 @@ class _Best:
         return sorted(self.kept, key=lambda row: (self.kept[row][0], row))
 
 
-def _bounds(run: RunSpec, pricing: Pricing, points: Points) -> tuple[np.ndarray, np.ndarray]:
-    """For every point, seconds that no strategy beats and bytes that none undercuts."""
-    rich = layouts(run, points, End(reshard=False, recompute=recomputes(run)[0]), "whole", "none")
-    cost = _cost(pricing, rich)
-    hidden = cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer
+def _fastest(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
+    """For every point, seconds that no strategy beats."""
+    cost = _cost(pricing, layouts(run, points, End(reshard=False, recompute=recomputes(run)[0]), "whole", "none"))
+    return cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer)
+
+
+def _least(run: RunSpec, points: Points) -> np.ndarray:
+    """For every point, bytes that no strategy undercuts."""
     end, gradients, _ = _leanest(run, points.offloads)
+    layout = layouts(run, points, end, gradients, "none")
     # Recomputing may need more than it saves: a block's activations whole, of a rank that has few. So may an optimizer in host memory:
     # room for its chunks.
-    leanest = [(replace(end, recompute=mode), offload) for mode in recomputes(run) for offload in points.offloads]
-    return cost.seconds - hidden, np.min(
-        [_memory(run, layouts(run, points, end, gradients, offload)) for end, offload in leanest], axis=0
-    )
+    leanest = product(recomputes(run), points.offloads)
+    kinds = [(End(end.reshard, mode), gradients, offload) for mode, offload in leanest]
+    return _memory(run, _under(layout, kinds)).min(axis=0)
 
 
 def _leanest(run: RunSpec, offloads: tuple[Offload, ...]) -> tuple[End, Gradients, Offload]:
@@ -157,40 +163,101 @@ def _leanest(run: RunSpec, offloads: tuple[Offload, ...]) -> tuple[End, Gradient
     return End(_reshards(pins)[-1], recomputes(run)[-1]), pins.gradients or "shard", offloads[-1]
 
 
-def _strategies(run: RunSpec, pricing: Pricing, points: Points, room: float) -> Iterator[tuple[Strategy, np.ndarray]]:
-    """Every strategy with its seconds by point, infinite where it does not fit, or is another under a second name."""
-    pins, layers = pins_of(run), run.model.layers
+@dataclass(frozen=True)
+class _Ways:
+    """The strategies that are tried, and the ways to treat all layers that they mix."""
+
+    strategies: tuple[Strategy, ...]
+    kinds: tuple[Kind, ...]
+    rich: np.ndarray
+    """By strategy, the place of its ends among the kinds."""
+    lean: np.ndarray
+
+
+def _ways(run: RunSpec, points: Points) -> _Ways:
+    pins, pairs = pins_of(run), _pairs(run)
+    strategies: list[Strategy] = []
+    kept: tuple[Gradients, ...] = ("shard", "whole") if pins.gradients is None else (pins.gradients,)
+    for gradients, offload in product(kept, points.offloads):
+        # Among what candidate.untrainable lets through.
+        eager = points.trainable and _leaves(offload) and not compiles(run) and pins.recompute is None
+        possible = [pair for pair in pairs if not (eager and CHOOSING & {end.recompute for end in pair})]
+        strategies += [Strategy(rich, lean, gradients, offload) for rich, lean in possible]
+    ends = [[(end, one.gradients, one.offload) for end in (one.rich, one.lean)] for one in strategies]
+    kinds = tuple(dict.fromkeys(kind for pair in ends for kind in pair))
+    rich, lean = np.array([[kinds.index(kind) for kind in pair] for pair in ends]).T
+    return _Ways(tuple(strategies), kinds, rich, lean)
+
+
+def _leaves(offload: Offload) -> bool:
+    """Whether activations wait in host memory."""
+    return offload in ("activations", "both")
+
+
+def _weighed(
+    run: RunSpec, pricing: Pricing, points: Points, room: float, ways: _Ways, worst: float
+) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
+    """The points, by place, of which a strategy may take less than `worst` seconds, and each one's fastest and its seconds: infinite where
+    none fits."""
+    plain = layouts(run, points, PLAIN.rich, "shard", "none")
+    seconds, able = _seconds(pricing, _under(plain, ways.kinds)), _able(run, points, ways.kinds)
+    # A mixture takes as long as the faster of its ends at least.
+    near = np.flatnonzero(np.min(seconds, axis=0, where=able, initial=np.inf) < worst)
+    if not len(near):
+        return near, [], np.zeros(0)
+    priced = _Priced(seconds[:, near], *_held(run, pricing, _under(_taken(plain, near), ways.kinds)))
+    legal = able[:, near]
+    mixed = np.where(legal[ways.rich] & legal[ways.lean], _mixed(run, priced, ways, room), np.inf)
+    best = mixed.argmin(axis=0)
+    return near, [ways.strategies[one] for one in best], mixed[best, np.arange(len(near))]
+
+
+def _able(run: RunSpec, points: Points, kinds: Sequence[Kind]) -> np.ndarray:
+    """By kind and point, whether that is not another under a second name, or what this release does not train."""
+    pins = pins_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     many = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
-    for gradients, offload in product(*_kinds(run, points)):
-        own = np.ones(len(points), bool)
+    splits = np.isin(points.schedule, SPLITTING)
+    able = np.ones((len(kinds), len(points)), bool)
+    for row, (end, gradients, offload) in zip(able, kinds, strict=True):
+        if end.reshard and pins.reshard is None:
+            row &= sharded
         if gradients == "whole" and pins.gradients is None:
-            own &= sharded & many  # reduced once a step in any case
-        away = offload != "none" and np.isfinite(host_budget(run))
-        # Among what candidate.untrainable lets through.
-        chooses = points.trainable and offload in ("activations", "both")
-        if chooses and pins.schedule is None:
-            own &= ~np.isin(points.schedule, SPLITTING)
-        priced: dict[End, tuple[np.ndarray, np.ndarray]] = {}
-        for rich, lean in _pairs(run):
-            if chooses and not compiles(run) and pins.recompute is None and CHOOSING & {rich.recompute, lean.recompute}:
-                continue
-            for end in (rich, lean):
-                if end not in priced:
-                    priced[end] = price(run, pricing, layouts(run, points, end, gradients, offload))
-            legal = own & (sharded | (not lean.reshard and not rich.reshard) | (pins.reshard is not None))
-            share = _share(priced[rich][1], priced[lean][1], room, layers)
-            legal &= share <= 1
-            if rich != lean:
-                legal &= share > 0  # else the rich end alone says the same
-            mixed = [(1 - share) * a + share * b for a, b in zip(priced[rich], priced[lean], strict=True)]
-            legal &= mixed[1] <= room * (1 + 1e-9)
-            if away:
-                waiting = [
-                    _on_host(run, pricing, layouts(run, points, end, gradients, offload)) for end in (rich, lean)
-                ]
-                legal &= (1 - share) * waiting[0] + share * waiting[1] <= host_budget(run)
-            yield Strategy(rich, lean, gradients, offload), np.where(legal, mixed[0], np.inf)
+            row &= sharded & many  # reduced once a step in any case
+        if points.trainable and _leaves(offload) and pins.schedule is None:
+            row &= ~splits
+    return able
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """By kind and point, were it so for all layers."""
+
+    seconds: np.ndarray
+    bytes: np.ndarray
+    """Of the fullest rank."""
+    waiting: np.ndarray
+    """Of one host's memory that all its devices take."""
+
+
+def _held(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the fullest rank, and of one host's memory that all its devices take."""
+    each = waiting_bytes(pricing.shape, layout, owned_params(pricing.shape, layout))
+    return _memory(run, layout), run.cluster.gpus_per_node * np.asarray(each)
+
+
+def _mixed(run: RunSpec, priced: _Priced, ways: _Ways, room: float) -> np.ndarray:
+    """By strategy and point, seconds with as few layers at the lean end as fit; infinite where none does, or where the rich end alone says
+    the same."""
+    share = _share(priced.bytes[ways.rich], priced.bytes[ways.lean], room, run.model.layers)
+    legal = (share <= 1) & ((share > 0) | (ways.rich == ways.lean)[:, None])
+
+    def mean(by_kind: np.ndarray) -> np.ndarray:
+        return (1 - share) * by_kind[ways.rich] + share * by_kind[ways.lean]
+
+    legal &= mean(priced.bytes) <= room * (1 + 1e-9)
+    legal &= mean(priced.waiting) <= host_budget(run)
+    return np.where(legal, mean(priced.seconds), np.inf)
 
 
 def _share(rich: np.ndarray, lean: np.ndarray, room: float, layers: int) -> np.ndarray:
@@ -199,12 +266,6 @@ def _share(rich: np.ndarray, lean: np.ndarray, room: float, layers: int) -> np.n
     saved = np.where(rich > lean, rich - lean, 1e-9)
     share = np.where(over <= 0, 0.0, np.minimum(over / saved, 2.0))
     return np.ceil(np.minimum(share, 2.0) * layers - 1e-9) / layers
-
-
-def _kinds(run: RunSpec, points: Points) -> tuple[list[Gradients], list[Offload]]:
-    pins = pins_of(run)
-    gradients: list[Gradients] = ["shard", "whole"] if pins.gradients is None else [pins.gradients]
-    return gradients, list(points.offloads)
 
 
 def _pairs(run: RunSpec) -> list[tuple[End, End]]:
@@ -250,13 +311,11 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
     shards, data = points.column("shard") * context, points.column("data")
     precision = precision_of(run)
     schedule = points.schedule, pipeline, points.accumulate, points.virtual
-    return Layouts(
+    plain = Layouts(
         tensor=tensor, pipeline=pipeline, virtual=points.virtual.astype(float), context=context,
         expert=points.column("expert") * tensor if run.model.experts else 1.0,
         data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards, micro_batch=points.micro.astype(float),
-        global_batch=float(run.train.global_batch), seq=float(run.train.seq_len), recompute=float(RECOMPUTES.index(end.recompute)),
-        keep_gathered=float(not end.reshard), gather_once=float(not end.reshard), reduce_once=float(gradients == "whole"),
-        offload=float(offload in ("optimizer", "both")), offload_activations=float(offload in ("activations", "both")),
+        global_batch=float(run.train.global_batch), seq=float(run.train.seq_len), recompute=0.0,
         ulysses=points.column("context_ulysses"),
         layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
         vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
@@ -269,18 +328,39 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
         shard_stride=points.column("shard stride"),
         replicate_stride=points.column("replicate stride"), pipeline_stride=points.column("pipeline stride"),
     )  # fmt: skip
+    return replace(plain, **_columns(end, gradients, offload))
+
+
+def _columns(end: End, gradients: Gradients, offload: Offload) -> dict[str, float]:
+    return {
+        "recompute": float(RECOMPUTES.index(end.recompute)), "keep_gathered": float(not end.reshard), "gather_once": float(not end.reshard),
+        "reduce_once": float(gradients == "whole"), "offload": float(offload in ("optimizer", "both")),
+        "offload_activations": float(_leaves(offload)),
+    }  # fmt: skip
+
+
+def _under(layout: Layouts, kinds: Sequence[Kind]) -> Layouts:
+    """The same points under every one of these: a row each, of what depends on that."""
+    rows = [_columns(*kind) for kind in kinds]
+    return replace(layout, **{name: np.array([row[name] for row in rows])[:, np.newaxis] for name in rows[0]})
+
+
+def _taken(layout: Layouts, rows: np.ndarray) -> Layouts:
+    """Some of the points."""
+    columns = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    return Layouts(
+        **{name: column[rows] if isinstance(column, np.ndarray) else column for name, column in columns.items()}
+    )
 
 
 def price(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a step, as plans are ranked by them, and bytes of the fullest rank, by the closed form."""
+    return _seconds(pricing, layout), _memory(run, layout)
+
+
+def _seconds(pricing: Pricing, layout: Layouts) -> np.ndarray:
     handicap = np.where(np.asarray(layout.offload_activations) > 0, AWAY, 1.0)
-    return np.asarray(_cost(pricing, layout).seconds) * handicap, _memory(run, layout)
-
-
-def _on_host(run: RunSpec, pricing: Pricing, layout: Layouts) -> np.ndarray:
-    """Bytes of one host's memory that all its devices take."""
-    each = waiting_bytes(pricing.shape, layout, owned_params(pricing.shape, layout))
-    return run.cluster.gpus_per_node * np.asarray(each)
+    return np.asarray(_cost(pricing, layout).seconds) * handicap
 
 
 def _cost(pricing: Pricing, layout: Layouts) -> StepCost:

@@ -60,7 +60,7 @@ def _strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
     """By stage and unit."""
     rows = []
     for stage in stages_of(plan, layers):
-        blocks = [plan.strategy(layer, layers) for layer in stage]
+        blocks = list(plan.strategies(layers)[stage.start : stage.stop])
         rows.append([*blocks[: stage.start == 0], *blocks, *blocks[len(blocks) - (stage.stop == layers) :]])
     return rows
 
@@ -82,7 +82,7 @@ def _built(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> S
     return build(name, ranks, micro_batches, stages_per_rank)
 
 
-@lru_cache(maxsize=8)  # plans that the planner plays one after another often differ in what a schedule does not say
+@lru_cache(maxsize=16)  # plans that the planner plays one after another often differ in what a schedule does not say
 def _expanded(
     name: str,
     ranks: int,

@@ -59,8 +59,8 @@ class _Rank:
     gathers: dict[tuple[int, int], Way] = field(default_factory=dict)
     """Gathers that compute has not waited for yet, by stage and unit."""
     reductions: list[Way] = field(default_factory=list)
-    alone: set[int] = field(default_factory=set)
-    """Places of actions whose gradients are reduced before their unit makes more, so that there is nothing to add them to."""
+    sums: dict[int, float] = field(default_factory=dict)
+    """Seconds of adding an action's gradients to those before, by its place; none where they are reduced before their unit makes more."""
     busy: list[Busy] = field(default_factory=list)
     """Collectives that may still slow compute down."""
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
@@ -80,7 +80,7 @@ class _Simulation:
         self.ranks = [_Rank(number) for number in range(schedule.ranks)]
         if timing.accumulate:
             for mine in self.ranks:
-                mine.alone = made_alone(schedule, mine.number)
+                mine.sums = sums_of(schedule, timing, mine.number)
         self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.messages: dict[tuple[bool, int, int], Way] = {}
         self.waiting: dict[tuple[bool, int, int], int] = {}
@@ -166,16 +166,12 @@ class _Simulation:
 
     def _copies(self, mine: _Rank, action: Action) -> float:
         """Seconds in which compute copies gathered weights out, and adds new gradients to those before."""
-        seconds, timing = 0.0, self.timing
+        seconds, timing = mine.sums.get(mine.place, 0.0), self.timing
         if mine.gathers:
             for part in action.parts:
                 used = part.kind != "backward_weight" and mine.gathers.pop((part.stage, part.unit or 0), None)
                 if used and timing.copy_out:
                     seconds += timing.copy_out[part.stage][part.unit or 0]
-        if timing.accumulate and mine.place not in mine.alone:
-            made = [part for part in action.parts if makes_gradients(self.schedule, part)]
-            rows = [(timing.accumulate[part.stage], part.unit) for part in made]
-            seconds += sum(sum(row) if unit is None else row[unit] for row, unit in rows)
         return seconds
 
     def _wait(self, mine: _Rank, ways: list[Way]) -> float:
@@ -305,16 +301,20 @@ def makes_gradients(schedule: Schedule, part: Action) -> bool:
     return part.kind in ("backward", "backward_weight")
 
 
-def made_alone(schedule: Schedule, rank: int) -> set[int]:
-    """Places in a rank's row of actions whose gradients are reduced before their unit makes more."""
-    found: set[int] = set()
+def sums_of(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
+    """By place in a rank's row, seconds in which an action's gradients are added to those before: all that are made, but for those of an
+    action whose gradients are reduced before any of its units makes more."""
+    found: dict[int, float] = {}
+    alone: set[int] = set()
     since: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, action in enumerate(schedule.actions[rank]):
         if action.kind == "reduce_grad":
             places = since.pop((action.stage, action.unit or 0), [])
-            found.update(places if len(places) == 1 else ())
+            alone.update(places if len(places) == 1 else ())
         elif action.kind in COMPUTE:
             for part in action.parts:
                 if makes_gradients(schedule, part):
+                    row = timing.accumulate[part.stage]
+                    found[place] = found.get(place, 0.0) + (sum(row) if part.unit is None else row[part.unit])
                     since[part.stage, part.unit or 0].append(place)
-    return found
+    return {place: seconds for place, seconds in found.items() if place not in alone}

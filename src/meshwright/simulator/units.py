@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
-from meshwright.costs.step import context_traffic, step_cost
+from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
 from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Plan, Recompute
 
@@ -49,6 +49,8 @@ class UnitCosts:
     def __init__(self, model: ModelSpec, plan: Plan, priced: Pricing, *, tied_apart: bool = False) -> None:
         self.model, self.plan, self.priced = model, plan, priced
         self._tied_apart = tied_apart
+        named = {one: replace(one, range="all") for one in plan.layers}
+        self._strategies = [named[one] for one in plan.strategies(model.layers)]
         self._blocks: dict[tuple[Recompute, bool, bool], Seconds] = {}
         self._counts: dict[Unit, int] = {}
         self._first: dict[tuple[bool, LayerStrategy], int] = {}
@@ -75,16 +77,16 @@ class UnitCosts:
         """The first block of the unit's kind and strategy, or the end itself: they cost the same."""
         if isinstance(unit, str):
             return unit
-        kind = self.model.routed(unit), replace(self._strategy(unit), range="all")
+        kind = self.model.routed(unit), self._strategy(unit)
         return self._first.setdefault(kind, unit)
 
     def compute(self, unit: Unit) -> Seconds:
         """Arithmetic of one micro-batch."""
         if unit == "embed":
-            both = number(self._times("none").embed) * self.jitter
+            both = number(self._ends.embed) * self.jitter
             return Seconds(both / 3, 0.0, both * 2 / 3)
         if unit == "head":  # its forward makes its gradients too (kernels.loss)
-            return Seconds(number(self._times("none").head) * self.jitter, 0.0, 0.0)
+            return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
         strategy = self._strategy(unit)
         kind = strategy.recompute, strategy.offload in ("activations", "both"), self.model.routed(unit)
         if kind not in self._blocks:
@@ -202,8 +204,7 @@ class UnitCosts:
 
     def _strategy(self, unit: Unit) -> LayerStrategy:
         """The strategy of a block, or of the one beside an end."""
-        layers = self.model.layers
-        return self.plan.strategy({"embed": 0, "head": layers - 1}[unit] if isinstance(unit, str) else unit, layers)
+        return self._strategies[{"embed": 0, "head": -1}[unit] if isinstance(unit, str) else unit]
 
     def _over_shards(self, unit: Unit, width: int, *, copied: bool = False) -> float:
         """Seconds to gather or scatter a unit of `width` bytes an element: its experts among the ranks that each is split over."""
@@ -248,8 +249,10 @@ class UnitCosts:
         shared = unit == "head" and self.model.tied and self._tied_apart
         return total + (self.model.vocab_size * self.model.hidden if shared else 0)
 
-    def _times(self, mode: Recompute) -> LayerTime:
-        return layer_times(self.priced.shape, self.priced.machine, self._lone(mode), self.priced.constants)
+    @cached_property
+    def _ends(self) -> LayerTime:
+        """Of these the embedding's and the head's count."""
+        return layer_times(self.priced.shape, self.priced.machine, self._lone("none"), self.priced.constants)
 
     def _of_kind(self, routed: bool) -> Shape:
         """The model with all its blocks of one kind."""
@@ -271,8 +274,11 @@ class UnitCosts:
 
     def _block(self, mode: Recompute, offloaded: bool, routed: bool) -> Seconds:
         shape, lone, machine, k = self._of_kind(routed), self._lone(mode), self.priced.machine, self.priced.constants
-        times, cost = layer_times(shape, machine, lone, k), step_cost(shape, machine, lone, k)
-        tensor, context, expert = (number(cost.exposed[axis]) for axis in ("tensor", "context", "expert"))
+        times = layer_times(shape, machine, lone, k)
+        inside = waits(shape, machine, lone, k, times)
+        tensor, context, expert, host = (
+            number(one) for one in (inside.tensor, inside.context, inside.expert, inside.host)
+        )
         forward = number(times.forward)
         # Repeating the forward repeats its two collectives; tokens go to their experts and back in either direction.
         forward += tensor * (1 / 3 if mode in REPEATING else 1 / 2)
@@ -280,7 +286,6 @@ class UnitCosts:
         forward += expert * (1 / 3 if mode in REPEATING else 1 / 2)
         work = number(times.forward + times.backward) + tensor + context + expert
         backward = work - forward
-        host = number(cost.host) - number(k.host_micro_us) * 1e-6
         apart = self.jitter / self.model.layers
         each = (work + host) / work * apart
         weight = min(self._weight_products(routed) * self.model.layers, backward)

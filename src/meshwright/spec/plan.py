@@ -7,7 +7,7 @@ before a run starts (`planner.candidate.untrainable`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Literal, get_args
 
 from meshwright.spec.fields import Bound
@@ -235,7 +235,11 @@ class Plan:
 
     def strategy(self, layer: int, layers: int) -> LayerStrategy:
         """The strategy of block `layer` in a model of `layers` blocks."""
-        return next(s for s in self.layers if layer in layer_range(s.range, layers))
+        return self.strategies(layers)[layer]
+
+    def strategies(self, layers: int) -> tuple[LayerStrategy, ...]:
+        """Of every block of a model of `layers`."""
+        return _by_layer(self.layers, layers)
 
     def strategy_of(self, parameter: str, layers: int) -> LayerStrategy:
         """The strategy of a parameter by its name: its block's; the embedding has the first block's, what follows the blocks the last's."""
@@ -304,6 +308,12 @@ class PlanPins:
 
 
 @cache
+@lru_cache(maxsize=256)  # the planner asks layer by layer
+def _by_layer(kinds: tuple[LayerStrategy, ...], layers: int) -> tuple[LayerStrategy, ...]:
+    ranges = [(layer_range(one.range, layers), one) for one in kinds]
+    return tuple(next(one for held, one in ranges if layer in held) for layer in range(layers))
+
+
 def layer_range(text: str, layers: int) -> range:
     """The layers that `all`, `N` or `FIRST-LAST` names in a model of `layers` blocks.
 
