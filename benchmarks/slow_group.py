@@ -1,12 +1,16 @@
 """`meshwright train` on a cluster whose last ranks are slower: every block they run is drawn out by a calibrated spin.
 
-    python benchmarks/slow_group.py --from-rank 2 --slower 1.5 benchmarks/llama3-8b.yaml --runs runs --fresh plan.pipeline=2 …
+    python benchmarks/slow_group.py --from-rank 2 benchmarks/llama3-8b.yaml --runs runs --fresh name=alike plan.pipeline=2 …
+    python benchmarks/slow_group.py --from-rank 2 --slower 1.5 --like alike benchmarks/llama3-8b.yaml --runs runs --fresh plan.pipeline=2 …
 
 It plays a group of older chips on a host of like ones (Holmes's test, arXiv 2312.03549), for benchmarks only. After a block's forward, and
-before its backward, a kernel spins on the compute stream for (slower - 1) times what the block itself takes there, by CUDA events. The
-spin is fitted during the first steps: --warm blocks run as they are, then rounds of --round blocks adjust it. What was reached is written
-to RUN/slowed-rank-N.json with the times, and the run goes on spinning by the last round's cycles. Where backward is split, all of
-its spin is in the part that makes the input's gradient; the head and the embedding are not slowed.
+before its backward, a kernel spins on the compute stream until the block has taken --slower times what one took on that rank in the run
+--like (first command), by CUDA events. A chip that may spin has power to spare, and its products go a tenth faster: without --like, a
+block takes --slower times what it takes then, which is less.
+
+The spin is fitted during the first steps: --warm blocks run as they are, then rounds of --round blocks adjust it. What was reached is
+written to RUN/slowed-rank-N.json with the times, and the run goes on spinning by the last round's cycles. Where backward is split,
+all of its spin is in the part that makes the input's gradient; the head and the embedding are not slowed.
 
 --tcp-links takes NVLink and shared memory from the same ranks: they talk TCP to one another too.
 """
@@ -50,7 +54,7 @@ def main() -> None:
     prepared = prepare_run(run, options.runs, fresh=options.fresh, profile=None, note=say)
     announce(prepared.assignment, prepared.resumes)
     slow = {"from_rank": options.from_rank, "slower": options.slower, "tcp_links": options.tcp_links}
-    slow |= {"warm": options.warm, "round": options.round}
+    slow |= {"warm": options.warm, "round": options.round, "like": options.like and str(options.runs / options.like)}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
     arguments = [str(prepared.folder / "assignment.json"), json.dumps(slow)]
     threads = max(1, min(8, (os.cpu_count() or 1) // run.cluster.gpus_per_node))
@@ -61,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--from-rank", type=int, required=True, help="the first slow rank; those after it are slow too")
     found.add_argument("--slower", type=float, default=1.0, help="what a slow block takes over what it would take")
+    found.add_argument(
+        "--like", metavar="NAME", help="a run in --runs without --slower: what blocks take that are not slowed"
+    )
     found.add_argument("--tcp-links", action="store_true", help="slow ranks reach one another over TCP only")
     found.add_argument("--warm", type=int, default=200, help="blocks run before the first round")
     found.add_argument("--round", type=int, default=64, help="blocks of one round")
@@ -76,10 +83,10 @@ def be_rank() -> None:
     if rank >= slow["from_rank"]:
         if slow["tcp_links"]:
             os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-        if slow["slower"] > 1:
-            file = Path(assignment.folder) / f"slowed-rank-{rank}.json"
-            spin = Spin(slow, assignment.run.cluster.is_cpu, file)
-            apply.wrap_blocks = slowed(apply.wrap_blocks, spin)  # pyrefly: ignore [bad-assignment]  # names of the arguments
+        name = f"slowed-rank-{rank}.json"
+        like = json.loads((Path(slow["like"]) / name).read_text(encoding="utf-8"))["own_ms"] if slow["like"] else None
+        spin = Spin(slow, assignment.run.cluster.is_cpu, Path(assignment.folder) / name, like)
+        apply.wrap_blocks = slowed(apply.wrap_blocks, spin)  # pyrefly: ignore [bad-assignment]  # names of the arguments
     worker.main(Path(sys.argv[1]))
 
 
@@ -97,8 +104,8 @@ def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable
 class Spin:
     """The spin of one rank: two lengths, fitted to what a block takes forward and backward."""
 
-    def __init__(self, slow: dict[str, Any], cpu: bool, file: Path) -> None:
-        self.slower, self.file = slow["slower"], file
+    def __init__(self, slow: dict[str, Any], cpu: bool, file: Path, like: dict[str, float] | None = None) -> None:
+        self.slower, self.file, self.like = slow["slower"], file, like
         self.clock: HostClock | DeviceClock = HostClock() if cpu else DeviceClock()
         self.amount = {"forward": 0.0, "backward": 0.0}
         self.marks: dict[str, list[list[Any]]] = {"forward": [], "backward": []}
@@ -144,14 +151,21 @@ class Spin:
         self.rounds, self.left = self.rounds + 1, self.round
         for marks in self.marks.values():
             marks.clear()
+        like = self.like or own
         if self.rounds > ROUNDS:
-            ratio = {way: (own[way] + spun[way]) / own[way] for way in own}
-            facts = {"rank": int(os.environ["RANK"]), "wanted": self.slower, "reached": ratio, "own_ms": own}
+            ratio = {way: (own[way] + spun[way]) / like[way] for way in own}
+            facts = {
+                "rank": int(os.environ["RANK"]),
+                "wanted": self.slower,
+                "reached": ratio,
+                "own_ms": own,
+                "like_ms": self.like,
+            }
             self.file.write_text(json.dumps(facts | {"spun_ms": spun}), encoding="utf-8")
             return
         for way in own:
             rate = self.amount[way] / spun[way] if self.amount[way] else self.clock.per_ms
-            self.amount[way] = (self.slower - 1) * own[way] * rate
+            self.amount[way] = max(0.0, self.slower * like[way] - own[way]) * rate
 
 
 def middle(rows: list[list[float]], place: int) -> float:
