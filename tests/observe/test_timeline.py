@@ -289,7 +289,16 @@ def test_communication_is_timed_on_the_streams_that_carry_it(tmp_path: Path, lay
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     (tmp_path / "run.yaml").write_text(RUN)
-    words = ["cluster.gpus_per_node=2", "plan.micro_batch=1", *layout, "--timeline", "4:5", "--runs", str(tmp_path)]
+    words = [
+        "cluster.gpu=H200",
+        "cluster.gpus_per_node=2",
+        "plan.micro_batch=1",
+        *layout,
+        "--timeline",
+        "4:5",
+        "--runs",
+        str(tmp_path),
+    ]
     command = [sys.executable, "-m", "meshwright", "train", str(tmp_path / "run.yaml"), *words]
     subprocess.run(command, check=True, timeout=300)
     found = json.loads((tmp_path / "run" / "timelines" / "steps-4-5.summary.json").read_text())
