@@ -89,7 +89,7 @@ def test_compiled_blocks_equal_plain_ones() -> None:
     torch._dynamo.utils.counters.clear()
     # torch 2.11 compiles no attention of fp64 on a processor: it declares the log-sum to be fp32 there.
     exact = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
-    dtype, bounds = (torch.float64, (1e-9, 1e-12)) if exact else (torch.float32, (1e-4, 1e-6))
+    dtype, bounds = (torch.float64, (1e-9, 1e-12)) if exact else (torch.float32, (1e-4, 1e-5))
     plain = loss_and_gradients(None, dtype)
     compiled = loss_and_gradients(plan("selective", compiled=True), dtype)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
