@@ -77,23 +77,18 @@ class Swept:
     """Points and strategies that were priced, or told by a bound not to be among the best."""
 
 
-def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: int, prune: bool = True) -> Swept:
-    """The `best` points that fit `room` bytes by the closed form. Without `prune` every strategy of every point is priced.
-
-    Empty when no point fits.
-    """
+def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: int) -> Swept:
+    """The `best` points that fit `room` bytes by the closed form; empty when none does."""
     bound, ways = _fastest(run, pricing, points), _ways(run, points)
     order = np.argsort(bound, kind="stable")
     found = _Best(best)
     priced = len(points)
     for start in range(0, len(order), BATCH):
         batch = order[start : start + BATCH]
-        if prune and found.full and bound[batch[0]] * SAFETY > found.worst:
+        if found.full and bound[batch[0]] * SAFETY > found.worst:
             break
         batch = batch[_least(run, points.take(batch)) <= room]
-        rows, strategies, seconds = _weighed(
-            run, pricing, points.take(batch), room, ways, found.worst if prune else np.inf
-        )
+        rows, strategies, seconds = _weighed(run, pricing, points.take(batch), room, ways, found.worst)
         found.add(batch[rows], strategies, seconds)
         priced += len(batch) * len(ways.strategies)
     rows, strategies, seconds = found.sorted()
