@@ -1,0 +1,65 @@
+"""The group of slow ranks that a benchmark plays: what its blocks take over what they would take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.slow_group import ROUNDS, Spin
+
+
+class Clock:
+    """Time that only blocks and spins make pass; a spin of one cycle takes `per_cycle` ms."""
+
+    per_ms = 1.0
+
+    def __init__(self, per_cycle: float) -> None:
+        self.now, self.per_cycle = 0.0, per_cycle
+
+    def stamp(self) -> float:
+        return self.now
+
+    def spin(self, cycles: float) -> None:
+        self.now += cycles * self.per_cycle
+
+    def apart(self, marks: list[float]) -> list[float]:
+        return [later - sooner for sooner, later in zip(marks, marks[1:], strict=False)]
+
+
+class Block(nn.Module):
+    """Takes `times` ms forward and backward; less while its rank spins, as a chip with power to spare."""
+
+    def __init__(self, clock: Clock, times: tuple[float, float], spin: Spin) -> None:
+        super().__init__()
+        self.clock, self.times, self.of = clock, times, spin
+
+    def passes(self, way: int) -> None:
+        spins = self.of.amount["forward"] > 0
+        self.clock.now += self.times[way] * (0.8 if spins else 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes(0)
+        y = x * 2
+        y.register_hook(lambda gradient: self.passes(1))
+        return y
+
+
+@pytest.mark.parametrize("like", [None, {"forward": 4.0, "backward": 10.0}])
+def test_blocks_reach_the_times_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, like: Any) -> None:
+    monkeypatch.setenv("RANK", "3")
+    spin = Spin({"slower": 1.5, "warm": 4, "round": 4}, True, tmp_path / "slowed.json", like)
+    clock = spin.clock = Clock(0.25)  # type: ignore[assignment]
+    block = Block(clock, (4.0, 10.0), spin)
+    spin.surround(block)
+    for _ in range(4 * (ROUNDS + 1)):
+        block(torch.ones(2, requires_grad=True)).sum().backward()
+    said = json.loads((tmp_path / "slowed.json").read_text())
+    assert said["rank"] == 3 and said["own_ms"] == pytest.approx({"forward": 3.2, "backward": 8.0})
+    assert said["reached"] == pytest.approx({"forward": 1.5, "backward": 1.5})
+    whole = {way: said["own_ms"][way] + said["spun_ms"][way] for way in said["own_ms"]}
+    assert whole == pytest.approx({"forward": 6.0, "backward": 15.0} if like else {"forward": 4.8, "backward": 12.0})
