@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from benchmarks.slow_group import ROUNDS, Spin
+from torch import nn
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
         self.now += cycles * self.per_cycle
 
     def apart(self, marks: list[float]) -> list[float]:
-        return [later - sooner for sooner, later in zip(marks, marks[1:], strict=False)]
+        return [later - sooner for sooner, later in pairwise(marks)]
 
 
 class Block(nn.Module):
