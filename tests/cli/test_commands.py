@@ -230,3 +230,8 @@ def test_damage_is_named_with_file_and_byte(finished: Path, tmp_path: Path) -> N
         assert meshwright(command[0], run, *command[1:], "--json").code == 0
     answer = meshwright("eval", file.parent, "--json")
     assert answer.code == 4 and answer.json["ok"] is False and "is damaged" in answer.json["error"]
+
+
+def test_a_command_that_is_not_there_brings_the_nearest_once() -> None:
+    answer = meshwright("trian")
+    assert answer.code == 2 and answer.err.count("Did you mean 'train'?") == 1

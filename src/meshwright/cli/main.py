@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -34,6 +35,8 @@ def app_for(words: Sequence[str]) -> typer.Typer:
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
         add_completion=False,
+        # Typers that bring a click of their own leave it to themselves to suggest; click 8.4 does it too.
+        suggest_commands=find_spec("typer._click") is not None,
     )
     app.callback()(_root)
     for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
