@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.slow_group import ROUNDS, Spin
+from benchmarks.slow_group import ROUNDS, HostClock, Spin
 from torch import nn
 
 
-class Clock:
-    """Time that only blocks and spins make pass; a spin of one cycle takes `per_cycle` ms."""
+class Clock(HostClock):
+    """Time that only blocks and spins make pass; spins are `late` times as long as asked for."""
 
-    per_ms = 1.0
-
-    def __init__(self, per_cycle: float) -> None:
-        self.now, self.per_cycle = 0.0, per_cycle
+    def __init__(self, late: float) -> None:
+        self.now, self.late = 0.0, late
 
     def stamp(self) -> float:
-        return self.now
+        return self.now / 1e3
 
-    def spin(self, cycles: float) -> None:
-        self.now += cycles * self.per_cycle
-
-    def apart(self, marks: list[float]) -> list[float]:
-        return [later - sooner for sooner, later in pairwise(marks)]
+    def spin(self, milliseconds: float) -> None:
+        self.now += milliseconds * self.late
 
 
 class Block(nn.Module):
@@ -53,7 +47,7 @@ class Block(nn.Module):
 def test_blocks_reach_the_times_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, like: Any) -> None:
     monkeypatch.setenv("RANK", "3")
     spin = Spin({"slower": 1.5, "warm": 4, "round": 4}, True, tmp_path / "slowed.json", like)
-    clock = spin.clock = Clock(0.25)  # type: ignore[assignment]
+    clock = spin.clock = Clock(0.25)
     block = Block(clock, (4.0, 10.0), spin)
     spin.surround(block)
     for _ in range(4 * (ROUNDS + 1)):

@@ -279,6 +279,7 @@ RUN = """
 model: {family: llama, layers: 4, hidden: 1024, heads: 8, kv_heads: 8, ffn_hidden: 4096, max_seq_len: 1024}
 data: {mix: stdlib}
 train: {steps: 6, global_batch: 8, seq_len: 1024, learning_rate: 1e-3, warmup_steps: 1, validate_batches: 1}
+cluster: {gpu: H200, gpus_per_node: 2}
 checkpoint: {at_end: false}
 """
 
@@ -289,16 +290,7 @@ def test_communication_is_timed_on_the_streams_that_carry_it(tmp_path: Path, lay
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     (tmp_path / "run.yaml").write_text(RUN)
-    words = [
-        "cluster.gpu=H200",
-        "cluster.gpus_per_node=2",
-        "plan.micro_batch=1",
-        *layout,
-        "--timeline",
-        "4:5",
-        "--runs",
-        str(tmp_path),
-    ]
+    words = ["plan.micro_batch=1", *layout, "--timeline", "4:5", "--runs", str(tmp_path)]
     command = [sys.executable, "-m", "meshwright", "train", str(tmp_path / "run.yaml"), *words]
     subprocess.run(command, check=True, timeout=300)
     found = json.loads((tmp_path / "run" / "timelines" / "steps-4-5.summary.json").read_text())

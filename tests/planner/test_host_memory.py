@@ -13,7 +13,7 @@ from meshwright.planner.candidate import HOST_HEADROOM, fits, host_budget, host_
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.search import search
 from meshwright.planner.space import points
-from meshwright.planner.sweep import PLAIN, End, layouts
+from meshwright.planner.sweep import PLAIN, layouts
 from meshwright.simulator.of_plan import host_bytes, priced_or_refused
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.load import load_run
@@ -76,7 +76,7 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
     for row in range(len(space)):
         plan = plan_at(run, space, row, strategy, None)
         priced = priced_or_refused(run.model, run.train, plan, run.cluster)
-        layout = layouts(run, space, End(False, "none"), "shard", offload)
+        layout = layouts(run, space, strategy.layer(strategy.rich))
         each = waiting_bytes(priced.shape, layout, owned_params(priced.shape, layout))
         waiting = run.cluster.gpus_per_node * np.broadcast_to(np.asarray(each), len(space))[row]
         # The closed form takes the first rank for all (under 1F1B the second holds half as many micro-batches) and stages for equal.

@@ -13,13 +13,13 @@ from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
-from meshwright.planner.sweep import PLAIN, End, layouts, price, recomputes, sweep
+from meshwright.planner.sweep import PLAIN, bytes_of_rank, layouts, ranked_seconds, recomputes, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import RECOMPUTES, Offload, PlanPins, Recompute
+from meshwright.spec.plan import RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
@@ -87,11 +87,13 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
     modes = recomputes(run)
     reshards = (False, True) if pins.reshard is None else (pins.reshard,)
     offloads: tuple[Offload, ...] = ("none", "activations", "optimizer", "both")
-    for gradients, offload in product(("shard", "whole"), offloads):
-        ends = {
-            (reshard, mode): price(run, priced, layouts(run, space, End(reshard, mode), gradients, offload))
-            for reshard, mode in product(reshards, modes)
-        }
+    sums: tuple[Gradients, ...] = ("shard", "whole")
+    for gradients, offload in product(sums, offloads):
+        ends = {}
+        for reshard, mode in product(reshards, modes):
+            layer = LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=offload)
+            layout = layouts(run, space, layer)
+            ends[reshard, mode] = ranked_seconds(priced, layout), bytes_of_rank(run, layout)
         for (one, first), (other, second) in product(ends.items(), ends.items()):
             # Layers differ in one thing at a time; a line is the same from either end.
             if (one[0] != other[0]) + (one[1] != other[1]) > 1 or one[0] > other[0]:

@@ -35,7 +35,7 @@ def app_for(words: Sequence[str]) -> typer.Typer:
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
         add_completion=False,
-        # Typers that bring a click of their own leave it to themselves to suggest; click 8.4 does it too.
+        # click 8.4 suggests by itself; the click inside of newer typers leaves it to them.
         suggest_commands=find_spec("typer._click") is not None,
     )
     app.callback()(_root)

@@ -136,10 +136,10 @@ def memory_by_rank(
 
 def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
-    if not any(map(_steps_away, plan.layers)):
+    if not any(layer.optimizer_away for layer in plan.layers):
         return 0.0
     away = sum(
-        row.count for row in parameters(model) if _steps_away(plan.strategy_of(row.name, model.layers))
+        row.count for row in parameters(model) if plan.strategy_of(row.name, model.layers).optimizer_away
     ) * plan.axis_size("replicate")
     return away * state_bytes(plan.precision) / nodes
 
@@ -210,34 +210,26 @@ def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Arra
 
 def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int], *, away: bool = False) -> float:
     strategies, kept = plan.strategies(model.layers), _keeping(model, plan)
-    elements = sum(kept(layer, strategies[layer].recompute) for layer in layers if _waits(strategies[layer]) == away)
+    elements = sum(
+        kept(layer, strategies[layer].recompute) for layer in layers if strategies[layer].activations_away == away
+    )
     return _tokens(train, plan) * elements * bytes_of(plan.precision.compute)
 
 
 def _keeping(model: ModelSpec, plan: Plan) -> Callable[[int, Recompute], float]:
     """Says how many elements of one token a block keeps; counted once for blocks alike."""
     spread, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
-    known = dict[tuple[bool, Recompute, Linear], float]()
+    known = dict[tuple[bool, Recompute, Linear | None], float]()
 
     def kept(layer: int, mode: Recompute) -> float:
-        linear = strategies[layer].linear or plan.precision.linear
-        kind = model.routed(layer), mode, linear
+        kind = model.routed(layer), mode, strategies[layer].linear
         if kind not in known:
+            low = low_share(plan.precision, plan.linear(layer, model.layers))
             travelled = travelled_per_token(model, layer, mode, spread)
-            known[kind] = kept_per_token(model, layer, mode, low_share(plan.precision, linear)) + travelled
+            known[kind] = kept_per_token(model, layer, mode, low) + travelled
         return known[kind]
 
     return kept
-
-
-def _waits(strategy: LayerStrategy) -> bool:
-    """Whether a layer's activations wait in host memory."""
-    return strategy.offload in ("activations", "both")
-
-
-def _steps_away(strategy: LayerStrategy) -> bool:
-    """Whether the state of a layer's optimizer is in host memory."""
-    return strategy.offload in ("optimizer", "both")
 
 
 def _tokens(train: TrainSpec, plan: Plan) -> float:
@@ -320,7 +312,7 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
     waiting = [
         size * kept(layer, strategy.recompute)
         for layer, strategy in zip(part.layers, strategies, strict=True)
-        if _waits(strategy)
+        if strategy.activations_away
     ]
     working = max(
         made_per_token(model, layer) + (strategy.recompute != "none" and kept(layer, "none"))
@@ -328,9 +320,9 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
     )
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
     whole = shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16"
-    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if _steps_away(s))
-    host += part.head * _steps_away(every[-1])
-    host += (part.ends - part.head) * _steps_away(every[0])
+    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_away)
+    host += part.head * every[-1].optimizer_away
+    host += (part.ends - part.head) * every[0].optimizer_away
     piled = accumulate if plan.layered else 0
     staying = LAYERS_STAYING + (plan.axis_size("pipeline") > 1)
     once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1

@@ -195,7 +195,7 @@ def experts_over(plan: Plan) -> int:
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
     """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
     counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
-    layouts = [replace(priced.layout, **_strategy(layer)) for layer in counts]
+    layouts = [replace(priced.layout, **strategy_columns(layer)) for layer in counts]
     costs = [step_cost(priced.shape, priced.machine, layout, priced.constants, filled) for layout in layouts]
     shares = [count / model.layers for count in counts.values()]
 
@@ -210,15 +210,15 @@ def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, 
     return StepCost(**plain, exposed={axis: mean([cost.exposed[axis] for cost in costs]) for axis in costs[0].exposed})
 
 
-def _strategy(layer: LayerStrategy) -> dict[str, float]:
+def strategy_columns(layer: LayerStrategy) -> dict[str, float]:
     """What a strategy sets in a layout."""
     return {
         "recompute": float(RECOMPUTES.index(layer.recompute)),
         "keep_gathered": float(not layer.reshard),
         "gather_once": float(not layer.reshard),
         "reduce_once": float(layer.gradients == "whole"),
-        "offload": float(layer.offload in ("optimizer", "both")),
-        "offload_activations": float(layer.offload in ("activations", "both")),
+        "offload": float(layer.optimizer_away),
+        "offload_activations": float(layer.activations_away),
     }
 
 
@@ -250,7 +250,7 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
         exchanged=float(plan.reduce_engine == "exchange"),
         tokens_copied=float(plan.tensor_engine == "copy"), state_bytes=state_bytes(plan.precision),
-        **_strides(plan), **_strategy(plan.layers[0]),
+        **_strides(plan), **strategy_columns(plan.layers[0]),
     )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def _away(
     return {
         name: masters[id(weight)] if leaves else None
         for name, weight in model.named_parameters()
-        if plan.strategy_of(name, model.spec.layers).offload in ("optimizer", "both")
+        if plan.strategy_of(name, model.spec.layers).optimizer_away
     }
 
 

@@ -95,7 +95,7 @@ def _block_unit(
 
 
 def _offloads(model: Decoder, plan: Plan, layer: int) -> bool:
-    return plan.strategy(layer, model.spec.layers).offload in ("activations", "both")
+    return plan.strategy(layer, model.spec.layers).activations_away
 
 
 def _ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit]:

@@ -89,7 +89,7 @@ def untrainable(plan: Plan) -> str | None:
 
 def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
     """What of a layer's offload cannot be trained: the optimizer waits for the whole step, and goes with everything."""
-    if layer.offload in ("activations", "both"):
+    if layer.activations_away:
         if entry_of(plan.schedule.name).splits_backward:
             # Inputs of the products stay on the device for the weight gradients, however long those are put off.
             yield f"offload {layer.offload} under {plan.schedule.name}, which puts weight gradients off"

@@ -15,7 +15,7 @@ from meshwright.planner.candidate import Candidate, compiles, fits, over_by_rank
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
-from meshwright.planner.sweep import End, Strategy
+from meshwright.planner.sweep import Strategy
 from meshwright.simulator.of_plan import timing_of
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
@@ -59,7 +59,7 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         ),
         schedule=with_stages(run, SCHEDULES[points.schedule[row]], pipeline, int(points.virtual[row]), used),
         experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
-        layers=pins.layers or (_layer("all", strategy.rich, strategy),),
+        layers=pins.layers or (strategy.layer(strategy.rich),),
         precision=precision_of(run),
         gather_engine="copy" if points.column("copied")[row] else "kernel",
         reduce_engine=pins.reduce_engine or "kernel",
@@ -220,11 +220,5 @@ def _ranges(layers: int, lean: Callable[[int], bool], strategy: Strategy) -> tup
         members = list(run_of)
         ends = f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])
         text = "all" if len(members) == layers else ends
-        found.append(_layer(text, strategy.lean if kind else strategy.rich, strategy))
+        found.append(strategy.layer(strategy.lean if kind else strategy.rich, text))
     return tuple(found)
-
-
-def _layer(text: str, end: End, strategy: Strategy) -> LayerStrategy:
-    return LayerStrategy(
-        range=text, reshard=end.reshard, gradients=strategy.gradients, recompute=end.recompute, offload=strategy.offload
-    )

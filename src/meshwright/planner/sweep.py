@@ -19,7 +19,7 @@ from meshwright.costs.footprint import planned
 from meshwright.costs.idle import fill
 from meshwright.costs.inputs import Layouts
 from meshwright.costs.memory import bytes_of, formats
-from meshwright.costs.of_plan import Pricing, gathered_bytes, state_bytes
+from meshwright.costs.of_plan import Pricing, gathered_bytes, state_bytes, strategy_columns
 from meshwright.costs.offload import waiting_bytes
 from meshwright.costs.step import StepCost, owned_params, step_cost
 from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
@@ -29,7 +29,7 @@ from meshwright.schedules.in_flight import in_flight
 from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import flops_per_token
-from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, Offload, PlanPins, Recompute
+from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
 
 BATCH = 512
@@ -57,9 +57,13 @@ class Strategy:
     gradients: Gradients = "shard"
     offload: Offload = "none"
 
+    def layer(self, end: End, text: str = "all") -> LayerStrategy:
+        """One of its ends, for the layers that `text` names."""
+        return LayerStrategy(
+            range=text, reshard=end.reshard, gradients=self.gradients, recompute=end.recompute, offload=self.offload
+        )
 
-Kind = tuple[End, Gradients, Offload]
-"""How all layers are treated."""
+
 AWAY = 1.01
 """What activations in host memory count: a plan without them that is as fast, as far as a prediction tells, has no memory to pin in its
 first step, which takes minutes for hundreds of gigabytes."""
@@ -138,19 +142,21 @@ class _Best:
 
 def _fastest(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
     """For every point, seconds that no strategy beats."""
-    cost = _cost(pricing, layouts(run, points, End(reshard=False, recompute=recomputes(run)[0]), "whole", "none"))
+    richest = LayerStrategy(reshard=False, recompute=recomputes(run)[0], gradients="whole")
+    cost = _cost(pricing, layouts(run, points, richest))
     return cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer)
 
 
 def _least(run: RunSpec, points: Points) -> np.ndarray:
     """For every point, bytes that no strategy undercuts."""
     end, gradients, _ = _leanest(run, points.offloads)
-    layout = layouts(run, points, end, gradients, "none")
     # Recomputing may need more than it saves: a block's activations whole, of a rank that has few. So may an optimizer in host memory:
     # room for its chunks.
-    leanest = product(recomputes(run), points.offloads)
-    kinds = [(End(end.reshard, mode), gradients, offload) for mode, offload in leanest]
-    return _memory(run, _under(layout, kinds)).min(axis=0)
+    kinds = [
+        LayerStrategy(reshard=end.reshard, recompute=mode, gradients=gradients, offload=offload)
+        for mode, offload in product(recomputes(run), points.offloads)
+    ]
+    return bytes_of_rank(run, _under(layouts(run, points, kinds[0]), kinds)).min(axis=0)
 
 
 def _leanest(run: RunSpec, offloads: tuple[Offload, ...]) -> tuple[End, Gradients, Offload]:
@@ -160,10 +166,10 @@ def _leanest(run: RunSpec, offloads: tuple[Offload, ...]) -> tuple[End, Gradient
 
 @dataclass(frozen=True)
 class _Ways:
-    """The strategies that are tried, and the ways to treat all layers that they mix."""
+    """The strategies that are tried, and what a layer may be under them."""
 
     strategies: tuple[Strategy, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerStrategy, ...]
     rich: np.ndarray
     """By strategy, the place of its ends among the kinds."""
     lean: np.ndarray
@@ -174,19 +180,11 @@ def _ways(run: RunSpec, points: Points) -> _Ways:
     strategies: list[Strategy] = []
     kept: tuple[Gradients, ...] = ("shard", "whole") if pins.gradients is None else (pins.gradients,)
     for gradients, offload in product(kept, points.offloads):
-        # Among what candidate.untrainable lets through.
-        eager = points.trainable and _leaves(offload) and not compiles(run) and pins.recompute is None
-        possible = [pair for pair in pairs if not (eager and CHOOSING & {end.recompute for end in pair})]
-        strategies += [Strategy(rich, lean, gradients, offload) for rich, lean in possible]
-    ends = [[(end, one.gradients, one.offload) for end in (one.rich, one.lean)] for one in strategies]
+        strategies += [Strategy(rich, lean, gradients, offload) for rich, lean in pairs]
+    ends = [[one.layer(one.rich), one.layer(one.lean)] for one in strategies]
     kinds = tuple(dict.fromkeys(kind for pair in ends for kind in pair))
     rich, lean = np.array([[kinds.index(kind) for kind in pair] for pair in ends]).T
     return _Ways(tuple(strategies), kinds, rich, lean)
-
-
-def _leaves(offload: Offload) -> bool:
-    """Whether activations wait in host memory."""
-    return offload in ("activations", "both")
 
 
 def _weighed(
@@ -194,8 +192,8 @@ def _weighed(
 ) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
     """The points, by place, of which a strategy may take less than `worst` seconds, and each one's fastest and its seconds: infinite where
     none fits."""
-    plain = layouts(run, points, PLAIN.rich, "shard", "none")
-    seconds, able = _seconds(pricing, _under(plain, ways.kinds)), _able(run, points, ways.kinds)
+    plain = layouts(run, points, ways.kinds[0])
+    seconds, able = ranked_seconds(pricing, _under(plain, ways.kinds)), _able(run, points, ways.kinds)
     # A mixture takes as long as the faster of its ends at least.
     near = np.flatnonzero(np.min(seconds, axis=0, where=able, initial=np.inf) < worst)
     if not len(near):
@@ -207,20 +205,25 @@ def _weighed(
     return near, [ways.strategies[one] for one in best], mixed[best, np.arange(len(near))]
 
 
-def _able(run: RunSpec, points: Points, kinds: Sequence[Kind]) -> np.ndarray:
+def _able(run: RunSpec, points: Points, kinds: Sequence[LayerStrategy]) -> np.ndarray:
     """By kind and point, whether that is not another under a second name, or what this release does not train."""
     pins = pins_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     many = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
     splits = np.isin(points.schedule, SPLITTING)
     able = np.ones((len(kinds), len(points)), bool)
-    for row, (end, gradients, offload) in zip(able, kinds, strict=True):
-        if end.reshard and pins.reshard is None:
+    for row, kind in zip(able, kinds, strict=True):
+        if kind.reshard and pins.reshard is None:
             row &= sharded
-        if gradients == "whole" and pins.gradients is None:
+        if kind.gradients == "whole" and pins.gradients is None:
             row &= sharded & many  # reduced once a step in any case
-        if points.trainable and _leaves(offload) and pins.schedule is None:
+        if not (points.trainable and kind.activations_away):
+            continue
+        # Among what candidate.untrainable lets through.
+        if pins.schedule is None:
             row &= ~splits
+        if pins.recompute is None and not compiles(run):
+            row &= kind.recompute not in CHOOSING
     return able
 
 
@@ -238,7 +241,7 @@ class _Priced:
 def _held(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of the fullest rank, and of one host's memory that all its devices take."""
     each = waiting_bytes(pricing.shape, layout, owned_params(pricing.shape, layout))
-    return _memory(run, layout), run.cluster.gpus_per_node * np.asarray(each)
+    return bytes_of_rank(run, layout), run.cluster.gpus_per_node * np.asarray(each)
 
 
 def _mixed(run: RunSpec, priced: _Priced, ways: _Ways, room: float) -> np.ndarray:
@@ -300,17 +303,17 @@ def _attends_long(run: RunSpec) -> bool:
     return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.25 * others
 
 
-def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offload: Offload) -> Layouts:
-    """The cost model's columns for `points` with one strategy for all layers."""
+def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
+    """The cost model's columns for `points` with all layers as `layer` is."""
     pipeline, tensor, context = points.column("pipeline"), points.column("tensor"), points.column("context")
     shards, data = points.column("shard") * context, points.column("data")
     precision = precision_of(run)
     schedule = points.schedule, pipeline, points.accumulate, points.virtual
-    plain = Layouts(
+    return Layouts(
         tensor=tensor, pipeline=pipeline, virtual=points.virtual.astype(float), context=context,
         expert=points.column("expert") * tensor if run.model.experts else 1.0,
         data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards, micro_batch=points.micro.astype(float),
-        global_batch=float(run.train.global_batch), seq=float(run.train.seq_len), recompute=0.0,
+        global_batch=float(run.train.global_batch), seq=float(run.train.seq_len),
         ulysses=points.column("context_ulysses"),
         layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
         vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
@@ -322,21 +325,13 @@ def layouts(run: RunSpec, points: Points, end: End, gradients: Gradients, offloa
         ring_stride=points.column("ring stride"), ulysses_stride=points.column("ulysses stride"),
         shard_stride=points.column("shard stride"),
         replicate_stride=points.column("replicate stride"), pipeline_stride=points.column("pipeline stride"),
+        **strategy_columns(layer),
     )  # fmt: skip
-    return replace(plain, **_columns(end, gradients, offload))
 
 
-def _columns(end: End, gradients: Gradients, offload: Offload) -> dict[str, float]:
-    return {
-        "recompute": float(RECOMPUTES.index(end.recompute)), "keep_gathered": float(not end.reshard), "gather_once": float(not end.reshard),
-        "reduce_once": float(gradients == "whole"), "offload": float(offload in ("optimizer", "both")),
-        "offload_activations": float(_leaves(offload)),
-    }  # fmt: skip
-
-
-def _under(layout: Layouts, kinds: Sequence[Kind]) -> Layouts:
+def _under(layout: Layouts, kinds: Sequence[LayerStrategy]) -> Layouts:
     """The same points under every one of these: a row each, of what depends on that."""
-    rows = [_columns(*kind) for kind in kinds]
+    rows = [strategy_columns(kind) for kind in kinds]
     return replace(layout, **{name: np.array([row[name] for row in rows])[:, np.newaxis] for name in rows[0]})
 
 
@@ -348,12 +343,8 @@ def _taken(layout: Layouts, rows: np.ndarray) -> Layouts:
     )
 
 
-def price(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a step, as plans are ranked by them, and bytes of the fullest rank, by the closed form."""
-    return _seconds(pricing, layout), _memory(run, layout)
-
-
-def _seconds(pricing: Pricing, layout: Layouts) -> np.ndarray:
+def ranked_seconds(pricing: Pricing, layout: Layouts) -> np.ndarray:
+    """Seconds of a step by the closed form, as plans are ranked by them."""
     handicap = np.where(np.asarray(layout.offload_activations) > 0, AWAY, 1.0)
     return np.asarray(_cost(pricing, layout).seconds) * handicap
 
@@ -362,7 +353,8 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
     return step_cost(pricing.shape, pricing.machine, layout, pricing.constants)
 
 
-def _memory(run: RunSpec, layout: Layouts) -> np.ndarray:
+def bytes_of_rank(run: RunSpec, layout: Layouts) -> np.ndarray:
+    """Bytes of the fullest rank by the closed form."""
     precision, engine = precision_of(run), pins_of(run).reduce_engine or "kernel"
     numbers = formats(run.train, precision, cpu=run.cluster.is_cpu, reduce_engine=engine, added=layout.added_up)
     numbers = replace(numbers, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied)

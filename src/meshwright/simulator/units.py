@@ -88,7 +88,7 @@ class UnitCosts:
         if unit == "head":  # its forward makes its gradients too (kernels.loss)
             return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
         strategy = self._strategy(unit)
-        kind = strategy.recompute, strategy.offload in ("activations", "both"), self.model.routed(unit)
+        kind = strategy.recompute, strategy.activations_away, self.model.routed(unit)
         if kind not in self._blocks:
             self._blocks[kind] = self._block(*kind)
         return self._blocks[kind]
@@ -179,7 +179,7 @@ class UnitCosts:
     def optimizer(self, units: Sequence[Unit]) -> float:
         """Seconds of a rank's update of `units`; the state of those in host memory comes and goes meanwhile."""
         machine, k = self.priced.machine, self.priced.constants
-        away = [self._strategy(unit).offload in ("optimizer", "both") for unit in units]
+        away = [self._strategy(unit).optimizer_away for unit in units]
         here, there = (
             sum(self.owned(u) for u, left in zip(units, away, strict=True) if left is side) for side in (False, True)
         )

@@ -92,6 +92,16 @@ class LayerStrategy:
     linear: Linear | None = None
     """Number format of these layers' matrix products, where it is not `precision.linear`: `compute` keeps sensitive ones out of fp8."""
 
+    @property
+    def activations_away(self) -> bool:
+        """Whether activations wait in host memory."""
+        return self.offload in ("activations", "both")
+
+    @property
+    def optimizer_away(self) -> bool:
+        """Whether the optimizer's state is in host memory."""
+        return self.offload in ("optimizer", "both")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -307,13 +317,13 @@ class PlanPins:
     """`torch.compile` for each block."""
 
 
-@cache
 @lru_cache(maxsize=256)  # the planner asks layer by layer
 def _by_layer(kinds: tuple[LayerStrategy, ...], layers: int) -> tuple[LayerStrategy, ...]:
     ranges = [(layer_range(one.range, layers), one) for one in kinds]
     return tuple(next(one for held, one in ranges if layer in held) for layer in range(layers))
 
 
+@cache
 def layer_range(text: str, layers: int) -> range:
     """The layers that `all`, `N` or `FIRST-LAST` names in a model of `layers` blocks.
 
