@@ -97,7 +97,7 @@ def sharded(
     """The same steps as the trainer runs them; `factor` is a deliberate error in the token count."""
     from meshwright.data.loader import MicroBatch
     from meshwright.optim.adamw import AdamW
-    from meshwright.optim.clip import clip_gradients
+    from meshwright.optim.clip import clip_factor, gradient_norm
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
@@ -119,10 +119,10 @@ def sharded(
             batches = [replace(batch, positions=None, documents=None) for batch in batches]
         valid = count_valid(batches, 0, mesh)[0] * factor
         loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
-        mine, copies = local_gradients(model, engine.copied)
-        norm = clip_gradients(mine, CLIP, mesh.one_copy, copies)
-        gradients = {name: whole(name, weight.grad, spec, mesh) for name, weight in model.named_parameters()}
-        optimizer.step(RATE, norm)
+        norm = gradient_norm(local_gradients(model, engine.copied), mesh.one_copy, mesh.device)
+        clip = clip_factor(norm, CLIP)
+        gradients = {name: whole(name, weight.grad, spec, mesh) * clip for name, weight in model.named_parameters()}
+        optimizer.step(RATE, norm, clip)
         # The last ones alone: a wrong update shows in them and in the gradients between.
         last = {name: weight.detach() for name, weight in model.named_parameters()} if step + 1 == steps else {}
         weights = {name: whole(name, weight, spec, mesh) for name, weight in last.items()}

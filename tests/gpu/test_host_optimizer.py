@@ -14,7 +14,7 @@ from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
 from tests.gpu.test_offload import BOUND, RUN, peak
 
 from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
-from meshwright.optim.fused import MOMENTS, Coefficients
+from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
 from meshwright.optim.host import MASTER, HostAdamW
 from meshwright.spec.load import load_resolved
 from meshwright.spec.model import parameter_count
@@ -36,7 +36,8 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
     """Over many steps one behind another, none waited for, of which one is skipped."""
     truth, parts = drawn(0), drawn(0)
     here = {name: part.to(torch.bfloat16) for name, part in parts.items()} if masters else parts
-    plain = torch.optim.AdamW(list(truth.values()), lr=1e-3, betas=BETAS, eps=EPSILON, weight_decay=0.1, fused=True)
+    held = {moment: {name: torch.zeros_like(weight) for name, weight in truth.items()} for moment in MOMENTS}
+    counts = [new_count(torch.device("cuda")) for _ in truth]
     release = {name: (lambda copy=copy: copy) for name, copy in here.items()} if masters else {}
     made = HostAdamW(parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON))
     made.leave()
@@ -46,14 +47,18 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
     for step in range(12):
         gradients = drawn(step + 1)
         skipped = step == 5
-        made.step(gradients, 1e-3, torch.full((), float(skipped), device="cuda"))
-        for name, gradient in gradients.items():
-            truth[name].grad = gradient
-        if not skipped:
-            plain.step()
+        factor, skip = (torch.full((), value, device="cuda") for value in (0.3, float(skipped)))
+        told = Told(1e-3, factor, skip)
+        made.step(gradients, told)
+        with counted(counts, skip):
+            both = (list(held[moment].values()) for moment in MOMENTS)
+            update(
+                list(truth.values()), list(gradients.values()), *both, counts, coefficients=Coefficients(BETAS, EPSILON),
+                weight_decay=0.1, told=told,
+            )  # fmt: skip
     for name, weight in truth.items():
         for moment in MOMENTS:
-            assert torch.equal(made.state(moment, name), plain.state[weight][moment].cpu()), (moment, name)
+            assert torch.equal(made.state(moment, name), held[moment][name].cpu()), (moment, name)
         assert torch.equal(here[name], weight.to(here[name].dtype)), name
         assert not masters or torch.equal(made.state(MASTER, name), weight.cpu()), name
 
@@ -71,11 +76,11 @@ def test_chunks_come_while_others_leave() -> None:
         ended.record()
         spans.append((lane, begun, ended))
 
-    gradient, skip = torch.ones_like(parts["weight"]), torch.zeros((), device="cuda")
-    made.step({"weight": gradient}, 1e-3, skip)
+    gradient, one = torch.ones_like(parts["weight"]), torch.ones((), device="cuda")
+    made.step({"weight": gradient}, Told(1e-3, one, 0 * one))
     torch.cuda.synchronize()
     start.record()
-    made.step({"weight": gradient}, 1e-3, skip, aside)
+    made.step({"weight": gradient}, Told(1e-3, one, 0 * one), aside)
     torch.cuda.synchronize()
     seen = {
         wanted: [

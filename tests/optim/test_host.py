@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.optim.fused import MOMENTS, Coefficients
+from meshwright.optim.fused import MOMENTS, Coefficients, Told
 from meshwright.optim.host import ALIGNED, MASTER, HostAdamW, lay_out
 
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
@@ -102,7 +102,8 @@ def differing(made: HostAdamW, here: dict[str, torch.Tensor], dtype: torch.dtype
 
 def run(made: HostAdamW, dtype: torch.dtype, skipped: int | None = None) -> None:
     for step in range(STEPS):
-        made.step(gradients(step, dtype), RATE, torch.tensor(float(step == skipped)))
+        skip = torch.tensor(float(step == skipped))
+        made.step(gradients(step, dtype), Told(RATE, torch.ones(()), skip))
 
 
 @pytest.mark.parametrize("chunk", [ALIGNED, 5 * ALIGNED, 1 << 20])
@@ -132,7 +133,7 @@ def test_copies_are_told_to_whoever_draws_them() -> None:
         return nullcontext()
 
     made, _ = away(torch.float32, 1 << 20, True)
-    made.step(gradients(0, torch.float32), RATE, torch.tensor(0.0), aside)
+    made.step(gradients(0, torch.float32), Told(RATE, torch.ones(()), torch.zeros(())), aside)
     assert sorted(told) == [(f"optimizer {n}", lane) for n in range(2) for lane in ("fetch", "offload")]
 
 

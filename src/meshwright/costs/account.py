@@ -107,6 +107,8 @@ class Held:
     """Tensor ranks."""
     hidden: Array
     vocab: Array
+    stays: Array
+    """1 when gradients stay as they are made (`spec.layout.gradients_stay`)."""
     piled: Array
     """Micro-batches whose gradients wait between two units: all of them in layered order, the head's also where all forwards come first."""
     piled_head: Array
@@ -180,8 +182,8 @@ def _first_backward(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
     waits = np.where(held.head >= held.ends, 0.0, 1 / held.shards)
     before = np.where((held.head > 0) | (held.messages < 0), 0.0, held.ends)
     # What an exchange brought is let go on its own stream, whose memory compute gets none of.
-    buffers = np.where(held.shards > 1, f.sent + f.received, f.reduce)
-    others = np.maximum(before, held.block) * (buffers + f.reduce / held.shards)
+    buffers = np.where(held.shards > 1, f.sent + f.received, np.where(held.stays > 0, 0.0, f.reduce))
+    others = np.maximum(before, held.block) * (buffers + np.where(held.stays > 0, f.compute, f.reduce) / held.shards)
     reduced = held.reduces * np.maximum(held.head * (buffers + waits * f.reduce), others)
     made = held.block * (f.compute + np.where(held.piled > 0, f.reduce, 0.0))
     return {
@@ -195,9 +197,10 @@ def _first_backward(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
 def _ended(held: Held, f: Formats) -> dict[str, Array]:
     """Gradients come as activations go, so a rank never holds all of both, unless earlier micro-batches left their sums."""
     unit = np.maximum(np.maximum(held.head, held.ends - held.head), held.block)
-    buffers = np.where(held.shards > 1, UNITS_IN_FLIGHT * f.sent + f.received, UNITS_IN_FLIGHT * f.reduce)
+    alone = np.where(held.stays > 0, 0.0, UNITS_IN_FLIGHT * f.reduce)
+    buffers = np.where(held.shards > 1, UNITS_IN_FLIGHT * f.sent + f.received, alone)
     return {
-        "gradients": held.owned * (f.stored + f.travelling),
+        "gradients": held.owned * (np.where(held.stays > 0, f.compute, f.stored) + f.travelling),
         "gathered": held.gathers * unit * (f.compute + buffers) + _buffers(held, f, 0.0 * held.last),
         "activations": f.workspace + 0.0 * held.alive,
         "logits": 0.0 * held.alive,

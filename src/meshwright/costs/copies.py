@@ -43,7 +43,8 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     summed = np.where(exchanged, np.where(whole, WIDE, NARROW) + TOTAL / layout.shards, 0.0)
     shard = np.where(once | casts_once, 0.0, SHARD / layout.shards)
     laid = np.where(exchanged & ~whole, SENT, IN) * (1 + (1 / CHUNKED - 1) * (1 - routed / weights))
-    into = np.where(alone, np.where(casts_once & ~once, ADD, IN), laid) + k.side_copies * (lone + summed + shard)
+    own = np.where(casts_once & layout.gradients_stay(shape.tied), 0.0, np.where(casts_once & ~once, ADD, IN))
+    into = np.where(alone, own, laid) + k.side_copies * (lone + summed + shard)
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
     each = (1 - kept) * gathers * out + np.where(once, np.where(several, ADD, 0.0), into)

@@ -63,7 +63,8 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, head: float, *, last: b
         last=np.where((loss > 0) & ~shared, loss, block), sums=np.where((piled > 0) | (m <= 1), 0.0, sums),
         reduces=np.where(~whole | (lone & ~forwards_first) | (piled > 0), 1.0, 0.0), away=layout.offload, layers=layers,
         alive=alive * kept, working=tokens * f.compute * working, tokens=tokens, width=width, hidden=model.hidden,
-        vocab=model.vocab_size, piled=piled, piled_head=np.where(forwards_first, m, np.maximum(1.0, piled)),
+        vocab=model.vocab_size, stays=layout.gradients_stay(model.tied), piled=piled,
+        piled_head=np.where(forwards_first, m, np.maximum(1.0, piled)),
         messages=np.where(lone, -1.0, _sends(layout, last)),
     )  # fmt: skip
 

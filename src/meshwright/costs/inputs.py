@@ -189,6 +189,14 @@ class Layouts:
     def ranks(self) -> Array:
         return self.tensor * self.pipeline * self.context * self.data
 
+    def gradients_stay(self, tied: Array) -> Array:
+        """Where `spec.layout.gradients_stay`; `tied` as in `Shape`."""
+        return (
+            (self.micro_batches <= 1)
+            & (self.ranks == self.pipeline)
+            & ((np.asarray(self.pipeline) == 1) | (np.asarray(tied) == 0))
+        )
+
     @property
     def expert_shard(self) -> Array:
         """Ranks that the parameters of each expert are split over."""

@@ -19,7 +19,7 @@ from meshwright.costs.account import KINDS, LAYERS_STAYING, Formats, Held, accou
 from meshwright.costs.inputs import Array
 from meshwright.costs.of_plan import context_size, experts_over, shard_size, state_bytes
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import held_parameters, shard_rows, stage_table
+from meshwright.spec.layout import gradients_stay, held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
 from meshwright.spec.plan import (
     REPEATING,
@@ -334,7 +334,7 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
         "away": host / (sum(part.blocks) + part.ends),
         "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-staying:]),
         "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
-        "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled,
+        "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled, "stays": gradients_stay(model, plan),
         "piled_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }  # fmt: skip

@@ -16,6 +16,7 @@ from meshwright.costs.memory import added_up, bytes_of, sent_width
 from meshwright.costs.of_plan import context_size, experts_over, shard_size
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import gradients_stay
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
@@ -36,7 +37,6 @@ TOTAL = 4.0
 COMBINED = 2.0
 """The same, per element of the stream, of each routed row on its way from its expert's product into its token's sum, and of that sum. The
 way in is the product's own reading."""
-NORM_OF_GRADIENT = 4.0
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         elementwise_bytes=seen * _elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=seen * _rounded(model, plan) * ROUND,
         loss_bytes=seen * model.vocab_size * 2 * bytes_of(plan.precision.compute),
-        copy_bytes=owned * CAST + _summed_bytes(plan, held, owned),
+        copy_bytes=owned * CAST + _summed_bytes(model, plan, held, owned),
         parameters=owned,
-        norm_bytes=owned * NORM_OF_GRADIENT,
+        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_stay(model, plan) else plan.precision.stored),
         collectives=(
             *_weight_collectives(model, plan, dense, shard_size(plan)),
             *_weight_collectives(model, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
@@ -137,9 +137,11 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     )  # fmt: skip
 
 
-def _summed_bytes(plan: Plan, held: float, owned: float) -> float:
+def _summed_bytes(model: ModelSpec, plan: Plan, held: float, owned: float) -> float:
     """Brought to the format of their sum where kernels sum gradients. What came by an exchange is read, and its sum written; several
     micro-batches' gradients are in the wide format before."""
+    if gradients_stay(model, plan):
+        return 0.0
     if plan.reduce_engine == "kernel" or shard_size(plan) == 1:
         return held * SUM
     added = added_up(plan, plan.layers[0])

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) on one rank's shards, with torch's fused kernel.
+"""AdamW (Loshchilov & Hutter 2019) on one rank's shards.
 
 The moments exist from the start, so a checkpoint always has the same tensors. A step whose gradient norm is not finite is skipped on
 the device itself: no value is fetched to decide it. Parameters whose state waits in host memory are stepped by `optim.host`.
@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from meshwright.optim.fused import MOMENTS, Coefficients, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
 from meshwright.optim.host import MASTER, Aside, HostAdamW, Release
 from meshwright.optim.shards import like, local
 from meshwright.spec.job import TrainSpec
@@ -54,30 +54,33 @@ class AdamW:
         if self._host is not None:
             self._host.leave()
 
-    def step(self, learning_rate: float, norm: torch.Tensor, aside: Aside | None = None) -> None:
-        """One update at `learning_rate`, skipped on the device when `norm` (scalar) is not finite; gradients are then freed.
+    def step(self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, aside: Aside | None = None) -> None:
+        """One update at `learning_rate` by the gradients times `factor` (scalar, on the device), skipped there when `norm` (scalar) is not
+        finite; gradients are then freed.
 
         `aside` makes the spans of copies to and from host memory.
         """
-        skip = (~norm.isfinite()).float()
+        told = Told(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
             name: local(parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
         }
         if self._host is not None:
             away = {name: gradient for name, gradient in gradients.items() if name not in self._here}
-            self._host.step(away, learning_rate, skip, aside)
-        self._step_here({name: gradients[name] for name in self._here if name in gradients}, learning_rate, skip)
+            self._host.step(away, told, aside)
+        self._step_here({name: gradients[name] for name in self._here if name in gradients}, told)
         self.zero_grad()
 
-    def _step_here(self, gradients: Mapping[str, torch.Tensor], learning_rate: float, skip: torch.Tensor) -> None:
+    def _step_here(self, gradients: Mapping[str, torch.Tensor], told: Told) -> None:
         held = (self._here, gradients, *(self._moments[moment] for moment in MOMENTS), self._counts)
-        with counted([self._counts[name] for name in gradients], skip):
+        with counted([self._counts[name] for name in gradients], told.skip):
             for weight_decay in dict.fromkeys(self._decays[name] for name in gradients):
                 names = [name for name in gradients if self._decays[name] == weight_decay]
                 update(
                     *([tensors[name] for name in names] for tensors in held),
-                    coefficients=self._coefficients, learning_rate=learning_rate, weight_decay=weight_decay, skip=skip,
-                )  # fmt: skip
+                    coefficients=self._coefficients,
+                    weight_decay=weight_decay,
+                    told=told,
+                )
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():

@@ -1,6 +1,6 @@
-"""AdamW's update (Loshchilov & Hutter 2019) by torch's fused kernel, one call for many tensors of one format and device.
+"""AdamW's update (Loshchilov & Hutter 2019), one call for many tensors of one format and device.
 
-The one place that calls the kernel: state that stays on the device and state that comes in chunks are stepped by the same arithmetic.
+The one place that steps: state that stays on the device and state that comes in chunks are stepped by the same arithmetic.
 """
 
 from __future__ import annotations
@@ -21,6 +21,15 @@ class Coefficients:
 
     betas: tuple[float, float]
     epsilon: float
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one step is told. `factor` multiplies every gradient, and where `skip` is 1 nothing is stepped: both scalars on the device."""
+
+    learning_rate: float
+    factor: Tensor
+    skip: Tensor
 
 
 def new_count(device: torch.device) -> Tensor:
@@ -46,12 +55,44 @@ def update(
     counts: list[Tensor],
     *,
     coefficients: Coefficients,
-    learning_rate: float,
     weight_decay: float,
-    skip: Tensor,
+    told: Told,
 ) -> None:
-    """One update in place, to be called inside `counted`; where `skip` (scalar, on the device) is 1, none."""
+    """One update of contiguous tensors in place, to be called inside `counted`. Gradients may be narrower than the rest, and are of no use
+    afterwards.
+
+    On CUDA in fp32 one launch of a Triton kernel steps all tensors and clips on the way; elsewhere torch's fused kernel, after clipping.
+    """
+    for kind in dict.fromkeys(gradient.dtype for gradient in gradients):
+        rows = [row for row, gradient in enumerate(gradients) if gradient.dtype == kind]
+        held = ([tensors[row] for row in rows] for tensors in (weights, gradients, first, second, counts))
+        step = _fast if weights[0].is_cuda and weights[0].dtype == torch.float32 else _plain
+        step(*held, coefficients=coefficients, weight_decay=weight_decay, told=told)
+
+
+def _fast(
+    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
+    coefficients: Coefficients, weight_decay: float, told: Told,
+) -> None:  # fmt: skip
+    from meshwright.optim.fused_triton import fused_update
+
+    beta1, beta2 = coefficients.betas
+    steps = torch.stack(counts).double()
+    rates = torch.stack([told.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()])
+    fused_update(
+        weights, gradients, first, second, rates.float(), factor=told.factor.float(), skip=told.skip, betas=coefficients.betas,
+        epsilon=coefficients.epsilon, kept=1 - told.learning_rate * weight_decay,
+    )  # fmt: skip
+
+
+def _plain(
+    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
+    coefficients: Coefficients, weight_decay: float, told: Told,
+) -> None:  # fmt: skip
+    kind = weights[0].dtype
+    wide = [gradient.to(kind) for gradient in gradients]
+    torch._foreach_mul_(wide, told.factor.to(kind))
     torch._fused_adamw_(
-        weights, gradients, first, second, [], counts, lr=learning_rate, beta1=coefficients.betas[0], beta2=coefficients.betas[1],
-        weight_decay=weight_decay, eps=coefficients.epsilon, amsgrad=False, maximize=False, found_inf=skip,
+        weights, wide, first, second, [], counts, lr=told.learning_rate, beta1=coefficients.betas[0], beta2=coefficients.betas[1],
+        weight_decay=weight_decay, eps=coefficients.epsilon, amsgrad=False, maximize=False, found_inf=told.skip,
     )  # fmt: skip

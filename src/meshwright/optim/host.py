@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
-from meshwright.optim.fused import MOMENTS, Coefficients, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
 from meshwright.spec.errors import OutOfResources
 
 MASTER = "weight"
@@ -131,16 +131,14 @@ class HostAdamW:
             self._at(MASTER, name).copy_(self._parts[name])
             self._here[name] = release().view(-1)
 
-    def step(
-        self, gradients: Mapping[str, Tensor], learning_rate: float, skip: Tensor, aside: Aside | None = None
-    ) -> None:
-        """One update of the parameters that have a gradient; none where `skip` (scalar, on the device) is 1."""
+    def step(self, gradients: Mapping[str, Tensor], told: Told, aside: Aside | None = None) -> None:
+        """One update of the parameters that have a gradient."""
         self._links.begin()
         for number in range(min(len(self._ring), len(self._chunks))):
             self._fetch(number, aside)
-        with counted([self._counts[name] for name in gradients], skip):
+        with counted([self._counts[name] for name in gradients], told.skip):
             for number, chunk in enumerate(self._chunks):
-                self._update(number, chunk, gradients, learning_rate, skip)
+                self._update(number, chunk, gradients, told)
                 self._send(number, aside)
                 if number + len(self._ring) < len(self._chunks):
                     self._fetch(number + len(self._ring), aside)
@@ -179,9 +177,7 @@ class HostAdamW:
     def _staged(self, number: int, kind: int) -> Tensor:
         return self._ring[number % len(self._ring), kind, : self._chunks[number].size]
 
-    def _update(
-        self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], learning_rate: float, skip: Tensor
-    ) -> None:
+    def _update(self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], told: Told) -> None:
         self._links.arrived(number)
         rows = [segment for segment in chunk.segments if segment.name in gradients]
         if not rows:
@@ -193,7 +189,7 @@ class HostAdamW:
         weights = masters[0] if masters else [_run(self._parts[row.name], row) for row in rows]
         update(
             weights, [_run(gradients[row.name], row) for row in rows], first, second, [self._counts[row.name] for row in rows],
-            coefficients=self._coefficients, learning_rate=learning_rate, weight_decay=chunk.weight_decay, skip=skip,
+            coefficients=self._coefficients, weight_decay=chunk.weight_decay, told=told,
         )  # fmt: skip
         if masters:
             torch._foreach_copy_([_run(self._here[row.name], row) for row in rows], weights)

@@ -30,17 +30,15 @@ def like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def local_gradients(
     model: nn.Module, copied: Mapping[str, Sequence[range]] = MappingProxyType({})
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's part of every gradient that is there; apart, in the second list, the rows of it that `copied` lists by parameter."""
+) -> list[torch.Tensor]:
+    """This rank's part of every gradient that is there, but for the rows that `copied` lists by parameter."""
     counted: list[torch.Tensor] = []
-    copies: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
         part, start = local(parameter.grad), 0
         for rows in copied.get(name, ()):
             counted.append(part[start : rows.start])
-            copies.append(part[rows.start : rows.stop])
             start = rows.stop
         counted.append(part[start:])
-    return counted, copies
+    return counted

@@ -190,11 +190,18 @@ class ShardedUnit:
 
 
 class LoneUnit(ShardedUnit):
-    """A unit that one rank has to itself: one pass over the weights, and one over their gradients.
+    """A unit that one rank has to itself: one pass over the weights, and none over gradients that nothing is added to.
 
-    FSDP2 casts the weights and then copies what it cast, and it casts the gradients, divides them by one and copies the quotient: 20 bytes
-    a parameter more, 3% of a 3B model's step on an H200.
+    FSDP2 casts the weights and then copies what it cast, and it casts the gradients, divides them by one and copies the quotient: 26 bytes
+    a parameter more, 4% of a 3B model's step on an H200. With `final` nothing is added to the gradients of one backward, and they stay as
+    they were made: a wider format would hold the same numbers.
     """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision, places: int = 1, *, final: bool
+    ) -> None:
+        super().__init__(modules, mesh, precision, places)
+        self._final = final
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -228,9 +235,11 @@ class LoneUnit(ShardedUnit):
             if kept is not None:
                 kept.to_local().add_(whole)
                 continue
-            if whole.dtype != parameter.orig_dtype or not whole.is_contiguous():
-                fresh.append((torch.empty(whole.shape, dtype=parameter.orig_dtype, device=whole.device), whole))
+            stays = whole.dtype if self._final else parameter.orig_dtype
+            if whole.dtype != stays or not whole.is_contiguous():
+                fresh.append((torch.empty(whole.shape, dtype=stays, device=whole.device), whole))
                 whole = fresh[-1][0]
+            parameter.sharded_param.grad_dtype = whole.dtype
             parameter.sharded_param.grad = parameter.to_sharded_dtensor(whole)
         if fresh:
             _cast(*zip(*fresh, strict=True))

@@ -18,8 +18,8 @@ from meshwright.parallel.experts import SpreadExperts
 from meshwright.parallel.fsdp import LoneUnit, ShardedUnit
 from meshwright.parallel.joint import JointUnit
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.layout import Division, held_shape
-from meshwright.spec.model import parameters
+from meshwright.spec.layout import Division, gradients_stay, held_shape
+from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 
 Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
@@ -68,7 +68,7 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     ends = _ends(model, plan, mesh.shards)
     # Collective over all ranks, so also on those whose layers are all dense.
     spread = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
-    blocks = {name: _block_unit(block, plan, mesh.shards, spread) for name, block in model.layers.items()}
+    blocks = {name: _block_unit(block, model.spec, plan, mesh.shards, spread) for name, block in model.layers.items()}
     rows = []
     for stage in stages:
         row = [
@@ -84,14 +84,14 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
 
 
 def _block_unit(
-    block: nn.Module, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None
+    block: nn.Module, spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None
 ) -> ShardedUnit | JointUnit:
     """A block's unit; experts that are spread over ranks are sharded by themselves, over those that hold the same ones."""
     spread = [module for module in block.modules() if isinstance(module, SpreadExperts)]
     if not spread or expert_shards is None:
-        return _unit([block], plan, shards)
+        return _unit([block], spec, plan, shards)
     # What is inside first: the unit around it then leaves it alone.
-    return JointUnit([_unit(spread, plan, expert_shards), _unit([block], plan, shards)])
+    return JointUnit([_unit(spread, spec, plan, expert_shards), _unit([block], spec, plan, shards)])
 
 
 def _offloads(model: Decoder, plan: Plan, layer: int) -> bool:
@@ -103,14 +103,17 @@ def _ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit
     front = [module for module in (model.embed, model.positions) if module is not None]
     back = [module for module in (model.norm, model.head) if module is not None]
     if front and back and model.spec.tied:
-        both = _unit([*front, *back], plan, mesh, places=2 if _has_front(model) else 1)
+        both = _unit([*front, *back], model.spec, plan, mesh, places=2 if _has_front(model) else 1)
         return {"embed": both, "head": both}
-    return {name: _unit(modules, plan, mesh) for name, modules in (("embed", front), ("head", back)) if modules}
+    return {
+        name: _unit(modules, model.spec, plan, mesh) for name, modules in (("embed", front), ("head", back)) if modules
+    }
 
 
-def _unit(modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, places: int = 1) -> ShardedUnit:
-    kind = ShardedUnit if mesh.size() > 1 else LoneUnit
-    return kind(modules, mesh, plan.precision, places)
+def _unit(modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, mesh: DeviceMesh, places: int = 1) -> ShardedUnit:
+    if mesh.size() > 1:
+        return ShardedUnit(modules, mesh, plan.precision, places)
+    return LoneUnit(modules, mesh, plan.precision, places, final=gradients_stay(spec, plan))
 
 
 def _has_front(model: Decoder) -> bool:

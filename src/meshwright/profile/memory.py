@@ -42,7 +42,7 @@ def adamw_rate(team: Team, clock: Clock, budget: float) -> float:
     def step() -> None:
         for parameter, gradient in zip(model, gradients, strict=True):
             parameter.grad = gradient
-        optimizer.step(1e-4, norm)
+        optimizer.step(1e-4, norm, norm)
 
     return size * count / clock.seconds(step, budget)
 

@@ -22,6 +22,7 @@ from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_wid
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
 from meshwright.costs.step import context_traffic, waits
+from meshwright.spec.layout import gradients_stay
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
 from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Plan, Recompute
 
@@ -150,6 +151,8 @@ class UnitCosts:
         precision, shards, sent = self.plan.precision, shard_size(self.plan), self._sent_width(unit)
         added = self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
         count, moved = self.count(unit), bytes_of(precision.compute) + sent
+        if self._casts_once and gradients_stay(self.model, self.plan):
+            return 0.0
         if self._casts_once:
             return self._moved(count * (moved + (sent if added else 0)))
         beside = 4.0 * sent if shards == 1 else 0.0  # a lone rank scales them into another buffer, and copies that

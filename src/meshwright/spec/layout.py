@@ -145,6 +145,12 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
     return table
 
 
+def gradients_stay(spec: ModelSpec, plan: Plan) -> bool:
+    """Whether gradients are final as a backward makes them: it is the step's only one, and no other rank's are added."""
+    depth = plan.axis_size("pipeline")
+    return plan.batch.accumulate == 1 and plan.ranks == depth and (depth == 1 or not spec.tied)
+
+
 @lru_cache(maxsize=1024)
 def balanced_stages(
     name: str, pipeline: int, layers: int, head: float, per_rank: int | None = None, speeds: tuple[float, ...] = ()

@@ -15,7 +15,7 @@ import torch
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.clip import clip_gradients
+from meshwright.optim.clip import clip_factor, gradient_norm
 from meshwright.optim.shards import local_gradients
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.executor import Closing
@@ -50,14 +50,13 @@ def train_step(
     valid = count_valid(micro_batches, stop_flag, mesh)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
-    def clip() -> None:
-        gradients, copies = local_gradients(engine.model, engine.copied)
-        norm.copy_(clip_gradients(gradients, clip_norm, mesh.one_copy, copies))
+    def measure() -> None:
+        norm.copy_(gradient_norm(local_gradients(engine.model, engine.copied), mesh.one_copy, mesh.device))
 
     def update() -> None:
-        optimizer.step(learning_rate, norm, recorder.aside if recorder.detail else None)
+        optimizer.step(learning_rate, norm, clip_factor(norm, clip_norm), recorder.aside if recorder.detail else None)
 
-    closing: Closing = {"norm_barrier": clip, "optim": update}
+    closing: Closing = {"norm_barrier": measure, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)
     routing = engine.executor.routing
     if routing is None:

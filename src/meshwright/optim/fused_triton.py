@@ -1,0 +1,90 @@
+"""The Triton kernel of `fused.update`; imported only where there is a CUDA device, as CPU builds of torch come without Triton.
+
+One launch steps tensors of any number and size: a table on the device tells their addresses, and the blocks of all of them are dealt out
+to programs that stay, so that a run of small tensors costs no launches and leaves no multiprocessor idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+PROGRAMS = 16
+"""Of each multiprocessor, four warps each: as many as fit."""
+VECTOR = 16
+"""Bytes that one lane loads at once from an address that is a multiple of them."""
+
+
+def fused_update(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], rates: Tensor, *,
+    factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, kept: float,
+) -> None:  # fmt: skip
+    """See `fused.update`. `rates` (2, tensors) holds the learning rate over the first bias correction and the root of the second's
+    inverse, `kept` what weight decay leaves of a weight; all tensors are contiguous, all gradients of one format, all else fp32."""
+    device = rates.device
+    blocks = [triton.cdiv(weight.numel(), BLOCK) for weight in weights]
+    programs = min(sum(blocks), PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
+    if not programs:
+        return
+    rows, aligned, before = [], True, 0
+    for count, *tensors in zip(blocks, weights, gradients, first, second, strict=True):
+        assert all(one.is_contiguous() for one in tensors)
+        places = [one.data_ptr() for one in tensors]
+        aligned = aligned and not any(place % VECTOR for place in places)
+        rows.append([*places, tensors[0].numel(), -before % programs])
+        before += count
+    # From pinned memory the copy is one more entry of the stream's queue; torch keeps the source until it is through.
+    table = torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
+    _step[(programs,)](
+        table, rates, factor, skip, len(rows), *betas, *(1 - beta for beta in betas), epsilon, kept, programs,
+        tl.bfloat16 if gradients[0].dtype == torch.bfloat16 else tl.float32, aligned, BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _step(
+    table, rates, factor, skip, rows, beta1, beta2, rest1, rest2, epsilon, kept, programs,
+    narrow: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
+    scale = tl.load(factor)
+    todo = tl.where(tl.load(skip) == 0, rows, 0)
+    lanes = tl.arange(0, block)
+    for row in range(todo):
+        entry = table + row * 6
+        weights, gradients, first, second = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+        if aligned:
+            weights, gradients = tl.multiple_of(weights, 16), tl.multiple_of(gradients, 16)
+            first, second = tl.multiple_of(first, 16), tl.multiple_of(second, 16)
+        weights = weights.to(tl.pointer_type(tl.float32))
+        gradients = gradients.to(tl.pointer_type(narrow))
+        first, second = first.to(tl.pointer_type(tl.float32)), second.to(tl.pointer_type(tl.float32))
+        size = tl.load(entry + 4)
+        rate, root = tl.load(rates + row), tl.load(rates + rows + row)
+        start = (tl.program_id(0) + tl.load(entry + 5)) % programs * block
+        for begin in range(start, size, programs * block):
+            index = begin + lanes
+            # Only a whole block is loaded in vectors.
+            if begin + block <= size:
+                _lanes(weights + index, gradients + index, first + index, second + index, None,
+                       scale, beta1, beta2, rest1, rest2, rate, root, epsilon, kept)  # fmt: skip
+            else:
+                _lanes(weights + index, gradients + index, first + index, second + index, index < size,
+                       scale, beta1, beta2, rest1, rest2, rate, root, epsilon, kept)  # fmt: skip
+
+
+@triton.jit
+def _lanes(
+    weights, gradients, first, second, inside, scale, beta1, beta2, rest1, rest2, rate, root, epsilon, kept
+) -> None:
+    gradient = tl.load(gradients, mask=inside).to(tl.float32) * scale
+    mean = beta1 * tl.load(first, mask=inside) + rest1 * gradient
+    square = beta2 * tl.load(second, mask=inside) + rest2 * gradient * gradient
+    weight = kept * tl.load(weights, mask=inside) - rate * mean / (tl.sqrt(square) * root + epsilon)
+    tl.store(first, mean, mask=inside)
+    tl.store(second, square, mask=inside)
+    tl.store(weights, weight, mask=inside)

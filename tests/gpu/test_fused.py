@@ -1,0 +1,90 @@
+"""On a real GPU the update's one launch equals its plain twin, whatever the tensors' sizes, places and formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.optim import fused
+from meshwright.optim.fused import Coefficients, Told, counted, new_count
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(1000, 1001), (37,), (0, 8), (4096, 512), (129,), (3, 5, 7), (1024,), (1025,)]
+STEPS = 6
+BOUND = 2e-6
+"""Relative to a tensor's largest number: fp32 in another order."""
+
+
+def drawn(seed: int, dtype: torch.dtype, shift: int) -> list[Tensor]:
+    """Each begins `shift` elements behind the place that an allocation begins at."""
+    draw = torch.Generator("cuda").manual_seed(seed)
+    found = []
+    for shape in SHAPES:
+        size = torch.Size(shape).numel()
+        found.append(torch.randn(shift + size, generator=draw, device="cuda").to(dtype)[shift:].view(shape))
+    return found
+
+
+def trained(step: Callable[..., None], made: torch.dtype, shift: int, skipped: int) -> list[list[Tensor]]:
+    """Weights and both moments after some steps; every parameter has seen another number of them."""
+    weights = drawn(0, torch.float32, shift)
+    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    counts = [new_count(torch.device("cuda")) for _ in weights]
+    torch._foreach_add_(counts, [torch.full((), float(row), device="cuda") for row in range(len(counts))])
+    for number in range(STEPS):
+        factor = torch.full((), 0.3 + number, device="cuda", dtype=torch.float64)
+        told = Told(1e-2, factor, torch.full((), float(number == skipped), device="cuda"))
+        with counted(counts, told.skip):
+            gradients = drawn(number + 1, made, shift)
+            step(
+                weights,
+                gradients,
+                *moments,
+                counts,
+                coefficients=Coefficients((0.9, 0.95), 1e-8),
+                weight_decay=0.1,
+                told=told,
+            )
+    return [weights, *moments]
+
+
+def apart(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
+    pairs = [(a, b) for kind, other in zip(mine, theirs, strict=True) for a, b in zip(kind, other, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if a.numel())
+
+
+@pytest.mark.parametrize("made", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize("skipped", [-1, 2])
+def test_one_launch_equals_its_plain_twin(made: torch.dtype, shift: int, skipped: int) -> None:
+    plain = trained(fused._plain, made, shift, skipped)
+    assert apart(trained(fused.update, made, shift, skipped), plain) < BOUND
+    assert apart(trained(fused.update, made, shift, 0), plain) > 1e-3, "another step is left out"
+
+
+def test_nothing_is_read_back() -> None:
+    """The host waits for nothing, and gives the device one kernel for all tensors."""
+    trained(fused.update, torch.bfloat16, 0, -1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step = fused.update
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            weights = [torch.zeros(100, device="cuda") for _ in range(300)]
+            rest = [[torch.zeros_like(weight) for weight in weights] for _ in range(3)]
+            counts = [new_count(torch.device("cuda")) for _ in weights]
+            one = torch.ones((), device="cuda")
+            step(
+                weights,
+                *rest,
+                counts,
+                coefficients=Coefficients((0.9, 0.95), 1e-8),
+                weight_decay=0.1,
+                told=Told(1e-2, one, 0 * one),
+            )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("_step" in event.name for event in seen.events()) == 1
