@@ -40,14 +40,14 @@ def fused_update(
         before += count
     # From pinned memory the copy is one more entry of the stream's queue; torch keeps the source until it is through.
     table = torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
-    _step[(programs,)](
+    _adamw[(programs,)](
         table, rates, factor, skip, len(rows), *betas, *(1 - beta for beta in betas), epsilon, kept, programs,
         tl.bfloat16 if gradients[0].dtype == torch.bfloat16 else tl.float32, aligned, BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _step(
+def _adamw(
     table, rates, factor, skip, rows, beta1, beta2, rest1, rest2, epsilon, kept, programs,
     narrow: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
 ) -> None:  # fmt: skip
