@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import yaml
+from sides import KERNELS
 
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
@@ -44,6 +45,10 @@ RESULTS = HERE / "results"
 MEASURED_PARTS = ("forward", "backward", "reduce", "optim", "host")
 
 
+CLIPPED = 9.6
+"""Bytes a parameter, at a copy's rate, of the pass over gradients that clipping was: 7.28 ms for 3.2e9 of them on an H200."""
+CHUNKED = 0.44
+"""`packing` of torch's kernel: 26.1 to 26.5 ms for 8.03e9 gradients on 4 H200s, in bf16 and fp8 steps (2026-11-22-four-gpus-H200.jsonl)."""
 WARM_UP = 4
 """Steps that a run's range leaves out."""
 
@@ -66,8 +71,8 @@ class Row:
     """The most that torch had allocated on a rank; none where the file says that its engine kept more than today's does."""
     phases: dict[str, float]
     """Of one step, on the device of rank 0."""
-    before: bool = False
-    """Whether it ran on the slower kernels of the first builds, before the loss's slope was one of them (its file's `older_kernels`)."""
+    kernels: int
+    """Which it ran on (its file's `kernels`, see `sides.KERNELS`)."""
 
     @property
     def label(self) -> str:
@@ -161,14 +166,17 @@ def fitted_on() -> frozenset[tuple[str, str]]:
 
 
 def kernels_of(row: Row, own: dict[str, Any] | None = None) -> AbstractContextManager[object]:
-    """A context in which the cost model has the kernels that `row` ran on: those of `own`, or of own.yaml, or the slower ones before,
-    under which a lone rank copied as all others do and a head's products could run unaligned."""
+    """A context in which the cost model has the kernels that `row` ran on: those of `own`, or of own.yaml, or the slower ones before."""
     own = own or yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
-    before = own["before"]
-    slow = before["slow"] if row.before else 1.0
+    before, stack = own["before"], dict(own["stack"])
+    slow = before["slow"] if row.kernels < 2 else 1.0
     measured = {chip: {**found, "slow": slow * found["slow"]} for chip, found in own["measured"].items()}
-    older = {"lone_copies": 1.0, "ragged_vocab": before["ragged_vocab"]}
-    stack = {**own["stack"], **older} if row.before else own["stack"]
+    if row.kernels < 2:
+        stack |= {"lone_copies": 1.0, "ragged_vocab": before["ragged_vocab"]}
+    if row.kernels < 3:
+        stack["update"] += CLIPPED
+    if row.kernels < 4:
+        stack["packing"] = CHUNKED
     table = with_own(_published(), {**own, "stack": stack, "measured": measured})
     return mock.patch.object(constants_module, "table", lambda: table)
 
@@ -248,7 +256,7 @@ def _rows_of(file: Path) -> Iterator[Row]:
             deviation=_deviation(found),
             allocated_bytes=None if kept.get("older_memory") else found["memory_allocated_peak_gib"] * 2**30,
             phases={part: found["phases"].get(part, 0.0) for part in MEASURED_PARTS},
-            before=kept.get("older_kernels", False),
+            kernels=kept.get("kernels", KERNELS),
         )
 
 
@@ -269,7 +277,7 @@ def _dense_rows(file: Path) -> Iterator[Row]:
             file=file.name, name=found["row"] + (f"-{found['pass']}" if found["pass"] > 1 else ""), run=run, plan=plan,
             seconds=found["step_seconds"], steps=tuple(steps), deviation=_deviation({"step_seconds_all": steps}),
             allocated_bytes=found["memory_allocated_peak_gib"] * 2**30,
-            phases={part: found["phases"].get(part, 0.0) for part in MEASURED_PARTS},
+            phases={part: found["phases"].get(part, 0.0) for part in MEASURED_PARTS}, kernels=session.get("kernels", KERNELS),
         )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from pathlib import Path
 from dense_rows import Row, Visit, read_rows, visits
 from dense_runs import LEAST_SECONDS, made, tell
 from dense_table import OURS, PEER, Line, show
-from sides import MESHWRIGHT, SAID, TORCHTITAN, run_logged
+from sides import KERNELS, MESHWRIGHT, SAID, TORCHTITAN, run_logged
 
 from meshwright.costs.work import step_work
 from meshwright.observe.environment import environment
@@ -123,7 +123,7 @@ def play(rows: list[Row], options: argparse.Namespace, book: Book) -> None:
         )
     session = time.strftime("%Y-%m-%dT%H:%M:%S")
     book.add(
-        {"kind": "session", "row": None, "date": session, "command": " ".join(sys.argv),
+        {"kind": "session", "row": None, "date": session, "command": " ".join(sys.argv), "kernels": KERNELS,
          "table": options.table.stem, "torchtitan": TORCHTITAN if has_peer else None, "environment": environment()}
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 from accuracy import Row, kernels_of, own_rows
+from sides import KERNELS
 
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN_FILE
@@ -33,7 +34,7 @@ GUESSES: dict[str, tuple[str, float, float]] = {
     "tail_us": ("measured", 2.0, 0.5), "hbm": ("measured", 0.883, 0.02), "link": ("measured", 0.69, 0.05),
     "start_us": ("stack", 120.0, 0.3), "passes": ("stack", 54.0, 0.3), "overlap_tax": ("stack", 0.72, 0.2),
     "side_copies": ("stack", 0.5, 0.4),
-    "step_ms": ("stack", 8.0, 0.3), "update": ("stack", 34.0, 0.15),
+    "step_ms": ("stack", 8.0, 0.3), "update": ("stack", 25.0, 0.15),
     "slow": ("before", 1.04, 0.02), "ragged_vocab": ("before", 5.0, 0.5),
     "net": ("stack", 0.75, 0.1), "net_sum": ("stack", 1.33, 0.15), "net_yield": ("stack", 0.47, 0.4),
 }  # fmt: skip
@@ -42,14 +43,14 @@ GUESSES: dict[str, tuple[str, float, float]] = {
 Guesses come from benchmarks/data/h200x8-*.json: matrix products at 671–676 TFLOP/s sustained and slower when small, cuDNN attention at 500
 TFLOP/s forward and backward together, copies at 4.24 of 4.8 TB/s, gathers and scatters by size over 2, 4 and 8 ranks, and 2.1 of the 2.9 ms
 of a gather that runs under products. `passes` and `tail_us` are torchtitan's; `ragged_vocab` and the `net` ones are read off phases.
-`slow` of `before` is no constant of the cost model: device time of the kernels that rows marked `older_kernels` ran on, over that of
-today's (the one configuration that ran on both took 0.580 and 0.560 s). Nor do heads of today's engine depend on `ragged_vocab`."""
+`slow` of `before` is no constant of the cost model: device time of the first kernels (`sides.KERNELS`) over that of today's (the one
+configuration that ran on both took 0.580 and 0.560 s). Nor do heads of today's engine depend on `ragged_vocab`."""
 MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, beside a row's own from step to step."""
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
 # On others the generation's row of constants.yaml holds, and `slow` is what makes the fitted runs right with hopper's row: a guess.
 # Set by hand, from runs named in docs/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes,
-# quantise, token_passes, net_ring. `before`: of the kernels that runs marked as older ran on.
+# quantise, token_passes, net_ring, packing. `before`: of the first kernels, that older runs ran on.
 """
 
 
@@ -168,7 +169,7 @@ def elsewhere(rows: Sequence[Row], own: dict[str, Any]) -> float:
         found = []
         for row in rows:
             with kernels_of(
-                replace(row, before=False), {**own, "measured": measured, "stack": {**own["stack"], "slow": 1.0}}
+                replace(row, kernels=KERNELS), {**own, "measured": measured, "stack": {**own["stack"], "slow": 1.0}}
             ):
                 priced = pricing(row.run.model, row.run.train, row.plan, row.run.cluster)
             assert priced is not None

@@ -104,3 +104,35 @@ def test_replicas_sum_in_the_format_asked_for(pool: Pool, kind: torch.dtype | No
         found = torch.cat([first, rest])
         assert torch.equal(found, exact) == (kind is None)
         assert torch.allclose(found, exact, rtol=1e-2)
+
+
+def tied_sums(world, ranks: int, micro: int) -> tuple[torch.Tensor, int]:
+    """The gradient that a bf16 step leaves of a table at both ends, and how many shared inputs of micro-batches are still there."""
+    from meshwright.data.loader import MicroBatch
+    from meshwright.events.span import NullRecorder
+    from meshwright.parallel import executor
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from tests.distributed.test_equality import BATCH, GPT, batch
+
+    chosen = plan(1, ranks, micro, compute="bf16")
+    engine = build_engine(GPT, chosen, build_mesh(chosen, world), loss_chunk=5, seed=0)
+    share = BATCH // ranks
+    mine = [tensor[world.rank * share : (world.rank + 1) * share].split(micro) for tensor in batch(0, GPT)]
+    batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+    play = executor._Play(engine.executor, engine.training, batches, NullRecorder(), torch.tensor(9.0), {})
+    play.row = tuple(action for action in play.row if action.kind not in ("norm_barrier", "optim"))
+    play.run()
+    for units in engine.executor.stages.values():
+        for unit in units:
+            unit.sharded.finish()
+    return engine.model.embed.weight.grad.full_tensor().float(), len(play.shared)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("micro", [2, 8])
+def test_both_ends_of_tied_weights_are_summed_in_the_format_of_sums(pool: Pool, ranks: int, micro: int) -> None:
+    gradient, shared = pool.run(tied_sums, ranks, ranks, micro // ranks)[0]
+    finer = gradient != gradient.bfloat16().float()
+    assert finer.float().mean() > 0.2, "a sum in bf16 has no entry that bf16 cannot hold"
+    assert shared == 0, "what blocks share of a micro-batch goes with its last forward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,11 @@ def trained(folder: Path, text: str, name: str, gpus: int, overrides: Iterable[s
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(records: Iterable[Record]) -> list[float]:
-    """Of every step, and of the validation behind them."""
-    return [record["loss"] for record in records if record["kind"] in ("step", "validation")]
+def figures(records: Sequence[Record]) -> list[float]:
+    """The loss of every step and of the validation behind them, and the norm of the first step's gradients: clipping and the optimizer's
+    own scale take a factor common to all gradients out of everything else."""
+    losses = [record["loss"] for record in records if record["kind"] in ("step", "validation")]
+    return [*losses, steps(records)[0]["grad_norm"]]
 
 
 def steps(records: Iterable[Record]) -> list[Record]:

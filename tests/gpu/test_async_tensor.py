@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, losses, trained
+from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, figures, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
@@ -56,7 +56,7 @@ def test_runs_train_alike(name: str, tmp_path: Path) -> None:
     needs_mapped_gpus()
     words = ["plan.tensor=2", *CASES[name]]
     plain, beside = (
-        losses(trained(tmp_path, LLAMA, engine, GPUS, [*words, f"plan.tensor_engine={engine}"]))
+        figures(trained(tmp_path, LLAMA, engine, GPUS, [*words, f"plan.tensor_engine={engine}"]))
         for engine in ("kernel", "copy")
     )
     assert beside == pytest.approx(plain, rel=LAYOUT_BOUND)
@@ -67,7 +67,7 @@ def test_runs_train_alike_in_fp32(tmp_path: Path) -> None:
     needs_mapped_gpus()
     words = ["plan.tensor=2", "plan.compute=fp32", "plan.micro_batch=2"]
     plain, beside = (
-        losses(trained(tmp_path, LLAMA, engine, GPUS, [*words, f"plan.tensor_engine={engine}"]))
+        figures(trained(tmp_path, LLAMA, engine, GPUS, [*words, f"plan.tensor_engine={engine}"]))
         for engine in ("kernel", "copy")
     )
     assert beside == pytest.approx(plain, rel=FP32_BOUND)

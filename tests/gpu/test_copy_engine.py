@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, losses, trained
+from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, figures, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
@@ -22,14 +22,14 @@ def test_runs_train_alike(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("needs 2 GPUs that map each other's memory")
     words = ["plan.shard=2", *CASES[name]]
-    kernels = losses(trained(tmp_path, LLAMA, "kernel", 2, [*words, "plan.gather_engine=kernel"]))
+    kernels = figures(trained(tmp_path, LLAMA, "kernel", 2, [*words, "plan.gather_engine=kernel"]))
     for key, value in (
         ("NCCL_DEBUG", "INFO"),
         ("NCCL_DEBUG_SUBSYS", "TUNING,COLL"),
         ("NCCL_DEBUG_FILE", f"{tmp_path}/nccl.%p"),
     ):
         monkeypatch.setenv(key, value)
-    copies = losses(trained(tmp_path, LLAMA, "copy", 2, [*words, "plan.gather_engine=copy"]))
+    copies = figures(trained(tmp_path, LLAMA, "copy", 2, [*words, "plan.gather_engine=copy"]))
     assert copies[0] == kernels[0], "the first loss is made of gathered weights alone"
     assert copies == pytest.approx(kernels, rel=LAYOUT_BOUND)
     said = "\n".join(file.read_text(errors="replace") for file in tmp_path.glob("nccl.*"))

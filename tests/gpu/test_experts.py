@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.runs import RUNS_LIMIT, Record, losses, needs, steps, trained
+from tests.gpu.runs import RUNS_LIMIT, Record, figures, needs, steps, trained
 from tests.models.tiny import MIXTURES, built
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
@@ -48,21 +48,21 @@ CASES = {
 }
 
 
-def checked_losses(records: list[Record]) -> list[float]:
+def checked_figures(records: list[Record]) -> list[float]:
     assert all(1 <= step["expert_load"] <= 16 for step in steps(records))
-    return losses(records)
+    return figures(records)
 
 
 @pytest.fixture(scope="module")
 def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return checked_losses(trained(tmp_path_factory.mktemp("one"), RUN, "one", 1))
+    return checked_figures(trained(tmp_path_factory.mktemp("one"), RUN, "one", 1))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_agree(name: str, one_gpu: list[float], tmp_path: Path) -> None:
     gpus, overrides = CASES[name]
     needs(gpus)
-    assert checked_losses(trained(tmp_path, RUN, "run", gpus, overrides)) == pytest.approx(one_gpu, rel=BOUND)
+    assert checked_figures(trained(tmp_path, RUN, "run", gpus, overrides)) == pytest.approx(one_gpu, rel=BOUND)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

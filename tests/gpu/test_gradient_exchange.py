@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, losses, needs, trained
+from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, figures, needs, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
@@ -23,9 +23,9 @@ def test_runs_train_alike_and_repeat_their_bits(name: str, tmp_path: Path) -> No
     """Two ranks' sums have no order and get the bits of kernels; more ranks add in another order, and always in the same."""
     gpus, words = CASES[name]
     needs(gpus)
-    kernels = losses(trained(tmp_path, LLAMA, "kernel", gpus, [*words, "plan.reduce_engine=kernel"]))
+    kernels = figures(trained(tmp_path, LLAMA, "kernel", gpus, [*words, "plan.reduce_engine=kernel"]))
     runs = [
-        losses(trained(tmp_path, LLAMA, f"exchange{turn}", gpus, [*words, "plan.reduce_engine=exchange"]))
+        figures(trained(tmp_path, LLAMA, f"exchange{turn}", gpus, [*words, "plan.reduce_engine=exchange"]))
         for turn in range(2)
     ]
     assert runs[0][0] == kernels[0], "the first loss is made of no gradient"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, losses, needs, trained
+from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, figures, needs, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
@@ -44,18 +44,18 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(trained(tmp_path_factory.mktemp("one"), LLAMA, "one", 1))
+    return figures(trained(tmp_path_factory.mktemp("one"), LLAMA, "one", 1))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_agree(name: str, one_gpu: list[float], tmp_path: Path) -> None:
     gpus, overrides = CASES[name]
     needs(gpus)
-    assert losses(trained(tmp_path, LLAMA, "run", gpus, overrides)) == pytest.approx(one_gpu, rel=LAYOUT_BOUND)
+    assert figures(trained(tmp_path, LLAMA, "run", gpus, overrides)) == pytest.approx(one_gpu, rel=LAYOUT_BOUND)
 
 
 def masked(folder: Path, name: str, gpus: int, *overrides: str) -> list[float]:
-    return losses(trained(folder, LLAMA, name, gpus, ["data.document_mask=true", *overrides]))
+    return figures(trained(folder, LLAMA, name, gpus, ["data.document_mask=true", *overrides]))
 
 
 def test_document_masks_agree_with_the_plain_kernels(tmp_path: Path) -> None:

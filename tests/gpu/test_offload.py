@@ -38,6 +38,7 @@ def test_memory_is_let_go_and_losses_stay(tmp_path: Path, recompute: Recompute) 
         for kind in ("none", "activations")
     )
     assert away[0]["loss"] == here[0]["loss"]
+    assert away[0]["grad_norm"] == pytest.approx(here[0]["grad_norm"], rel=BOUND)
     assert [step["loss"] for step in away] == pytest.approx([step["loss"] for step in here], rel=BOUND)
     model = load_run(tmp_path / "run.yaml", []).model
     layer = 2 * TOKENS * kept_per_token(model, 0, recompute)

@@ -132,6 +132,9 @@ class Constants:
     lone_copies: Array = 1.0
     """1 where a rank that shares weights with nobody copies them, and scales and copies their gradients, as ranks that do; 0 where it casts
     both once (`parallel.fsdp.LoneUnit`)."""
+    packing: Array = 1.0
+    """Share of device memory's bandwidth at which gradients, experts' left out, are laid into the reduced buffer rank by rank
+    (`kernels.pack`)."""
     side_copies: Array = 0.0
     """Of the time that such copies take on a stream of their own, the share by which they hold compute up: both want the same memory."""
     logit_bytes: Array = 16.0

@@ -14,9 +14,6 @@ from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
 sum."""
-CHUNKED = 0.44
-"""Of device memory's bandwidth, what the kernel reaches that lays gradients, experts' left out, into the reduced buffer rank by rank (26.1
-to 26.5 ms for 8.03e9 of them on 4 H200s, in bf16 and fp8 steps: benchmarks/results/2026-11-22-four-gpus-H200.jsonl)."""
 SENT = 4.0
 """The same of a bf16 gradient that is copied as it is, to be exchanged."""
 LONE, SHARD = 16.0, 12.0
@@ -42,7 +39,7 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     exchanged, whole = (np.asarray(layout.exchanged) > 0) & ~alone, layout.added_up
     summed = np.where(exchanged, np.where(whole, WIDE, NARROW) + TOTAL / layout.shards, 0.0)
     shard = np.where(once | casts_once, 0.0, SHARD / layout.shards)
-    laid = np.where(exchanged & ~whole, SENT, IN) * (1 + (1 / CHUNKED - 1) * (1 - routed / weights))
+    laid = np.where(exchanged & ~whole, SENT, IN) * (1 + (1 / k.packing - 1) * (1 - routed / weights))
     own = np.where(casts_once & layout.gradients_stay(shape.tied), 0.0, np.where(casts_once & ~once, ADD, IN))
     into = np.where(alone, own, laid) + k.side_copies * (lone + summed + shard)
     gathers = 2.0 - layout.keep_gathered

@@ -26,7 +26,7 @@ from meshwright.parallel.fsdp import Streams
 from meshwright.parallel.offload import HostMemory, Moves, Visit, addresses, handed_in
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
-from meshwright.parallel.stages import Unit
+from meshwright.parallel.stages import Sharded, Unit
 from meshwright.parallel.tensor import CopySums
 from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.action import COMPUTE, Action, Kind
@@ -117,6 +117,9 @@ class _Play:
         self.logits: dict[int, Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.shared: dict[int, SharedInputs] = {}
+        self.forwards_left = Counter(
+            part.micro_batch for action in self.row for part in action.parts if part.kind in ("forward", "forward_only")
+        )
         self.inputs: dict[Where, Tensor] = {}
         self.gradients: dict[Where, Tensor] = {}
         self.loss_gradients: dict[int, Tensor] = {}
@@ -201,11 +204,12 @@ class _Play:
     def reduced_next(self) -> set[int]:
         """Places of actions whose gradients are reduced before their unit makes more: the reduction takes them as they are."""
         found: set[int] = set()
-        latest: dict[Where, int] = {}
+        latest: dict[Sharded, int] = {}
         for place, action in enumerate(self.row):
-            if action.kind == "reduce_grad":
-                found.add(latest[action.stage, action.unit or 0])
-            latest |= {(part.stage, part.unit or 0): place for part in action.parts if self.makes_gradients(part)}
+            # Tied weights are in two places, and the reduction of the first waits for what the second adds.
+            if action.kind == "reduce_grad" and self.unit(action).sharded.places == 1:
+                found.add(latest[self.unit(action).sharded])
+            latest |= {self.unit(part).sharded: place for part in action.parts if self.makes_gradients(part)}
         return found
 
     def unit(self, action: Action) -> Unit:
@@ -216,12 +220,15 @@ class _Play:
 
     def forward(self, action: Action) -> None:
         stage, number, unit = action.stage, action.micro_batch, action.unit or 0
-        mine, batch = self.unit(action), self.batches[action.micro_batch]
+        mine, batch, shared = self.unit(action), self.batches[number], self.shared_inputs(number)
+        self.forwards_left[number] -= 1
+        if not self.forwards_left[number]:
+            del self.shared[number]  # what a backward needs of it, autograd keeps
         mine.sharded.wait()
         trains = action.kind == "forward"
         x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
         parked = (
-            self.moves.park((stage, number, unit), self.not_its_own(mine, number)) if mine.offloads and trains else None
+            self.moves.park((stage, number, unit), self.not_its_own(mine, shared)) if mine.offloads and trains else None
         )
         leaf, x = handed_in(x.detach()) if parked and x is not None else (x, x)
         with (
@@ -229,7 +236,7 @@ class _Play:
             torch.set_grad_enabled(trains),
             parked.catching() if parked else nullcontext(),
         ):
-            y = mine.run(x, batch, self.shared_inputs(number))
+            y = mine.run(x, batch, shared)
             if self.is_loss(stage, unit):
                 assert isinstance(y, Tensor)
                 if batch.targets is None:
@@ -248,9 +255,9 @@ class _Play:
         else:
             self.leaving["activation", stage, number] = y.detach()
 
-    def not_its_own(self, mine: Unit, number: int) -> frozenset[int]:
+    def not_its_own(self, mine: Unit, shared: SharedInputs) -> frozenset[int]:
         """Memory that a unit's forward reads and that stays whatever becomes of what it keeps: weights, and what all blocks share."""
-        return addresses([*mine.sharded.gathered, *(self.shared_inputs(number).rope or ())])
+        return addresses([*mine.sharded.gathered, *(shared.rope or ())])
 
     def routed(self, y: Tensor | Routed, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
         """A unit's output, and the balance loss to be differentiated with it."""

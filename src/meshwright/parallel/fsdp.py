@@ -19,12 +19,14 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.distributed.tensor import Shard
 
 from meshwright.kernels.fp8 import E4M3, Low, rounded_now
 from meshwright.kernels.linear import Linear
+from meshwright.kernels.pack import pack
 from meshwright.models.moe import Experts
 from meshwright.parallel.gradient_exchange import GradientExchange
 from meshwright.spec.layout import expert_cut
@@ -66,7 +68,7 @@ class ShardedUnit:
         self._width = DTYPES[precision.compute].itemsize
         self._gather: Any = None
         self._exchange: GradientExchange | None = None
-        self._places = places
+        self.places = places
         self._holders = 0
         self._asked: set[Hashable] = set()
 
@@ -115,14 +117,15 @@ class ShardedUnit:
         in any case, as places may be reduced at different rhythms. `around` as in `unshard`.
         """
         self._asked.add(place)
-        if len(self._asked) < self._places and not last:
+        if len(self._asked) < self.places and not last:
             return False
         self._asked.clear()
         self._sum(around)
         return True
 
     def _sum(self, around: AbstractContextManager[None] | None) -> None:
-        with self._exchanging(), _around(self._group, "_reduce_scatter_comm", around):
+        packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
+        with self._exchanging(), packed, _around(self._group, "_reduce_scatter_comm", around):
             self._group.post_backward()
         self._group._training_state = TrainingState.IDLE
 
@@ -398,13 +401,13 @@ def _around(group: Any, name: str, context: AbstractContextManager[None] | None)
 
 
 @contextmanager
-def _replaced(group: Any, name: str, collective: Any) -> Iterator[None]:
-    plain = getattr(group, name)
-    setattr(group, name, collective)
+def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    plain = getattr(owner, name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        setattr(group, name, plain)
+        setattr(owner, name, plain)
 
 
 def _parts(modules: Iterable[nn.Module], kind: type[nn.Module]) -> Iterator[nn.Module]:

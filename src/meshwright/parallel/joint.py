@@ -48,6 +48,10 @@ class JointUnit:
             part.finish()
 
     @property
+    def places(self) -> int:
+        return self.parts[-1].places
+
+    @property
     def reduced(self) -> Any:
         """That of the last part, whose reduction begins behind the others': on their stream, or on one that has waited for compute."""
         return self.parts[-1].reduced

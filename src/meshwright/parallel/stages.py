@@ -23,6 +23,7 @@ from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 
 Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
+Sharded = ShardedUnit | JointUnit
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Unit:
     """
 
     run: Run
-    sharded: ShardedUnit | JointUnit
+    sharded: Sharded
     layer: int | None = None
     offloads: bool = False
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
-from meshwright.costs.copies import CHUNKED
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
@@ -160,7 +159,7 @@ class UnitCosts:
             beside += sent + bytes_of(precision.reduce) / shards
         if added:
             beside += 3 * bytes_of(precision.stored) / shards
-        laid = (count - self._experts(unit)) * (1 / CHUNKED - 1) if shards > 1 else 0.0
+        laid = (count - self._experts(unit)) * (1 / number(self.priced.constants.packing) - 1) if shards > 1 else 0.0
         return self._moved((count + laid) * moved, count * beside)
 
     def accumulate(self, unit: Unit) -> float:
