@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.plan_words import machines_line
+from meshwright.cli.plan_words import layers_line, machines_line
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.load import load_run
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 from tests.cli.command import meshwright
 
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
@@ -59,6 +60,16 @@ def test_bars_are_the_memory_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> 
     (bar, told) = re.search(r"every rank +([A-Z·]+) +([\d.]+) GB", out).groups()  # type: ignore[union-attr]
     assert len(bar) == 60
     assert len(bar.rstrip("·")) == pytest.approx(60 * float(told) / 85.9, abs=1)
+
+
+def test_layers_with_a_number_format_of_their_own_say_so() -> None:
+    plan = Plan(
+        mesh=(MeshAxis(axis="shard", size=1),),
+        batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1),
+        layers=(LayerStrategy(range="0-1", linear="compute"), LayerStrategy(range="2-7")),
+    )
+    same = "recompute none, reshard"
+    assert layers_line(plan) == f"{same}, linear compute (layers 0-1); {same} (layers 2-7)"
 
 
 def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path) -> None:

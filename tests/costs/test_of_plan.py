@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -174,6 +174,9 @@ def test_what_the_band_rests_on_is_said() -> None:
         assert text in sources(cluster, "bf16", plan_of(mesh))["80% band"]
     low = replace(plan_of({"shard": 8}), precision=Precision(linear="fp8_rowwise"))
     assert "fp8 products" in sources(NODE, "fp8", low)["80% band"]
+    layers = plan_of({"shard": 8}, linear="fp8_rowwise")
+    assert "fp8 products" in sources(NODE, "bf16", layers)["80% band"]
+    assert band(1.0, NODE, layers) == band(1.0, NODE, low) != band(1.0, NODE, plan_of({"shard": 8}))
 
 
 def test_fp8_is_priced_by_its_rate_its_rounding_and_its_gathers() -> None:
@@ -186,3 +189,16 @@ def test_fp8_is_priced_by_its_rate_its_rounding_and_its_gathers() -> None:
     assert seconds(replace(wide, precision=Precision(linear="fp8_rowwise")), replace(NODE, gpu="cpu")) == pytest.approx(
         seconds(wide, replace(NODE, gpu="cpu"))
     )
+
+
+@pytest.mark.parametrize("gather", ["compute", "fp8"])
+@pytest.mark.parametrize("cluster", [NODE, replace(NODE, emulate_nodes=2)], ids=["node", "two over tcp"])
+def test_layers_are_priced_in_their_own_format(gather: Literal["compute", "fp8"], cluster: ClusterSpec) -> None:
+    wide = plan_of({"shard": 8}, micro=4)
+    low = replace(wide, precision=Precision(linear="fp8_tensorwise", gather=gather))
+    own = replace(wide, precision=Precision(gather=gather), layers=(LayerStrategy(linear="fp8_tensorwise"),))
+    assert seconds(own, cluster) == seconds(low, cluster) < 0.95 * seconds(wide, cluster)
+    assert seconds(replace(low, layers=(LayerStrategy(linear="compute"),)), cluster) == seconds(wide, cluster)
+    ends = (LayerStrategy(range="0-3", linear="compute"), LayerStrategy(range="4-31"))
+    mixed = 1 / 8 * seconds(wide, cluster) + 7 / 8 * seconds(low, cluster)
+    assert seconds(replace(low, layers=ends), cluster) == pytest.approx(mixed)

@@ -46,6 +46,9 @@ BF16_BOUND = 0.15
 BF16_LAYOUT_BOUND = 1e-5
 """Relative error of a bf16 gradient between layouts: the same bf16 products, summed in fp32 in another order."""
 
+BF16_SUM_BOUND = 2**-8
+"""Relative error of a gradient whose parts on replicas, and then their sum, were rounded to bf16: each by 2^-9 at most."""
+
 
 def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """tokens, targets, positions, documents `(BATCH, spec.max_seq_len)`; later rows have fewer valid targets, documents begin anywhere."""
@@ -237,6 +240,18 @@ def test_bf16_stays_within_its_bound(pool: Pool, replicate: int, shard: int) -> 
         BF16_LAYOUT_BOUND,
         weights=False,
     )
+
+
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sums_over_replicas_in_bf16_round_and_are_the_same_on_all(pool: Pool, shard: int) -> None:
+    """First-step gradients of the plan's option, against those of a run that sums its replicas in fp32."""
+    wide = plan(2, shard, 2, compute="fp32")
+    narrow = replace(wide, precision=replace(wide.precision, reduce_replicas="bf16"))
+    exact = pool.run(sharded, wide.ranks, LLAMA, wide, 1.0, 1)[0][0]["gradients"]
+    first, *others = (steps[0]["gradients"] for steps in pool.run(sharded, narrow.ranks, LLAMA, narrow, 1.0, 1))
+    for name, gradient in first.items():
+        assert all(torch.equal(gradient, other[name]) for other in others), name
+        assert 1e-4 < worst(gradient, exact[name].double()) < BF16_SUM_BOUND, name
 
 
 @pytest.mark.parametrize("chosen", [plan(1, 2, 4), plan(1, 2, 4, compute="bf16")], ids=["fp64", "bf16"])

@@ -107,7 +107,8 @@ EIGHT_RANKS = [
     Case("1f1b", pipeline=8),
     Case("interleaved", pipeline=4, shard=2, reshard=False),
     Case("zbv", pipeline=2, replicate=2, shard=2, gradients="whole"),
-    Case("dualpipe_v", pipeline=4, shard=1, replicate=1),
+    Case("dualpipe_v", pipeline=2, shard=2, ring=2),
+    Case("gpipe", pipeline=4, shard=2),
     Case("breadth_first", pipeline=2, replicate=2, shard=2),
 ]
 
@@ -152,6 +153,11 @@ def test_four_ranks_tied(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize("case", quick_first(1, ORDERS), ids=str)
 def test_axes_in_any_order(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
+
+
+def test_every_schedule_has_a_case_of_eight_ranks() -> None:
+    assert {case.schedule for case in EIGHT_RANKS} == set(SCHEDULES)
+    assert {case.plan.ranks for case in EIGHT_RANKS} == {8}
 
 
 @pytest.mark.parametrize("case", quick_first(1, EIGHT_RANKS), ids=str)

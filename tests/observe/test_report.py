@@ -58,7 +58,10 @@ def plan(**changes):
     base = Plan(
         mesh=(MeshAxis(axis="replicate", size=2, crosses="node"), MeshAxis(axis="shard", size=4)),
         batch=BatchPlan(global_batch=32, micro_batch=2, accumulate=2),
-        layers=(LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-7", reshard=False)),
+        layers=(
+            LayerStrategy(range="0-3", recompute="full", linear="fp8_rowwise"),
+            LayerStrategy(range="4-7", reshard=False),
+        ),
         predicted=Predicted(memory_peak_bytes=9 << 30, memory_bytes={"weights": 4 << 30, "activations": 5 << 30}),
         why=("shard 4: fits one node",),
     )
@@ -229,7 +232,11 @@ def test_the_plan_is_drawn_by_node_and_coordinate(folder):
     assert "replicate 2 (between nodes) × shard 4 = 8 ranks" in page.text
     assert "32 sequences a step = 8 ranks × 2 at a time × 2 accumulated" in page.text
     assert re.search(r"6replicate 1shard 2", page.text)
-    assert "Layers 0-3" in page.text and "full recompute" in page.text and "ZeRO-2" in page.text
+    assert (
+        "Layers 0-3" in page.text
+        and "full recompute; linear layers in fp8_rowwise" in page.text
+        and "ZeRO-2" in page.text
+    )
     assert "shard 4: fits one node" in page.text
 
 

@@ -94,6 +94,18 @@ def test_fp8_is_offered_where_it_can_be_had(words: tuple[str, ...]) -> None:
     assert not [change.name for change in what_if(run, search(run).best.plan) if "fp8" in change.name]
 
 
+def test_fp8_is_offered_to_layers_that_have_no_format_of_their_own() -> None:
+    run = ask(*PINS)
+    plan = search(run).best.plan
+    (layer,) = plan.layers
+    first = replace(plan, layers=(replace(layer, range="0", linear="fp8_rowwise"), replace(layer, range="1-15")))
+    gains = [
+        [change.gain for change in what_if(run, repriced(run, given)) if "fp8" in change.name]
+        for given in (plan, first, replace(plan, layers=(replace(layer, linear="fp8_rowwise"),)))
+    ]
+    assert not gains[2] and gains[0][0] > gains[1][0] > 0.8 * gains[0][0], "what is tried keeps each layer's format"
+
+
 def test_the_planner_takes_fp8_only_when_asked() -> None:
     chosen = search(ask(*PINS)).best.plan.precision
     assert (chosen.linear, chosen.gather) == ("compute", "compute")

@@ -266,6 +266,20 @@ def test_narrow_replica_sums_take_half_the_time() -> None:
     assert wide / 2 <= half < 0.55 * wide  # what the backward beside it takes does not shrink
 
 
+def test_blocks_are_played_in_their_own_format() -> None:
+    wide = plan({"pipeline": 2, "shard": 4}, schedule="zb_h1")
+    low = replace(wide, precision=Precision(linear="fp8_rowwise"))
+    fast, slow = (timing_of(LLAMA, job(given), given, NODE) for given in (low, wide))
+    own = replace(wide, layers=(LayerStrategy(range="0-15", linear="fp8_rowwise"), LayerStrategy(range="16-31")))
+    mixed = timing_of(LLAMA, job(own), own, NODE)
+    for column in ("forward", "backward_input", "backward_weight"):
+        first, last = getattr(mixed, column)
+        assert (first, last) == (getattr(fast, column)[0], getattr(slow, column)[1])
+        assert first[1] < 0.9 * last[1]
+    alike = replace(wide, layers=(LayerStrategy(linear="fp8_rowwise"),))
+    assert play(alike).step_seconds == play(low).step_seconds < play(own).step_seconds < play(wide).step_seconds
+
+
 @pytest.mark.parametrize("cluster", [ClusterSpec(gpu="X1", gpus_per_node=2), ClusterSpec(gpu="V100", gpus_per_node=8)])
 def test_what_the_cost_model_does_not_know_is_refused(cluster: ClusterSpec) -> None:
     with pytest.raises(BadInput, match=f"no figures for {cluster.gpu} in bf16.*H200"):

@@ -138,7 +138,8 @@ def _strategy(strategy: LayerStrategy) -> str:
     kept = "reshard" if strategy.reshard else "keep gathered"
     whole = ", gradients whole" if strategy.gradients == "whole" else ""
     host = f", offload {strategy.offload}" if strategy.offload != "none" else ""
-    return f"recompute {strategy.recompute}, {kept}{whole}{host}"
+    linear = f", linear {strategy.linear}" if strategy.linear else ""
+    return f"recompute {strategy.recompute}, {kept}{whole}{host}{linear}"
 
 
 def _span(axis: str, places: list[int]) -> str:

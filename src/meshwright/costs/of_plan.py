@@ -8,8 +8,8 @@ a pipeline's fill is 1F1B's times a factor of the schedule. `simulator.of_plan` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import slowest_rank
-from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, Precision
+from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Linear, Plan, Precision
 
 STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 """Whose constants price a plan: this program's own once constants.yaml has enough of its runs."""
@@ -50,12 +50,18 @@ class PlanTime:
 
 @dataclass(frozen=True)
 class Pricing:
-    """What a plan's costs are asked with."""
+    """What a plan's costs are asked with, products in the format of its blocks: of most of them, where they differ."""
 
     shape: Shape
     machine: Machine
     layout: Layouts
     constants: Constants
+    others: Mapping[Linear, Pricing] = field(default_factory=dict)
+    """By the format of their linear layers, what the other blocks are priced with."""
+
+    def of(self, linear: Linear) -> Pricing:
+        """What blocks whose linear layers are in this format are priced with."""
+        return self.others.get(linear, self)
 
 
 def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> PlanTime | None:
@@ -90,12 +96,27 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
-    kind = products(plan.precision, cluster)
     constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
     if cluster.network is None or cluster.network.fabric != "tcp":
         constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
-    constants, machine = as_measured(constants, machine_of(cluster, kind), cluster, kind)
-    return Pricing(_shape(model), machine, _layout(model, train, plan), constants)
+    shape = _shape(model)
+
+    def priced(linear: Linear) -> Pricing:
+        alike = replace(plan, precision=replace(plan.precision, linear=linear))
+        kind = products(alike.precision, cluster)
+        k, machine = as_measured(constants, machine_of(cluster, kind), cluster, kind)
+        return Pricing(shape, machine, _layout(model, train, alike), k)
+
+    most, *others = _formats(model, plan)
+    return replace(priced(most), others={linear: priced(linear) for linear in others})
+
+
+def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
+    """Formats of the blocks' linear layers, that of most blocks first."""
+    own = plan.precision.linear
+    if all(layer.linear is None for layer in plan.layers):
+        return [own]
+    return [linear for linear, _ in Counter(one.linear or own for one in plan.strategies(model.layers)).most_common()]
 
 
 def products(precision: Precision, cluster: ClusterSpec) -> str:
@@ -158,7 +179,8 @@ def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     copied = plan.gather_engine == "copy" and shard_size(plan) > 1
     found += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
     found += ["gradients exchanged"] if plan.reduce_engine == "exchange" and shard_size(plan) > 1 else []
-    found += ["fp8 products"] if plan.precision.products == "fp8" else []
+    low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
+    found += ["fp8 products"] if low else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])
 
 
@@ -169,7 +191,7 @@ def number(value: object) -> float:
 
 def gathered_bytes(precision: Precision) -> float:
     """Bytes of a block's weight while it is gathered, for the closed form, which knows no wider format than bf16."""
-    return 1.0 if precision.gather == "fp8" else 2.0
+    return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
 
 
 def state_bytes(precision: Precision) -> float:
@@ -195,8 +217,7 @@ def experts_over(plan: Plan) -> int:
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
     """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
     counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
-    layouts = [replace(priced.layout, **strategy_columns(layer)) for layer in counts]
-    costs = [step_cost(priced.shape, priced.machine, layout, priced.constants, filled) for layout in layouts]
+    costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled) for layer in counts]
     shares = [count / model.layers for count in counts.values()]
 
     def mean(parts: Sequence[Array]) -> Array:
@@ -208,6 +229,12 @@ def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, 
         if part.name != "exposed"
     }
     return StepCost(**plain, exposed={axis: mean([cost.exposed[axis] for cost in costs]) for axis in costs[0].exposed})
+
+
+def _uniform_cost(priced: Pricing, layer: LayerStrategy, filled: float) -> StepCost:
+    """The step's cost if all layers were as `layer` is."""
+    layout = replace(priced.layout, **strategy_columns(layer))
+    return step_cost(priced.shape, priced.machine, layout, priced.constants, filled)
 
 
 def strategy_columns(layer: LayerStrategy) -> dict[str, float]:

@@ -190,12 +190,10 @@ def comparable_memory(predicted: Predicted, *, resident: bool) -> int:
 
 
 def lines(told: Account, run: str) -> list[str]:
-    """What a person reads: one line, and the parts with a hint when the step time is outside of its band. `run` names the run's folder."""
+    """What a person reads: step and memory, the parts, and what to do about a step time outside of its band. `run` is the run's folder."""
     step = told.step_seconds
     first = f"steps {told.steps[0]} to {told.steps[1]}: step {_step(step)}; memory {_memory(told)}"
-    if not step.outside:
-        return [first]
-    return [first, *(_part_line(part) for part in told.parts), *_hints(told, run)]
+    return [first, *(_part_line(part) for part in told.parts), *(_hints(told, run) if step.outside else [])]
 
 
 def _step(step: Beside) -> str:

@@ -265,7 +265,8 @@ def _strategy_text(strategy: LayerStrategy) -> str:
         "none": "no recompute", "selective": "selective recompute", "all_but_attention": "all but attention recomputed",
         "full": "full recompute",
     }  # fmt: skip
-    return f"parameters {kept}; {again.get(strategy.recompute, strategy.recompute)}"
+    linear = f"; linear layers in {strategy.linear}" if strategy.linear else ""
+    return f"parameters {kept}; {again.get(strategy.recompute, strategy.recompute)}{linear}"
 
 
 def samples(run: RunFolder) -> str:

@@ -109,7 +109,8 @@ def _narrow_sums(run: RunSpec, plan: Plan) -> Change | None:
 def _low_products(run: RunSpec, plan: Plan) -> Change | None:
     precision = plan.precision
     known = "fp8" in CHIPS[run.cluster.gpu].peak_flops if run.cluster.gpu in CHIPS and not run.cluster.groups else False
-    if not known or precision.compute != "bf16" or precision.linear != "compute":
+    follow = any(layer.linear is None for layer in plan.layers)
+    if not known or precision.compute != "bf16" or precision.linear != "compute" or not follow:
         return None
     low = replace(plan, precision=replace(precision, linear="fp8_tensorwise", gather="fp8"))
     refused = unlike_fp8(low, experts=run.model.experts > 0)
@@ -229,15 +230,17 @@ def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 
 def _layer_choices(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
     pins, layer = pins_of(run), replace(plan.layers[0], range="all")
+    formats = plan.layers if len({one.linear for one in plan.layers}) > 1 else (layer,)
     yield plan.layers
     if pins.layers is not None:
         return
     recomputes = RECOMPUTES if pins.recompute is None else [pins.recompute]
     reshards = (False, True) if pins.reshard is None else [pins.reshard]
     for recompute, reshard in product(recomputes, reshards):
-        one = (replace(layer, recompute=recompute, reshard=reshard),)
-        if one != plan.layers:
-            yield one
+        alike = replace(layer, recompute=recompute, reshard=reshard)
+        layers = tuple(replace(alike, range=one.range, linear=one.linear) for one in formats)
+        if layers != plan.layers:
+            yield layers
 
 
 def _fits(run: RunSpec, plan: Plan) -> bool:

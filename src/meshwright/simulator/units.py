@@ -23,7 +23,7 @@ from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
 from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.layout import gradients_stay
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
-from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Linear, Plan, Recompute
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -51,7 +51,7 @@ class UnitCosts:
         self._tied_apart = tied_apart
         named = {one: replace(one, range="all") for one in plan.layers}
         self._strategies = [named[one] for one in plan.strategies(model.layers)]
-        self._blocks: dict[tuple[Recompute, bool, bool], Seconds] = {}
+        self._blocks: dict[tuple[Recompute, bool, bool, Linear], Seconds] = {}
         self._counts: dict[Unit, int] = {}
         self._first: dict[tuple[bool, LayerStrategy], int] = {}
         self._split = cache(
@@ -88,7 +88,8 @@ class UnitCosts:
         if unit == "head":  # its forward makes its gradients too (kernels.loss)
             return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
         strategy = self._strategy(unit)
-        kind = strategy.recompute, strategy.activations_away, self.model.routed(unit)
+        linear = strategy.linear or self.plan.precision.linear
+        kind = strategy.recompute, strategy.activations_away, self.model.routed(unit), linear
         if kind not in self._blocks:
             self._blocks[kind] = self._block(*kind)
         return self._blocks[kind]
@@ -274,8 +275,9 @@ class UnitCosts:
             global_batch=layout.micro_batch, recompute=float(RECOMPUTES.index(mode)),
         )  # fmt: skip
 
-    def _block(self, mode: Recompute, offloaded: bool, routed: bool) -> Seconds:
-        shape, lone, machine, k = self._of_kind(routed), self._lone(mode), self.priced.machine, self.priced.constants
+    def _block(self, mode: Recompute, offloaded: bool, routed: bool, linear: Linear) -> Seconds:
+        priced = self.priced.of(linear)
+        shape, lone, machine, k = self._of_kind(routed), self._lone(mode), priced.machine, priced.constants
         times = layer_times(shape, machine, lone, k)
         inside = waits(shape, machine, lone, k, times)
         tensor, context, expert, host = (
@@ -290,7 +292,7 @@ class UnitCosts:
         backward = work - forward
         apart = self.jitter / self.model.layers
         each = (work + host) / work * apart
-        weight = min(self._weight_products(routed) * self.model.layers, backward)
+        weight = min(self._weight_products(priced, routed) * self.model.layers, backward)
         copied = number(copied_bytes(shape, lone) / host_rate(machine)) if offloaded else 0.0
         late = [max(0.0, copied - part * each) for part in (forward, backward)]
         return Seconds(
@@ -306,9 +308,9 @@ class UnitCosts:
             },
         )
 
-    def _weight_products(self, routed: bool) -> float:
+    def _weight_products(self, priced: Pricing, routed: bool) -> float:
         """Seconds of one block's weight gradients: of each matrix a product as large as its forward."""
-        machine, k, layout = self.priced.machine, self.priced.constants, self.priced.layout
+        machine, k, layout = priced.machine, priced.constants, priced.layout
         tokens = layout.micro_batch * layout.seq / layout.context
         speed, width = rate(machine, k), layout.tensor
         rows = list(layer_parameters(self.model, self.model.first_dense_layers if routed else 0))
