@@ -83,6 +83,19 @@ def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
     assert f"the plan of {tmp_path / 'plan.yaml'}" in text.replace("\n", "") or "priced on this cluster" in text
 
 
+def test_a_plan_file_s_borders_are_those_of_the_cluster(tmp_path: Path) -> None:
+    """Whatever the file says of them, or does not say."""
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        "mesh: [{axis: pipeline, size: 2, crosses: device}, {axis: shard, size: 2}]\n"
+        "batch: {global_batch: 16, micro_batch: 1, accumulate: 8}\n"
+    )
+    mesh = meshwright("plan", *TCP, f"plan={file}", "--json").json["plan"]["mesh"]
+    assert [axis["crosses"] for axis in mesh] == ["node", "device"]
+    said = re.search(r"pipeline 2 .*", meshwright("plan", *TCP, f"plan={file}").out)
+    assert said and "between nodes" in said[0]
+
+
 def test_what_does_not_fit_ends_with_3_and_its_fixes() -> None:
     answer = meshwright(
         "plan",

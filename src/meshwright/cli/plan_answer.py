@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.costs.of_plan import products
 from meshwright.costs.sources import sources
-from meshwright.launch.prepare import Note, device_memory, resolve_data
+from meshwright.launch.prepare import Note, device_memory, refuse_untrainable, resolve_data
 from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable
@@ -194,9 +194,9 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
         raise BadInput(
             f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
-    plan = repriced(run, load_plan(Path(str(run.plan))))
-    if wishes.trainable and (refused := untrainable(plan)):
-        raise BadInput(refused)
+    plan = repriced(run, load_plan(Path(str(run.plan)), run.cluster))
+    if wishes.trainable:
+        refuse_untrainable(run, plan)
     return Answer(run, wishes, Candidate(plan), considered=1, given=True)
 
 

@@ -92,7 +92,7 @@ def plan_for(run: RunSpec, *, trainable: bool = False) -> tuple[Plan, tuple[Cand
     `trainable` chooses among what this release can train.
     """
     if isinstance(run.plan, str) and run.plan != "auto":
-        return load_plan(Path(run.plan)), ()
+        return load_plan(Path(run.plan), run.cluster), ()
     answer = search_or_fixes(run, memory_bytes=device_memory(run), trainable=trainable)
     return answer.best.plan, (answer.best, *answer.others)
 
@@ -110,11 +110,16 @@ def on_this_host(run: RunSpec) -> RunSpec:
 
 
 def training_plan(run: RunSpec) -> Plan:
-    """The plan of a run that will train. Raises BadInput for a plan with an axis that this release can only plan."""
+    """The plan of a run that will train. Raises BadInput for one that this release can only plan."""
     plan, _ = plan_for(on_this_host(run), trainable=True)
-    if refused := untrainable(plan):
-        raise BadInput(refused)
+    refuse_untrainable(run, plan)
     return plan
+
+
+def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
+    """Raise BadInput, naming the plan file if there is one, for a plan that this release cannot train."""
+    if refused := untrainable(plan):
+        raise BadInput(f"{run.plan}: {refused}" if isinstance(run.plan, str) and run.plan != "auto" else refused)
 
 
 def prepare_run(
