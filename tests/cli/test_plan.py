@@ -96,6 +96,21 @@ def test_a_plan_file_s_borders_are_those_of_the_cluster(tmp_path: Path) -> None:
     assert said and "between nodes" in said[0]
 
 
+def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> None:
+    file, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    file.write_text("mesh: [{axis: replicate, size: 2}]\nbatch: {global_batch: 16, micro_batch: 8, accumulate: 1}\n")
+    words = [*ONE, f"plan={file}", "cluster.memory_gib=20"]
+    over = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB over the 19.5 that may be used"
+    text, plain = meshwright("plan", *words, "--html", page), meshwright("plan", *words, "--json")
+    assert (text.code, plain.code) == (0, 0)
+    assert re.search(over, " ".join(text.out.split())) and '<span class="status part">does not fit' in page.read_text()
+    assert re.search(over, f"does not fit: {plain.json['does_not_fit']}") and plain.json["predicted"]["step_seconds"] > 0
+    for command in (["plan", *words, "--for", "train"], ["check", *words, "--runs", tmp_path, "checkpoint.at_end=false"]):
+        refused = meshwright(*command)
+        assert refused.code == 3 and re.search(rf"{file}: {over}", refused.err)
+    assert "does_not_fit" not in meshwright("plan", *ONE, f"plan={file}", "--json").json
+
+
 def test_what_does_not_fit_ends_with_3_and_its_fixes() -> None:
     answer = meshwright(
         "plan",

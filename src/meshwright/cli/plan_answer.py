@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.costs.of_plan import products
 from meshwright.costs.sources import sources
-from meshwright.launch.prepare import Note, device_memory, refuse_untrainable, resolve_data
+from meshwright.launch.prepare import Note, device_memory, misfit, refuse_untrainable, resolve_data
 from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable
@@ -116,6 +116,11 @@ class Answer:
         """Why this release cannot train the plan, or None."""
         return untrainable(self.plan)
 
+    @property
+    def does_not_fit(self) -> str | None:
+        """What a plan that was given needs beyond the memory there is, or None."""
+        return None if self.best.fits else misfit(self.run, self.plan)
+
     def changes(self) -> tuple[Change, ...]:
         return what_if(self.run, self.plan, search_seconds=self.search_seconds, trainable=self.wishes.trainable)
 
@@ -163,6 +168,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         "alternatives": others,
         "search_seconds": answer.search_seconds,
     }
+    if over := answer.does_not_fit:
+        body["does_not_fit"] = over
     body["sources"] = sources_of(answer)
     if answer.probes:
         body["probes"] = [_probe(one) for one in answer.probes]
@@ -197,7 +204,7 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
     plan = repriced(run, load_plan(Path(str(run.plan)), run.cluster))
     if wishes.trainable:
         refuse_untrainable(run, plan)
-    return Answer(run, wishes, Candidate(plan), considered=1, given=True)
+    return Answer(run, wishes, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
 
 
 def _searched(run: RunSpec, wishes: Wishes) -> Answer:

@@ -15,7 +15,17 @@ from meshwright.data.corpus import STDLIB
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.launch.machine import host_memory_bytes
-from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.candidate import (
+    HEADROOM,
+    HOST_HEADROOM,
+    Candidate,
+    budget_of,
+    host_budget,
+    over_by_rank,
+    over_host,
+    untrainable,
+)
+from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import host_bytes
@@ -110,16 +120,38 @@ def on_this_host(run: RunSpec) -> RunSpec:
 
 
 def training_plan(run: RunSpec) -> Plan:
-    """The plan of a run that will train. Raises BadInput for one that this release can only plan."""
-    plan, _ = plan_for(on_this_host(run), trainable=True)
+    """The plan of a run that will train. Raises BadInput and OutOfResources as `refuse_untrainable` does."""
+    run = on_this_host(run)
+    plan, _ = plan_for(run, trainable=True)
     refuse_untrainable(run, plan)
     return plan
 
 
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
-    """Raise BadInput, naming the plan file if there is one, for a plan that this release cannot train."""
+    """Raise BadInput for a plan that this release can only plan, and OutOfResources for one that does not fit; a plan file is named."""
+    named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
     if refused := untrainable(plan):
-        raise BadInput(f"{run.plan}: {refused}" if isinstance(run.plan, str) and run.plan != "auto" else refused)
+        raise BadInput(named + refused)
+    if over := misfit(run, plan):
+        raise OutOfResources(f"{named}does not fit: {over}")
+
+
+def misfit(run: RunSpec, plan: Plan) -> str | None:
+    """What a rank of the plan, or what it lets wait on a host, needs beyond the memory it may use, and which keys lower that; None where
+    all fits."""
+    budget = budget_of(run, device_memory(run))
+    if any(over_by_rank(run, plan, budget)):
+        return (
+            f"{shortfall(run, plan, budget)}, {HEADROOM:.0%} of the device; lower batch.micro_batch, shard over more ranks, or set recompute "
+            "or offload in layers"
+        )
+    if over := over_host(run, plan):
+        said = "" if run.cluster.host_memory_gib else ", a guess where it is not given"
+        return (
+            f"what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used "
+            f"({HOST_HEADROOM:.0%} of cluster.host_memory_gib{said}); offload fewer layers, or use more nodes"
+        )
+    return None
 
 
 def prepare_run(
@@ -133,8 +165,8 @@ def prepare_run(
 ) -> Prepared:
     """Make or reopen the run's folder and write what its ranks need.
 
-    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk or the host's memory is
-    too small.
+    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the devices, the disk or the host's
+    memory are too small.
     """
     run = resolve_data(run, note)
     folder, resumes = find_folder(run, runs, fresh=fresh)
