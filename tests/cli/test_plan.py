@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.plan_answer import Wishes, answer_of
 from meshwright.cli.plan_words import machines_line
+from meshwright.launch import machine, prepare
+from meshwright.launch.prepare import prepare_run
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_run
 from tests.cli.command import meshwright
 
@@ -71,6 +75,25 @@ def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path)
     assert refused.code == 2 and "cannot train offload both under zbv" in refused.err
     answers = meshwright("plan", *TCP, "--for", "train", "--json").json
     assert all(other["trainable"] for other in answers["alternatives"])
+
+
+def test_for_train_is_what_train_takes(tiny: Path, tmp_path: Path) -> None:
+    """The data's vocabulary counts, and not a guess of it: memory to the byte."""
+    asked = meshwright("plan", tiny, "--for", "train", "--json").json["plan"]
+    run = prepare_run(load_run(tiny), tmp_path, fresh=False, profile=None, note=print)
+    assert asked == to_plain(run.assignment.plan)
+
+
+@pytest.mark.parametrize(("gpu", "gib"), [("H100", 700), ("H200", None)])
+def test_for_train_counts_on_this_host_where_the_cluster_is_this_machine(
+    gpu: str, gib: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * 2)
+    for module in (machine, prepare):
+        monkeypatch.setattr(module, "host_memory_bytes", lambda: 700 << 30)
+    run = load_run(None, [*ONE, f"cluster.gpu={gpu}"])
+    assert answer_of(run, Wishes(trainable=True)).run.cluster.host_memory_gib == gib
+    assert answer_of(run, Wishes()).run.cluster.host_memory_gib is None
 
 
 def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.data.stdlib import VOCABULARY
 from meshwright.launch import prepare
 from meshwright.planner.candidate import peak_bytes
 from meshwright.planner.reprice import repriced
@@ -13,6 +14,7 @@ from meshwright.spec.errors import OutOfResources
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
 from meshwright.spec.run import RunSpec
+from tests.train.tiny import make_tiny
 
 
 def test_an_optimizer_that_host_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +68,14 @@ def test_what_a_plan_file_lets_wait_must_fit_the_host(tmp_path: Path) -> None:
     assert prepare.misfit(file_run(tmp_path, plan, *words, "cluster.host_memory_gib=256"), plan) is None
     over = prepare.misfit(file_run(tmp_path, plan, *words, "cluster.host_memory_gib=200"), plan)
     assert over and "host memory is 20.9 GB over the 171.8" in over  # 192.7 GB needed
+
+
+def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_path: Path) -> None:
+    """As training takes it, rounded up; the built-in tokenizer's where no data says it, and what the run says before all."""
+    made = make_tiny(tmp_path)  # 300 tokens
+    run = load_run(made)
+    assert prepare.with_vocabulary(run).model.vocab_size == 384
+    assert prepare.with_vocabulary(run) == prepare.resolve_data(run, print)
+    for absent in (["data.mix=nowhere"], [f"data.mix={tmp_path / 'source'}"]):
+        assert prepare.with_vocabulary(load_run(made, absent)).model.vocab_size == VOCABULARY
+    assert prepare.with_vocabulary(load_run(made, ["model.vocab_size=500"])).model.vocab_size == 500

@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from meshwright.data.corpus import STDLIB
+from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.launch.machine import host_memory_bytes
@@ -30,7 +31,7 @@ from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
-from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml
 from meshwright.spec.model import parameter_count
@@ -74,9 +75,7 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
         raise BadInput(
             f"model.vocab_size is not set and {', '.join(run.data.mix)} has no tokenizer to take it from; set model.vocab_size"
         )
-    return replace(
-        run, model=replace(run.model, vocab_size=-(-source.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
-    )
+    return _for_tokens(run, source.vocab_size)
 
 
 def open_run_data(run: RunSpec) -> DataSource:
@@ -90,10 +89,25 @@ def needs_stdlib(run: RunSpec) -> bool:
 
 
 def with_vocabulary(run: RunSpec) -> RunSpec:
-    """The run with a vocabulary to plan for: the built-in tokenizer's size when the data that decides it is not there yet."""
-    if run.model.vocab_size:
-        return run
-    return replace(run, model=replace(run.model, vocab_size=VOCABULARY))
+    """The run with a vocabulary to plan for: its data's, or the built-in tokenizer's size when that is not there yet."""
+    return run if run.model.vocab_size else _for_tokens(run, _tokens_of_data(run) or VOCABULARY)
+
+
+def _for_tokens(run: RunSpec, count: int) -> RunSpec:
+    return replace(run, model=replace(run.model, vocab_size=-(-count // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE))
+
+
+def _tokens_of_data(run: RunSpec) -> int | None:
+    """Tokens of the tokenizer that the run's data was made with; None where no data says it. What else is wrong with the data is no matter
+    of the plan's: `resolve_data` says it."""
+    sizes = []
+    for name in run.data.mix:
+        try:
+            folder, foreign = locate(stdlib_folder() if name == STDLIB and needs_stdlib(run) else Path(name))
+            sizes += [] if foreign else [Manifest.read(folder).tokenizer.vocab_size]
+        except (BadInput, Damaged):
+            continue
+    return max(sizes, default=None)
 
 
 def plan_for(run: RunSpec, *, trainable: bool = False) -> tuple[Plan, tuple[Candidate, ...]]:
