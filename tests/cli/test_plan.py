@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -104,6 +105,21 @@ def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
     assert slower["predicted"]["step_seconds"] > chosen["predicted"]["step_seconds"]
     text = meshwright("plan", *ONE, f"plan={tmp_path / 'plan.yaml'}").out
     assert f"the plan of {tmp_path / 'plan.yaml'}" in text.replace("\n", "") or "priced on this cluster" in text
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedules"),
+    [
+        ("[[0-3,12-15],[4-7,8-11]]", {"zbv", "dualpipe_v"}),
+        ("[[0-8],[9-15]]", {"1f1b", "zb_h1", "breadth_first"}),
+    ],
+)
+def test_pinned_stages_leave_the_schedule_to_the_planner(stages: str, schedules: set[str]) -> None:
+    answer = meshwright("plan", *ONE, f"plan.stages={stages}", "--json")
+    assert answer.code == 0, answer.err
+    plans = [answer.json["plan"], *(other["plan"] for other in answer.json["alternatives"])]
+    assert {plan["schedule"]["name"] for plan in plans} <= schedules
+    assert all(json.dumps(plan["schedule"]["stages"]).translate(str.maketrans("", "", '" ')) == stages for plan in plans)
 
 
 def test_a_plan_file_s_borders_are_those_of_the_cluster(tmp_path: Path) -> None:
