@@ -225,3 +225,14 @@ def test_a_plan_file_s_fold_fits_its_mesh_and_its_model(tmp_path: Path, fold: st
     (mistake,) = mistakes(tmp_path, *words)
     assert (mistake.key, Path(mistake.file).name) == (key, "plan.yaml")
     assert expected in mistake.expected
+
+
+@pytest.mark.parametrize("key", ["compute", "reduce", "reduce_replicas"])
+def test_a_plan_file_s_fp64_is_for_processors(tmp_path: Path, key: str) -> None:
+    plan = tmp_path / "plan.yaml"
+    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 1}"
+    plan.write_text(f"mesh: [{{axis: shard, size: 4}}]\n{batch}\nprecision: {{{key}: fp64}}\n")
+    assert mistakes(tmp_path, f"plan={plan}") == []
+    (mistake,) = mistakes(tmp_path, f"plan={plan}", "cluster.gpu=H100")
+    assert (mistake.key, mistake.line, mistake.got, mistake.nearest) == (f"precision.{key}", 3, "fp64", "fp32")
+    assert mistake.expected == "bf16 or fp32 on H100; fp64 runs on cpu only"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
@@ -96,8 +96,10 @@ def _mesh_fit(plan: Document, asked: _Run, sizes: dict[str, int]) -> Iterator[Mi
 
 
 def _precision_fit(plan: Document, asked: _Run, context: int) -> Iterator[Mistake]:
-    """What stands against a plan file's fp8 on so many `context` ranks."""
+    """What stands against a plan file's number formats on so many `context` ranks."""
     precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
+    for key, expected in _fp64_rules(asked, precision):
+        yield _at(plan, ("precision", key), expected, "fp64", "fp32")
     formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
     for key, expected in _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"), context):
         yield _at(plan, ("precision", key), expected, say(precision.get(key, "compute")))
@@ -448,10 +450,19 @@ def _spans(layers: set[int]) -> str:
 
 
 def _fp64(run: _Run) -> Iterator[Mistake]:
+    for key, expected in _fp64_rules(run, {key: run(f"plan.{key}") for key in _FORMATS}):
+        yield run.broken(f"plan.{key}", expected, "fp32")
+
+
+_FORMATS = ("compute", "reduce", "reduce_replicas")
+
+
+def _fp64_rules(run: _Run, formats: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """(key of the precision, what is expected) for everything that is fp64 on GPUs."""
     gpu = run("cluster.gpu")
-    for key in ("plan.compute", "plan.reduce", "plan.reduce_replicas"):
-        if run(key) == "fp64" and gpu not in (None, "cpu"):
-            yield run.broken(key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only", "fp32")
+    for key in _FORMATS:
+        if formats.get(key) == "fp64" and gpu not in (None, "cpu"):
+            yield key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only"
 
 
 def _fp8(run: _Run) -> Iterator[Mistake]:
