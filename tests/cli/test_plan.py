@@ -256,6 +256,19 @@ def test_options_that_do_not_go_together_are_refused(options: list[str], said: s
     assert answer.code == 2 and said in answer.err
 
 
+@pytest.mark.parametrize("words", [("plan", "--out"), ("plan", "--html"), ("simulate", "--trace")])
+def test_a_place_that_cannot_be_written_is_refused_before_the_search(
+    words: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, option = words
+    (tmp_path / "plans").mkdir()
+    monkeypatch.setattr("meshwright.planner.fixes.search", pytest.fail)
+    for file, said in (("plan/x", f"there is no folder {tmp_path}/plan; nearest: {tmp_path}/plans"), ("plans", "a file")):
+        answer = meshwright(command, *ONE, option, tmp_path / file, "--json")
+        assert answer.code == 2 and f"{option} {tmp_path / file}: " in answer.err and said in answer.err
+        assert "Traceback" not in answer.err and answer.json["ok"] is False
+
+
 def test_one_plan_does_not_scale(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     meshwright("plan", *ONE, "--out", file)
