@@ -119,7 +119,9 @@ def test_pinned_stages_leave_the_schedule_to_the_planner(stages: str, schedules:
     assert answer.code == 0, answer.err
     plans = [answer.json["plan"], *(other["plan"] for other in answer.json["alternatives"])]
     assert {plan["schedule"]["name"] for plan in plans} <= schedules
-    assert all(json.dumps(plan["schedule"]["stages"]).translate(str.maketrans("", "", '" ')) == stages for plan in plans)
+    assert all(
+        json.dumps(plan["schedule"]["stages"]).translate(str.maketrans("", "", '" ')) == stages for plan in plans
+    )
 
 
 def test_a_plan_file_s_borders_are_those_of_the_cluster(tmp_path: Path) -> None:
@@ -143,8 +145,13 @@ def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path)
     text, plain = meshwright("plan", *words, "--html", page), meshwright("plan", *words, "--json")
     assert (text.code, plain.code) == (0, 0)
     assert re.search(over, " ".join(text.out.split())) and '<span class="status part">does not fit' in page.read_text()
-    assert re.search(over, f"does not fit: {plain.json['does_not_fit']}") and plain.json["predicted"]["step_seconds"] > 0
-    for command in (["plan", *words, "--for", "train"], ["check", *words, "--runs", tmp_path, "checkpoint.at_end=false"]):
+    assert (
+        re.search(over, f"does not fit: {plain.json['does_not_fit']}") and plain.json["predicted"]["step_seconds"] > 0
+    )
+    for command in (
+        ["plan", *words, "--for", "train"],
+        ["check", *words, "--runs", tmp_path, "checkpoint.at_end=false"],
+    ):
         refused = meshwright(*command)
         assert refused.code == 3 and re.search(rf"{file}: {over}", refused.err)
     assert "does_not_fit" not in meshwright("plan", *ONE, f"plan={file}", "--json").json
@@ -263,7 +270,10 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(
     command, option = words
     (tmp_path / "plans").mkdir()
     monkeypatch.setattr("meshwright.planner.fixes.search", pytest.fail)
-    for file, said in (("plan/x", f"there is no folder {tmp_path}/plan; nearest: {tmp_path}/plans"), ("plans", "a file")):
+    for file, said in (
+        ("plan/x", f"there is no folder {tmp_path}/plan; nearest: {tmp_path}/plans"),
+        ("plans", "a file"),
+    ):
         answer = meshwright(command, *ONE, option, tmp_path / file, "--json")
         assert answer.code == 2 and f"{option} {tmp_path / file}: " in answer.err and said in answer.err
         assert "Traceback" not in answer.err and answer.json["ok"] is False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.train.tiny import make_tiny
 
 from meshwright.data.stdlib import VOCABULARY
 from meshwright.launch import prepare
@@ -14,7 +15,6 @@ from meshwright.spec.errors import OutOfResources
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
 from meshwright.spec.run import RunSpec
-from tests.train.tiny import make_tiny
 
 
 def test_an_optimizer_that_host_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,8 +156,8 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
     budget = budget_of(run, device_memory(run))
     if any(over_by_rank(run, plan, budget)):
         return (
-            f"{shortfall(run, plan, budget)}, {HEADROOM:.0%} of the device; lower batch.micro_batch, shard over more ranks, or set recompute "
-            "or offload in layers"
+            f"{shortfall(run, plan, budget)}, {HEADROOM:.0%} of the device; lower batch.micro_batch, shard over more ranks, or set "
+            "recompute or offload in layers"
         )
     if over := over_host(run, plan):
         said = "" if run.cluster.host_memory_gib else ", a guess where it is not given"
