@@ -20,8 +20,9 @@ HERE = Path(__file__).resolve().parent
 MESHWRIGHT = (sys.executable, "-m", "meshwright")
 TORCHTITAN = "0.2.2"
 KERNELS = 4
-"""Counts up when a kernel of ours changes what a step takes; results say it, so that old ones are not held to today's. 1: before the loss's
-slope was a kernel, a lone rank cast its weights once and heads were padded. 2: clipping a pass of its own. 3: gradients laid out by torch."""
+"""Counts up when a kernel of ours changes what a step takes; results say it, so that old ones are not held to today's. 1: before the
+loss's slope was a kernel, a lone rank cast its weights once and heads were padded. 2: clipping a pass of its own. 3: gradients laid out by
+torch."""
 SAID = 1500
 """Characters of a failed run's log that are kept."""
 

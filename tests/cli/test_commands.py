@@ -149,6 +149,38 @@ def test_check_finds_what_only_the_disk_knows(tiny: Path, finished: Path, tmp_pa
     assert shard.name in answer.json["errors"][0]["got"]
 
 
+@pytest.mark.parametrize(("axis", "engine"), [("shard", "gather_engine"), ("tensor", "tensor_engine")])
+def test_a_plan_file_that_copies_across_nodes_is_refused_before_ranks_start(
+    axis: str, engine: str, tiny: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.yaml"
+    many = 8 // (2 if axis == "shard" else 1)
+    file.write_text(
+        f"mesh: [{{axis: {axis}, size: 2}}]\nbatch: {{global_batch: 8, micro_batch: 1, accumulate: {many}}}\n"
+        f"{engine}: copy\ncompile: false\nprecision: {{compute: fp32}}\n"
+    )
+    words = [tiny, f"plan={file}", "cluster.emulate_nodes=2", "--runs", tmp_path / "runs"]
+    for command in ("check", "train"):
+        answer = meshwright(command, *words)
+        assert answer.code == 2 and f"{file}: plan.{engine} = copy: the 2 ranks of the {axis} axis" in answer.err
+        assert "run " not in answer.err and not (tmp_path / "runs").exists()
+    assert meshwright("check", tiny, f"plan={file}").code == 0
+
+
+def test_a_plan_file_that_does_not_fit_is_refused_before_ranks_start(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        "mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 8, micro_batch: 4, accumulate: 1}\ncompile: false\n"
+        "precision: {compute: fp32}\n"
+    )
+    words = [tiny, f"plan={file}", "--runs", tmp_path / "runs"]
+    for command in ("check", "train"):
+        answer = meshwright(command, *words, "cluster.memory_gib=0.01")
+        assert answer.code == 3 and f"{file}: does not fit: a rank needs" in answer.err
+        assert not (tmp_path / "runs").exists()
+    assert meshwright("check", *words).code == 0
+
+
 def test_plan_says_mesh_batch_memory_and_why(tiny: Path, tmp_path: Path) -> None:
     answer = meshwright("plan", tiny, "--for", "train", "--out", tmp_path / "plan.yaml", "--json")
     plan = answer.json["plan"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from meshwright.cli.plan_answer import Wishes, answer_of
 from meshwright.cli.plan_words import layers_line, machines_line
+from meshwright.launch import machine, prepare
+from meshwright.launch.prepare import prepare_run
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 from tests.cli.command import meshwright
@@ -84,6 +89,25 @@ def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path)
     assert all(other["trainable"] for other in answers["alternatives"])
 
 
+def test_for_train_is_what_train_takes(tiny: Path, tmp_path: Path) -> None:
+    """The data's vocabulary counts, and not a guess of it: memory to the byte."""
+    asked = meshwright("plan", tiny, "--for", "train", "--json").json["plan"]
+    run = prepare_run(load_run(tiny), tmp_path, fresh=False, profile=None, note=print)
+    assert asked == to_plain(run.assignment.plan)
+
+
+@pytest.mark.parametrize(("gpu", "gib"), [("H100", 700), ("H200", None)])
+def test_for_train_counts_on_this_host_where_the_cluster_is_this_machine(
+    gpu: str, gib: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * 2)
+    for module in (machine, prepare):
+        monkeypatch.setattr(module, "host_memory_bytes", lambda: 700 << 30)
+    run = load_run(None, [*ONE, f"cluster.gpu={gpu}"])
+    assert answer_of(run, Wishes(trainable=True)).run.cluster.host_memory_gib == gib
+    assert answer_of(run, Wishes()).run.cluster.host_memory_gib is None
+
+
 def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
     chosen = meshwright("plan", *ONE, "--for", "train", "--out", tmp_path / "plan.yaml", "--json").json
     again = meshwright("plan", *ONE, f"plan={tmp_path / 'plan.yaml'}", "--json").json
@@ -92,6 +116,56 @@ def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
     assert slower["predicted"]["step_seconds"] > chosen["predicted"]["step_seconds"]
     text = meshwright("plan", *ONE, f"plan={tmp_path / 'plan.yaml'}").out
     assert f"the plan of {tmp_path / 'plan.yaml'}" in text.replace("\n", "") or "priced on this cluster" in text
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedules"),
+    [
+        ("[[0-3,12-15],[4-7,8-11]]", {"zbv", "dualpipe_v"}),
+        ("[[0-8],[9-15]]", {"1f1b", "zb_h1", "breadth_first"}),
+    ],
+)
+def test_pinned_stages_leave_the_schedule_to_the_planner(stages: str, schedules: set[str]) -> None:
+    answer = meshwright("plan", *ONE, f"plan.stages={stages}", "--json")
+    assert answer.code == 0, answer.err
+    plans = [answer.json["plan"], *(other["plan"] for other in answer.json["alternatives"])]
+    assert {plan["schedule"]["name"] for plan in plans} <= schedules
+    assert all(
+        json.dumps(plan["schedule"]["stages"]).translate(str.maketrans("", "", '" ')) == stages for plan in plans
+    )
+
+
+def test_a_plan_file_s_borders_are_those_of_the_cluster(tmp_path: Path) -> None:
+    """Whatever the file says of them, or does not say."""
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        "mesh: [{axis: pipeline, size: 2, crosses: device}, {axis: shard, size: 2}]\n"
+        "batch: {global_batch: 16, micro_batch: 1, accumulate: 8}\n"
+    )
+    mesh = meshwright("plan", *TCP, f"plan={file}", "--json").json["plan"]["mesh"]
+    assert [axis["crosses"] for axis in mesh] == ["node", "device"]
+    said = re.search(r"pipeline 2 .*", meshwright("plan", *TCP, f"plan={file}").out)
+    assert said and "between nodes" in said[0]
+
+
+def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> None:
+    file, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    file.write_text("mesh: [{axis: replicate, size: 2}]\nbatch: {global_batch: 16, micro_batch: 8, accumulate: 1}\n")
+    words = [*ONE, f"plan={file}", "cluster.memory_gib=20"]
+    over = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB over the 19.5 that may be used"
+    text, plain = meshwright("plan", *words, "--html", page), meshwright("plan", *words, "--json")
+    assert (text.code, plain.code) == (0, 0)
+    assert re.search(over, " ".join(text.out.split())) and '<span class="status part">does not fit' in page.read_text()
+    assert (
+        re.search(over, f"does not fit: {plain.json['does_not_fit']}") and plain.json["predicted"]["step_seconds"] > 0
+    )
+    for command in (
+        ["plan", *words, "--for", "train"],
+        ["check", *words, "--runs", tmp_path, "checkpoint.at_end=false"],
+    ):
+        refused = meshwright(*command)
+        assert refused.code == 3 and re.search(rf"{file}: {over}", refused.err)
+    assert "does_not_fit" not in meshwright("plan", *ONE, f"plan={file}", "--json").json
 
 
 def test_what_does_not_fit_ends_with_3_and_its_fixes() -> None:
@@ -198,6 +272,22 @@ def test_the_shortest_training() -> None:
 def test_options_that_do_not_go_together_are_refused(options: list[str], said: str) -> None:
     answer = meshwright("plan", *ONE, *options)
     assert answer.code == 2 and said in answer.err
+
+
+@pytest.mark.parametrize("words", [("plan", "--out"), ("plan", "--html"), ("simulate", "--trace")])
+def test_a_place_that_cannot_be_written_is_refused_before_the_search(
+    words: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, option = words
+    (tmp_path / "plans").mkdir()
+    monkeypatch.setattr("meshwright.planner.fixes.search", pytest.fail)
+    for file, said in (
+        ("plan/x", f"there is no folder {tmp_path}/plan; nearest: {tmp_path}/plans"),
+        ("plans", "a file"),
+    ):
+        answer = meshwright(command, *ONE, option, tmp_path / file, "--json")
+        assert answer.code == 2 and f"{option} {tmp_path / file}: " in answer.err and said in answer.err
+        assert "Traceback" not in answer.err and answer.json["ok"] is False
 
 
 def test_one_plan_does_not_scale(tmp_path: Path) -> None:

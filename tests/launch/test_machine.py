@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.launch import machine
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.place import started_by_launcher
 
 
@@ -51,6 +52,23 @@ def test_auto_under_a_launcher_is_the_whole_job(monkeypatch: pytest.MonkeyPatch)
         "MASTER_PORT": "1",
     }
     assert machine.found_cluster(env) == {"gpu": "H200", "nodes": 2, "gpus_per_node": 8, "host_memory_gib": 2048}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "here"),
+    [
+        (ClusterSpec(gpu="H200", gpus_per_node=8), True),
+        (ClusterSpec(gpu="H200", gpus_per_node=2), True),
+        (ClusterSpec(gpus_per_node=64), True),
+        (ClusterSpec(gpu="H200", gpus_per_node=16), False),
+        (ClusterSpec(gpu="H100", gpus_per_node=8), False),
+        (ClusterSpec(gpu="H200", gpus_per_node=8, nodes=2), False),
+        (ClusterSpec(nodes=2), False),
+    ],
+)
+def test_which_clusters_are_this_machine(cluster: ClusterSpec, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H200"] * 8)
+    assert machine.is_here(cluster) is here
 
 
 def test_host_memory_is_plausible() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from tests.train.tiny import make_tiny
+
+from meshwright.data.stdlib import VOCABULARY
 from meshwright.launch import prepare
+from meshwright.planner.candidate import peak_bytes
+from meshwright.planner.reprice import repriced
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.load import load_run
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
+from meshwright.spec.run import RunSpec
 
 
 def test_an_optimizer_that_host_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +29,53 @@ def test_an_optimizer_that_host_memory_cannot_hold_is_refused(monkeypatch: pytes
         OutOfResources, match=r"optimizer 192.7 GB of host memory, and this host has 190.0 GB.*plan.layers"
     ):
         prepare.check_host_memory(run, plan)
+
+
+def file_run(folder: Path, plan: Plan, *words: str) -> RunSpec:
+    """A run of the plan, which is written in `folder`."""
+    (folder / "plan.yaml").write_text(prepare.plan_yaml(plan), encoding="utf-8")
+    return load_run(None, [*words, f"plan={folder / 'plan.yaml'}", f"train.global_batch={plan.batch.global_batch}"])
+
+
+def test_a_plan_file_that_devices_cannot_hold_is_refused(tmp_path: Path) -> None:
+    words = ["model=llama3-8b", "model.vocab_size=128256", "cluster.gpu=H100", "cluster.gpus_per_node=8"]
+    batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=1)
+    copies, shards = (Plan(mesh=(MeshAxis(axis=axis, size=8),), batch=batch) for axis in ("replicate", "shard"))
+    assert prepare.training_plan(file_run(tmp_path, shards, *words)).mesh == shards.mesh
+    over = r"plan.yaml: does not fit: a rank needs [\d.]+ GB, [\d.]+ GB over the 78.2 that may be used \(optimizer 64.2.*batch.micro_batch"
+    with pytest.raises(OutOfResources, match=over):
+        prepare.training_plan(file_run(tmp_path, copies, *words))
+    prepare.training_plan(file_run(tmp_path, copies, *words, "cluster.memory_gib=192"))
+
+
+def test_a_processor_s_plan_file_is_held_to_its_rank_s_share_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=4)
+    plan = Plan(mesh=(MeshAxis(axis="shard", size=2),), batch=batch, precision=Precision(compute="fp32"))
+    run = file_run(tmp_path, plan, "model=llama-nano", "model.vocab_size=512", "cluster.gpus_per_node=2")
+    need = peak_bytes(repriced(run, plan))
+    for share, fits in ((1.1, True), (1.0, False)):  # 9% stays free
+        monkeypatch.setattr(prepare, "host_memory_bytes", lambda share=share: int(2 * share * need))
+        assert (prepare.misfit(run, plan) is None) == fits
+
+
+def test_what_a_plan_file_lets_wait_must_fit_the_host(tmp_path: Path) -> None:
+    words = ["model=llama3-8b", "model.vocab_size=128256", "cluster.gpu=H200", "cluster.gpus_per_node=4"]
+    axes = (MeshAxis(axis="replicate", size=2), MeshAxis(axis="shard", size=2))
+    batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=2)
+    plan = Plan(mesh=axes, batch=batch, layers=(LayerStrategy(offload="optimizer"),))
+    assert prepare.misfit(file_run(tmp_path, plan, *words, "cluster.host_memory_gib=256"), plan) is None
+    over = prepare.misfit(file_run(tmp_path, plan, *words, "cluster.host_memory_gib=200"), plan)
+    assert over and "host memory is 20.9 GB over the 171.8" in over  # 192.7 GB needed
+
+
+def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_path: Path) -> None:
+    """As training takes it, rounded up; the built-in tokenizer's where no data says it, and what the run says before all."""
+    made = make_tiny(tmp_path)  # 300 tokens
+    run = load_run(made)
+    assert prepare.with_vocabulary(run).model.vocab_size == 384
+    assert prepare.with_vocabulary(run) == prepare.resolve_data(run, print)
+    for absent in (["data.mix=nowhere"], [f"data.mix={tmp_path / 'source'}"]):
+        assert prepare.with_vocabulary(load_run(made, absent)).model.vocab_size == VOCABULARY
+    assert prepare.with_vocabulary(load_run(made, ["model.vocab_size=500"])).model.vocab_size == 500

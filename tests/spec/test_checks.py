@@ -129,6 +129,58 @@ def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
     assert mistakes(tmp_path, *overrides) == []
 
 
+LOOPS, VEE = "[['0', '2'], ['1', '3']]", "[['0', '3'], ['1', '2']]"
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        "stages: [[0-1], [2-3]]",
+        "stages: [[0-1], [2-3]], replicate: 1, shard: 2",
+        "stages: [['0'], ['1'], ['2'], ['3']]",
+        f"stages: {VEE}",
+        f"stages: {LOOPS}",
+        f"stages: {VEE}, pipeline: 2",
+        f"stages: {VEE}, schedule: dualpipe_v",
+    ],
+)
+def test_stages_in_any_schedule_s_order_may_be_pinned_without_it(tmp_path: Path, pins: str) -> None:
+    assert mistakes(tmp_path, f"plan={{{pins}}}") == []
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected", "got"),
+    [
+        ("stages: [[0-1], ['3']]", "layers 0-3 in some schedule's order", "begins with layer 3 where layer 2 is next"),
+        (
+            "stages: [['0', '3'], ['2', '1']]",
+            "in some schedule's order",
+            "stage 1 (rank 1) begins with layer 2 where layer 1 is next",
+        ),
+        (
+            "stages: [['0', '2'], ['1', '2']]",
+            "in some schedule's order",
+            "stage 3 (rank 1) begins with layer 2 where layer 3 is next and, in a V, stage 3 (rank 0)",
+        ),
+        (f"stages: {VEE}, schedule: interleaved", "in interleaved's order", "where layer 2 is next"),
+        (f"stages: {LOOPS}, schedule: zbv", "in zbv's order", "begins with layer 3 where layer 2 is next"),
+        ("stages: [[0-1], [2-3]], pipeline: 4", "in some schedule's order", "2 rows of stages for 4 pipeline ranks"),
+        ("stages: [['0'], ['1'], [2-3]]", "axes whose product divides the cluster's 4 ranks", "3"),
+        ("stages: []", "a row of layer ranges for each pipeline rank", "an empty list"),
+    ],
+)
+def test_stages_in_no_schedule_s_order(tmp_path: Path, pins: str, expected: str, got: str) -> None:
+    (mistake,) = mistakes(tmp_path, f"plan={{{pins}}}")
+    assert mistake.key == "plan.stages"
+    assert expected in mistake.expected and got in mistake.got
+
+
+def test_pinned_stages_say_how_deep_the_pipeline_is(tmp_path: Path) -> None:
+    (mistake,) = mistakes(tmp_path, "plan={stages: [[0-1], [2-3]], replicate: 2, shard: 2}")
+    assert (mistake.key, mistake.nearest) == ("plan.shard", "1")
+    assert "the cluster's 4 ranks ÷ plan.stages 2 rows" in mistake.expected
+
+
 def test_the_place_is_the_offending_token(tmp_path: Path) -> None:
     text = (
         "model: llama-nano\ntrain:\n  steps: 10\n  warmup_steps: 20\n  global_batch: 3\ncluster: {gpus_per_node: 4}\n"
@@ -173,3 +225,14 @@ def test_a_plan_file_s_fold_fits_its_mesh_and_its_model(tmp_path: Path, fold: st
     (mistake,) = mistakes(tmp_path, *words)
     assert (mistake.key, Path(mistake.file).name) == (key, "plan.yaml")
     assert expected in mistake.expected
+
+
+@pytest.mark.parametrize("key", ["compute", "reduce", "reduce_replicas"])
+def test_a_plan_file_s_fp64_is_for_processors(tmp_path: Path, key: str) -> None:
+    plan = tmp_path / "plan.yaml"
+    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 1}"
+    plan.write_text(f"mesh: [{{axis: shard, size: 4}}]\n{batch}\nprecision: {{{key}: fp64}}\n")
+    assert mistakes(tmp_path, f"plan={plan}") == []
+    (mistake,) = mistakes(tmp_path, f"plan={plan}", "cluster.gpu=H100")
+    assert (mistake.key, mistake.line, mistake.got, mistake.nearest) == (f"precision.{key}", 3, "fp64", "fp32")
+    assert mistake.expected == "bf16 or fp32 on H100; fp64 runs on cpu only"

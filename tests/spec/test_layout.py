@@ -16,6 +16,7 @@ from meshwright.spec.layout import (
     balanced_stages,
     context_misfit,
     held_tokens,
+    placed,
     shard_rows,
     stage_table,
 )
@@ -56,6 +57,20 @@ def test_groups_partition_the_ranks(layout: Layout, axis: str) -> None:
     for rank in range(layout.ranks):
         group = layout.group(axis, rank)
         assert group[layout.coordinates(rank)[axis]] == rank
+
+
+@given(LAYOUTS, st.sampled_from(["replicate", "shard"]))
+def test_an_axis_leaves_nodes_where_one_of_its_groups_does(layout: Layout, axis: str) -> None:
+    groups = (layout.group(axis, rank) for rank in range(layout.ranks))
+    assert layout.leaves_nodes(axis) == any(map(layout.crosses_nodes, groups))
+
+
+@pytest.mark.parametrize(("per_node", "crossed"), [(8, "ddd"), (4, "ndd"), (2, "nnd"), (1, "nnn"), (3, "nnn")])
+def test_what_axes_cross_follows_from_the_nodes_and_not_from_the_plan(per_node: int, crossed: str) -> None:
+    mesh = tuple(MeshAxis(axis=axis, size=2, crosses="node") for axis in ("pipeline", "replicate", "shard"))
+    mesh += (MeshAxis(axis="tensor", size=1, crosses="node"),)
+    plan = placed(Plan(mesh=mesh, batch=BatchPlan(global_batch=4, micro_batch=1, accumulate=1)), per_node)
+    assert "".join(axis.crosses[0] for axis in plan.mesh) == crossed + "d"
 
 
 @given(LAYOUTS)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, load_run, resolved_yaml
@@ -349,6 +350,15 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
         load_plan(write("plan.yaml", PLAN.replace("size: 2}]", "size: 2}, {axis: shard, size: 1}]")))
     with pytest.raises(BadConfig, match=r"tensor_engine: expected kernel, as `mesh` has one tensor rank, got copy"):
         load_plan(write("plan.yaml", PLAN + "\ntensor_engine: copy\n"))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plan_file_crosses_what_its_cluster_makes_it_cross() -> None:
+    for said in ("", ", crosses: device", ", crosses: node"):
+        file = write("plan.yaml", PLAN.replace("size: 2}", f"size: 2{said}}}"))
+        for emulated, crosses in ((1, "device"), (2, "node")):
+            (axis,) = load_plan(file, ClusterSpec(gpus_per_node=2, emulate_nodes=emulated)).mesh
+            assert axis.crosses == crosses
 
 
 @pytest.mark.usefixtures("here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,20 @@ def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
 
     path, overrides = split_words(words)
     return load_run(path, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
+
+
+def check_place(option: str, file: Path | None) -> None:
+    """Raise BadInput where `file`, which `option` names, cannot be written: before time is spent on what goes into it."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        near = nearest(file.parent.name, [one.name for one in file.parent.parent.glob("*/")])
+        hint = f"; nearest: {file.parent.parent / near}" if near else ""
+        raise BadInput(f"{option} {file}: there is no folder {file.parent}{hint}")
+    if file.is_dir():
+        raise BadInput(f"{option} {file}: expected a file, and this is a folder; name a file in it")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise BadInput(f"{option} {file}: expected a place that may be written, and this one may only be read")
 
 
 def model_folder(text: Path, runs: Path = Path("runs")) -> Path:

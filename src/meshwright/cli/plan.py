@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Json, Words, load
+from meshwright.cli.options import Json, Words, check_place, load
 
 
 def plan(
@@ -88,6 +88,8 @@ def plan(
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
 
     wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price, probe)
+    check_place("--out", out)
+    check_place("--html", html)
     run = load(words)
     answer = answer_of(run if probe else with_vocabulary(run), wishes, note=lambda text: print(text, file=sys.stderr))
     if out is not None:

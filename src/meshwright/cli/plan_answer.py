@@ -8,7 +8,8 @@ from typing import Any
 
 from meshwright.costs.of_plan import products
 from meshwright.costs.sources import sources
-from meshwright.launch.prepare import Note, device_memory, resolve_data
+from meshwright.launch.machine import is_here
+from meshwright.launch.prepare import Note, device_memory, misfit, on_this_host, refuse_untrainable, resolve_data
 from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable
@@ -116,6 +117,11 @@ class Answer:
         """Why this release cannot train the plan, or None."""
         return untrainable(self.plan)
 
+    @property
+    def does_not_fit(self) -> str | None:
+        """What a plan that was given needs beyond the memory there is, or None."""
+        return None if self.best.fits else misfit(self.run, self.plan)
+
     def changes(self) -> tuple[Change, ...]:
         return what_if(self.run, self.plan, search_seconds=self.search_seconds, trainable=self.wishes.trainable)
 
@@ -136,6 +142,8 @@ def answer_of(run: RunSpec, wishes: Wishes, note: Note = lambda text: None) -> A
     """
     if wishes.probe:
         return _probed(run, wishes, note)
+    if wishes.trainable:
+        run = _as_trained(run)
     if isinstance(run.plan, str) and run.plan != "auto":
         return _of_file(run, wishes)
     if wishes.objective == "training":
@@ -163,6 +171,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         "alternatives": others,
         "search_seconds": answer.search_seconds,
     }
+    if over := answer.does_not_fit:
+        body["does_not_fit"] = over
     body["sources"] = sources_of(answer)
     if answer.probes:
         body["probes"] = [_probe(one) for one in answer.probes]
@@ -189,15 +199,21 @@ def _range(text: str | None) -> tuple[int, int] | None:
     return int(first), int(last or first)
 
 
+def _as_trained(run: RunSpec) -> RunSpec:
+    """The run with the host memory that `train` would find, where its cluster is this machine and does not say."""
+    stated = run.cluster.is_cpu or run.cluster.host_memory_gib is not None
+    return on_this_host(run) if not stated and is_here(run.cluster) else run
+
+
 def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
     if wishes.gpus or wishes.objective == "training":
         raise BadInput(
             f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
-    plan = repriced(run, load_plan(Path(str(run.plan))))
-    if wishes.trainable and (refused := untrainable(plan)):
-        raise BadInput(refused)
-    return Answer(run, wishes, Candidate(plan), considered=1, given=True)
+    plan = repriced(run, load_plan(Path(str(run.plan)), run.cluster))
+    if wishes.trainable:
+        refuse_untrainable(run, plan)
+    return Answer(run, wishes, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
 
 
 def _searched(run: RunSpec, wishes: Wishes) -> Answer:
@@ -211,7 +227,7 @@ def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
         raise BadInput(f"plan: {run.plan} is one plan; --probe chooses among several, with plan=auto or pins")
     assert wishes.probe is not None
     check_here(run.cluster)
-    run = resolve_data(run, note)
+    run = on_this_host(resolve_data(run, note))
     found = search_or_fixes(run, memory_bytes=device_memory(run), trainable=True)
     chosen, probes = probed(run, found, wishes.probe, note)
     return Answer(run, wishes, chosen.best, chosen.others, found.considered, found.seconds, probes=probes)

@@ -68,6 +68,8 @@ def _head(console: Console, answer: Answer) -> None:
         console.print(f"the plan of {run.plan}, priced on this cluster")
     else:
         console.print(f"best of {answer.considered:,} layouts, found in {answer.search_seconds:.2f} s")
+    if over := answer.does_not_fit:
+        console.print(f"[bold]does not fit[/bold]: {over}")
     if refused := answer.planned_only:
         console.print(f"[bold]planned only[/bold]: {refused}")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import split_words
+from meshwright.cli.options import check_place, split_words
 from meshwright.cli.profile_table import table
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
 
@@ -98,7 +98,7 @@ def profile(
         return
     if out is None:
         raise BadInput("--out FILE is missing: where to write what is measured, e.g. --out machine.json")
-    _check_place(out)
+    check_place("--out", out)
     if shapes_of is not None and words:
         raise BadInput(f"{words[0]}: with --shapes-of the run says what is measured; leave it out")
     cluster = _cluster(words) if shapes_of is None else _cluster_of(shapes_of)
@@ -109,12 +109,6 @@ def profile(
     for line in table(found):
         print(line)
     print(f"wrote {out}; name it in a run or a question: cluster.profile={out}", file=sys.stderr)
-
-
-def _check_place(out: Path) -> None:
-    """Before minutes are spent on it."""
-    if not out.parent.is_dir():
-        raise BadInput(f"--out {out}: there is no folder {out.parent}")
 
 
 def _cluster_of(folder: Path) -> ClusterSpec:
@@ -205,7 +199,7 @@ def _correct(folder: Path, out: Path | None) -> None:
     out = out or kept
     if out is None:
         raise BadInput("--out FILE is missing: the profile to correct, or to begin (the run had none)")
-    _check_place(out)
+    check_place("--out", out)
     known = next((file for file in (out, kept) if file is not None and file.is_file()), None)
     before = load_profile(known) if known else _unmeasured(folder, run.cluster)
     after = corrected(before, run, plan, _measured_step(folder))

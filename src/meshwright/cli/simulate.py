@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json, Words, load
+from meshwright.cli.options import Json, Words, check_place, load
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,14 +57,12 @@ def simulate(
     from meshwright.launch.prepare import plan_for, with_vocabulary
     from meshwright.simulator.of_plan import simulate_plan
     from meshwright.simulator.trace import write_trace
-    from meshwright.spec.errors import BadInput
 
+    check_place("--trace", trace)
     run = with_vocabulary(load(words))
     plan, candidates = plan_for(run)
     timeline = simulate_plan(run.model, run.train, plan, run.cluster)
     file = trace or Path(f"{run.name}.simulated.json.gz")
-    if not file.parent.is_dir():
-        raise BadInput(f"--trace {file}: there is no folder {file.parent}")
     write_trace(timeline, file, _rank_names(run, plan))
     answer = _answer(run, plan, timeline, chosen=bool(candidates), trace=file)
     if as_json:

@@ -43,14 +43,16 @@ def ask_ranks(
 
     Under a launcher every rank but the first ends here. Raises BadInput when the plan does not fit the model or this host.
     """
+    from meshwright.spec.layout import placed
     from meshwright.spec.load import load_plan
     from meshwright.spec.place import Place, started_by_launcher
     from meshwright.train.spread import SpreadJob, join_and_answer
 
     model, weights = _model_in(folder)
     plan = load_plan(plan_file)
-    _check_fit(plan, model, plan_file, measurement.seq_len if measurement else None)
     cluster = _cluster(plan, plan_file, launched=started_by_launcher())
+    plan = placed(plan, cluster.ranks_per_node)
+    _check_fit(plan, model, plan_file, measurement.seq_len if measurement else None)
     job = SpreadJob(
         model=model, weights=weights, plan=plan, cluster=cluster, continuation=continuation, measurement=measurement
     )

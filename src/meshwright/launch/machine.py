@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.spec.chips import GiB
-from meshwright.spec.cluster import chip_from_device_name
+from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
 from meshwright.spec.place import Place, started_by_launcher
 
 
@@ -26,6 +26,14 @@ def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
         place = Place.from_environment(env)
         section |= {"nodes": place.ranks // place.local_ranks, "gpus_per_node": place.local_ranks}
     return section
+
+
+def is_here(cluster: ClusterSpec, found: Mapping[str, Any] | None = None) -> bool:
+    """Whether this machine (`found`, as `found_cluster` describes it) has what `cluster` asks for."""
+    if cluster.is_cpu or cluster.nodes > 1:
+        return cluster.nodes == 1
+    here = found or found_cluster()
+    return cluster.gpu == here["gpu"] and cluster.gpus_per_node <= int(here["gpus_per_node"])
 
 
 def host_memory_bytes() -> int:

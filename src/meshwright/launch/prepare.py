@@ -12,15 +12,24 @@ from itertools import chain, count
 from pathlib import Path
 
 from meshwright.data.corpus import STDLIB
+from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.launch.machine import host_memory_bytes
-from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.candidate import (
+    HOST_HEADROOM,
+    Candidate,
+    host_budget,
+    over_by_rank,
+    over_host,
+    untrainable,
+)
+from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
-from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml
 from meshwright.spec.model import parameter_count
@@ -64,9 +73,7 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
         raise BadInput(
             f"model.vocab_size is not set and {', '.join(run.data.mix)} has no tokenizer to take it from; set model.vocab_size"
         )
-    return replace(
-        run, model=replace(run.model, vocab_size=-(-source.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
-    )
+    return _for_tokens(run, source.vocab_size)
 
 
 def open_run_data(run: RunSpec) -> DataSource:
@@ -80,10 +87,25 @@ def needs_stdlib(run: RunSpec) -> bool:
 
 
 def with_vocabulary(run: RunSpec) -> RunSpec:
-    """The run with a vocabulary to plan for: the built-in tokenizer's size when the data that decides it is not there yet."""
-    if run.model.vocab_size:
-        return run
-    return replace(run, model=replace(run.model, vocab_size=VOCABULARY))
+    """The run with a vocabulary to plan for: its data's, or the built-in tokenizer's size when that is not there yet."""
+    return run if run.model.vocab_size else _for_tokens(run, _tokens_of_data(run) or VOCABULARY)
+
+
+def _for_tokens(run: RunSpec, count: int) -> RunSpec:
+    return replace(run, model=replace(run.model, vocab_size=-(-count // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE))
+
+
+def _tokens_of_data(run: RunSpec) -> int | None:
+    """Tokens of the tokenizer that the run's data was made with; None where no data says it. What else is wrong with the data is no matter
+    of the plan's: `resolve_data` says it."""
+    sizes = []
+    for name in run.data.mix:
+        try:
+            folder, foreign = locate(stdlib_folder() if name == STDLIB and needs_stdlib(run) else Path(name))
+            sizes += [] if foreign else [Manifest.read(folder).tokenizer.vocab_size]
+        except (BadInput, Damaged):
+            continue
+    return max(sizes, default=None)
 
 
 def plan_for(run: RunSpec, *, trainable: bool = False) -> tuple[Plan, tuple[Candidate, ...]]:
@@ -92,7 +114,7 @@ def plan_for(run: RunSpec, *, trainable: bool = False) -> tuple[Plan, tuple[Cand
     `trainable` chooses among what this release can train.
     """
     if isinstance(run.plan, str) and run.plan != "auto":
-        return load_plan(Path(run.plan)), ()
+        return load_plan(Path(run.plan), run.cluster), ()
     answer = search_or_fixes(run, memory_bytes=device_memory(run), trainable=trainable)
     return answer.best.plan, (answer.best, *answer.others)
 
@@ -110,11 +132,35 @@ def on_this_host(run: RunSpec) -> RunSpec:
 
 
 def training_plan(run: RunSpec) -> Plan:
-    """The plan of a run that will train. Raises BadInput for a plan with an axis that this release can only plan."""
-    plan, _ = plan_for(on_this_host(run), trainable=True)
-    if refused := untrainable(plan):
-        raise BadInput(refused)
+    """The plan of a run that will train. Raises BadInput and OutOfResources as `refuse_untrainable` does."""
+    run = on_this_host(run)
+    plan, _ = plan_for(run, trainable=True)
+    refuse_untrainable(run, plan)
     return plan
+
+
+def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
+    """Raise BadInput for a plan that this release can only plan, and OutOfResources for one that does not fit; a plan file is named."""
+    named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
+    if refused := untrainable(plan):
+        raise BadInput(named + refused)
+    if over := misfit(run, plan):
+        raise OutOfResources(f"{named}does not fit: {over}")
+
+
+def misfit(run: RunSpec, plan: Plan) -> str | None:
+    """What a rank of the plan needs beyond its device's memory, or what it lets wait beyond the host's, and which keys lower that; None
+    where all fits. A plan that a person wrote may fill the share of a device that a search leaves free."""
+    memory = run.cluster.memory_bytes() or device_memory(run)
+    if any(over_by_rank(run, plan, memory)):
+        return f"{shortfall(run, plan, memory)}; lower batch.micro_batch, shard over more ranks, or set recompute or offload in layers"
+    if over := over_host(run, plan):
+        said = "" if run.cluster.host_memory_gib else ", a guess where it is not given"
+        return (
+            f"what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used "
+            f"({HOST_HEADROOM:.0%} of cluster.host_memory_gib{said}); offload fewer layers, or use more nodes"
+        )
+    return None
 
 
 def prepare_run(
@@ -128,8 +174,8 @@ def prepare_run(
 ) -> Prepared:
     """Make or reopen the run's folder and write what its ranks need.
 
-    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the disk or the host's memory is
-    too small.
+    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the devices, the disk or the host's
+    memory are too small.
     """
     run = resolve_data(run, note)
     folder, resumes = find_folder(run, runs, fresh=fresh)

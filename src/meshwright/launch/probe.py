@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshwright.launch.local import rank_threads, run_ranks
-from meshwright.launch.machine import found_cluster
+from meshwright.launch.machine import found_cluster, is_here
 from meshwright.launch.prepare import Note, plan_yaml, prepare_run
 from meshwright.observe.account import ENOUGH, FEWEST, WARM_UP, Typical, comparable_memory, typical
 from meshwright.observe.metrics import scan_metrics
@@ -93,7 +93,7 @@ def check_here(cluster: ClusterSpec, found: dict[str, object] | None = None) -> 
             f"--probe runs plans on this machine, and cluster.nodes is {cluster.nodes}; print the leading plans with --json and train each"
         )
     here = found or found_cluster()
-    if cluster.is_cpu or (cluster.gpu == here["gpu"] and cluster.gpus_per_node <= int(str(here["gpus_per_node"]))):
+    if is_here(cluster, here):
         return
     raise BadInput(
         f"--probe runs plans on this machine, which is {here['gpus_per_node']} {here['gpu']}; the cluster says {cluster.gpus_per_node} "

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fp8 import MULTIPLE, WIDTHS, sides
-from meshwright.spec.layout import context_misfit, expert_misfit, stage_table, tensor_misfit
+from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfit, stage_table, tensor_misfit
 from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, ScheduleName, SchedulePlan, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
@@ -96,8 +96,10 @@ def _mesh_fit(plan: Document, asked: _Run, sizes: dict[str, int]) -> Iterator[Mi
 
 
 def _precision_fit(plan: Document, asked: _Run, context: int) -> Iterator[Mistake]:
-    """What stands against a plan file's fp8 on so many `context` ranks."""
+    """What stands against a plan file's number formats on so many `context` ranks."""
     precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
+    for key, expected in _fp64_rules(asked, precision):
+        yield _at(plan, ("precision", key), expected, "fp64", "fp32")
     formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
     for key, expected in _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"), context):
         yield _at(plan, ("precision", key), expected, say(precision.get(key, "compute")))
@@ -320,10 +322,17 @@ _OTHER_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")
 """Axes whose ranks read the same samples; not pinned they have one rank."""
 
 
-def _model_ranks(run: _Run) -> tuple[int, str]:
-    """Ranks of one data rank, and the pins that say so."""
-    pinned = {axis: run(f"plan.{axis}") for axis in _OTHER_AXES if (run(f"plan.{axis}") or 1) > 1}
-    return math.prod(pinned.values()), "".join(f" ÷ plan.{axis} {size}" for axis, size in pinned.items())
+def _pipeline_ranks(run: _Run) -> int:
+    """As pinned, or as many as pinned stages have rows."""
+    return run("plan.pipeline") or len(run("plan.stages") or ()) or 1
+
+
+def _model_ranks(run: _Run) -> dict[str, int]:
+    """Ranks of one data rank, by the pins that say so."""
+    pinned = {f"plan.{axis}": run(f"plan.{axis}") or 1 for axis in _OTHER_AXES}
+    if run("plan.pipeline") is None:
+        pinned["plan.stages"] = _pipeline_ranks(run)
+    return {key: size for key, size in pinned.items() if size > 1}
 
 
 def _ranks(run: _Run) -> Iterator[Mistake]:
@@ -337,10 +346,12 @@ def _ranks(run: _Run) -> Iterator[Mistake]:
         yield run.broken(f"plan.{axis}", f"a divisor of the cluster's {ranks} ranks", str(divisor))
     if wrong:
         return
-    others, said = _model_ranks(run)
+    pinned = _model_ranks(run)
+    others = math.prod(pinned.values())
+    said = "".join(f" ÷ {key} {size}" + " rows" * (key == "plan.stages") for key, size in pinned.items())
     if ranks % others:
-        worst = max(_OTHER_AXES, key=lambda axis: run(f"plan.{axis}") or 1)
-        yield run.broken(f"plan.{worst}", f"axes whose product divides the cluster's {ranks} ranks", None, str(others))
+        worst = max(pinned, key=lambda key: pinned[key])
+        yield run.broken(worst, f"axes whose product divides the cluster's {ranks} ranks", None, str(others))
         return
     data = ranks // others
     if replicate and shard and replicate * shard != data:
@@ -363,21 +374,34 @@ def _global_batch(run: _Run) -> Iterator[Mistake]:
 
 
 def _stages(run: _Run) -> Iterator[Mistake]:
-    """Layers must fill the pinned pipeline, as the schedule lays its stages out."""
-    layers, pipeline, stages = run("model.layers"), run("plan.pipeline") or 1, run("plan.stages")
-    if layers:
+    """Layers must fill the pinned pipeline, as the pinned schedule lays its stages out, or any where the planner chooses it."""
+    layers, stages = run("model.layers"), run("plan.stages")
+    if stages is not None and not stages:
+        yield run.broken("plan.stages", "a row of layer ranges for each pipeline rank, or no key", "none")
+    elif layers:
         path: KeyPath = ("plan", "stages") if stages else ("plan", "pipeline")
-        yield from _stages_fit(run.document, path, run("plan.schedule") or "1f1b", stages, pipeline, layers)
+        yield from _stages_fit(run.document, path, run("plan.schedule"), stages, _pipeline_ranks(run), layers)
 
 
 def _stages_fit(
-    document: Document, path: KeyPath, schedule: ScheduleName, stages: Any, pipeline: int, layers: int
+    document: Document, path: KeyPath, schedule: ScheduleName | None, stages: Any, pipeline: int, layers: int
 ) -> Iterator[Mistake]:
     table = tuple(map(tuple, stages or ()))
-    try:
-        stage_table(SchedulePlan(name=schedule, stages=table), pipeline, layers)
-    except ValueError as error:
-        yield _at(document, path, f"stages that hold layers 0-{layers - 1} in {schedule}'s order", str(error))
+    wrong: list[str] = []
+    # Of schedules not pinned one for each order of stages: along the ranks again and again, or in a V.
+    for name in (schedule,) if schedule else _one_of_each_order(table):
+        try:
+            stage_table(SchedulePlan(name=name, stages=table), pipeline, layers)
+        except ValueError as error:
+            wrong.append(str(error))
+        else:
+            return
+    expected = f"stages that hold layers 0-{layers - 1} in {schedule or 'some schedule'}'s order"
+    yield _at(document, path, expected, " and, in a V, ".join(dict.fromkeys(wrong)))
+
+
+def _one_of_each_order(table: tuple[tuple[str, ...], ...]) -> tuple[ScheduleName, ...]:
+    return ("1f1b", "zbv") if table and len(table[0]) == STAGES_PER_RANK["zbv"] else ("1f1b",)
 
 
 def _pins(run: _Run) -> Iterator[Mistake]:
@@ -426,10 +450,19 @@ def _spans(layers: set[int]) -> str:
 
 
 def _fp64(run: _Run) -> Iterator[Mistake]:
+    for key, expected in _fp64_rules(run, {key: run(f"plan.{key}") for key in _FORMATS}):
+        yield run.broken(f"plan.{key}", expected, "fp32")
+
+
+_FORMATS = ("compute", "reduce", "reduce_replicas")
+
+
+def _fp64_rules(run: _Run, formats: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """(key of the precision, what is expected) for everything that is fp64 on GPUs."""
     gpu = run("cluster.gpu")
-    for key in ("plan.compute", "plan.reduce", "plan.reduce_replicas"):
-        if run(key) == "fp64" and gpu not in (None, "cpu"):
-            yield run.broken(key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only", "fp32")
+    for key in _FORMATS:
+        if formats.get(key) == "fp64" and gpu not in (None, "cpu"):
+            yield key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only"
 
 
 def _fp8(run: _Run) -> Iterator[Mistake]:

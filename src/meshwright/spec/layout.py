@@ -103,6 +103,12 @@ class Layout:
         """Whether `ranks` live on more than one node."""
         return len({self.node(rank) for rank in ranks}) > 1
 
+    def leaves_nodes(self, axis: str) -> bool:
+        """Whether any group along `axis` lives on more than one node: where spans of whole groups do not fill a node evenly, one lies
+        across its border."""
+        span = int(self.stride(axis)) * self.size(axis)
+        return self.size(axis) > 1 and self.ranks > self.ranks_per_node and self.ranks_per_node % span > 0
+
     def data_index(self, rank: int) -> int:
         """Which part of the global batch `rank` reads, of `data_ranks` parts."""
         place = self.coordinates(rank)
@@ -143,6 +149,13 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
     if wanted != layers:
         raise ValueError(f"the last stage ends with layer {wanted - 1} of {layers}")
     return table
+
+
+def placed(plan: Plan, ranks_per_node: int) -> Plan:
+    """The plan with what its axes cross on nodes of so many ranks, whatever it says of that."""
+    layout = Layout.of(plan, ranks_per_node)
+    mesh = (replace(one, crosses="node" if layout.leaves_nodes(one.axis) else "device") for one in plan.mesh)
+    return replace(plan, mesh=tuple(mesh))
 
 
 def gradients_stay(spec: ModelSpec, plan: Plan) -> bool:

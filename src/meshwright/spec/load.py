@@ -17,6 +17,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.complete import ModelReader, complete
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.layout import placed
 from meshwright.spec.mistakes import schema_mistakes
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import load_profile
@@ -89,13 +90,17 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
     return from_plain(ClusterSpec, given)
 
 
-def load_plan(path: Path) -> Plan:
-    """The plan in a file that the planner or a person wrote. Raises BadConfig with every mistake found."""
+def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
+    """The plan in a file that the planner or a person wrote; on a `cluster`, its axes cross what they cross there.
+
+    Raises BadConfig with every mistake found.
+    """
     document = read_yaml(path)
     given, mistakes, _ = _checked_plan(document)
     if mistakes:
         raise BadConfig(_in_reading_order(mistakes, str(path)))
-    return from_plain(Plan, given)
+    plan = from_plain(Plan, given)
+    return placed(plan, cluster.ranks_per_node) if cluster else plan
 
 
 def resolved_yaml(run: RunSpec) -> str:

@@ -47,7 +47,8 @@ class MeshAxis:
     size: Positive
     """Ranks along the axis."""
     crosses: Literal["device", "node"] = "device"
-    """The slowest kind of border the axis runs over: between devices of one node, or between nodes."""
+    """The slowest kind of border the axis runs over: between devices of one node, or between nodes. It follows from the sizes and the
+    cluster's nodes; what a plan file says of it is replaced by that."""
 
 
 @dataclass(frozen=True, kw_only=True)
