@@ -79,7 +79,13 @@ def main() -> None:
         environment = rows[layout.name].pop("environment", None) or environment
         show(layout.name, rows[layout.name])
         facts = {"benchmark": options.layouts.stem, "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
-        body = {**facts, "kernels": KERNELS, "against": file.get("against"), "environment": environment, "layouts": rows}
+        body = {
+            **facts,
+            "kernels": KERNELS,
+            "against": file.get("against"),
+            "environment": environment,
+            "layouts": rows,
+        }
         options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     compare(file.get("against"), rows, list(file.get("sizes", {})))
 

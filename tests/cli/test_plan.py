@@ -152,7 +152,7 @@ def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path)
     file, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
     file.write_text("mesh: [{axis: replicate, size: 2}]\nbatch: {global_batch: 16, micro_batch: 8, accumulate: 1}\n")
     words = [*ONE, f"plan={file}", "cluster.memory_gib=20"]
-    over = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB over the 19.5 that may be used"
+    over = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB over the 21.5 that may be used"
     text, plain = meshwright("plan", *words, "--html", page), meshwright("plan", *words, "--json")
     assert (text.code, plain.code) == (0, 0)
     assert re.search(over, " ".join(text.out.split())) and '<span class="status part">does not fit' in page.read_text()
