@@ -264,14 +264,15 @@ def test_steps_that_are_behind_are_refused(pool: Pool, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("option", ["--timeline", "--profile-steps"])
 @pytest.mark.parametrize(
     ("steps", "said"),
-    [("3:9", "--timeline 3:9: the run ends with step 6"), ("3", "--timeline 3: expected A:B"), ("3:2", "expected A:B")],
+    [("3:9", " 3:9: the run ends with step 6"), ("3", " 3: expected A:B"), ("3:2", " 3:2: expected A:B")],
 )
-def test_steps_outside_the_run_are_refused_before_the_start(tmp_path: Path, steps: str, said: str) -> None:
+def test_steps_outside_the_run_are_refused_before_the_start(tmp_path: Path, option: str, steps: str, said: str) -> None:
     file = make_tiny(tmp_path / "tiny")
-    answer = meshwright("train", file, "--timeline", steps, "--runs", tmp_path / "runs")
-    assert answer.code == 2 and said in answer.err
+    answer = meshwright("train", file, option, steps, "--runs", tmp_path / "runs")
+    assert answer.code == 2 and option + said in answer.err
     assert not (tmp_path / "runs").exists()
 
 

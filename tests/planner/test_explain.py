@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.candidate import HEADROOM, Answer, Candidate, peak_bytes
-from meshwright.planner.explain import limits, lost, parts_of, shortfall
+from meshwright.planner.explain import border, limits, lost, parts_of, shortfall
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.load import load_run
-from meshwright.spec.plan import BatchPlan, Breakdown, LayerStrategy, MeshAxis, Plan, Predicted
+from meshwright.spec.plan import BatchPlan, Breakdown, ExpertPlan, LayerStrategy, MeshAxis, Plan, Predicted
 from meshwright.spec.run import RunSpec
 
 TCP = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.emulate_nodes=2 train.seq_len=4096 train.global_batch=16"
@@ -37,6 +37,20 @@ def made(seconds: float, **parts: float) -> Plan:
         batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1),
         predicted=Predicted(memory_peak_bytes=10**9, step_seconds=seconds, breakdown=breakdown),
     )
+
+
+def test_experts_inside_a_node_are_said_to_be_there() -> None:
+    """Their ranks are neighbours, however far the shard axis goes."""
+    words = "model=mixtral-8x7b cluster.gpu=H200 cluster.gpus_per_node=8 cluster.nodes=2 train.global_batch=16 train.seq_len=4096"
+    run = load_run(None, words.split())
+    axes, batch = (
+        (MeshAxis(axis="shard", size=16, crosses="node"),),
+        BatchPlan(global_batch=16, micro_batch=1, accumulate=1),
+    )
+    for expert, where in ((8, "inside a node"), (16, "between nodes")):
+        plan = Plan(mesh=axes, batch=batch, experts=ExpertPlan(expert=expert, expert_shard=16 // expert))
+        assert border(run, plan, "expert").startswith(where)
+        assert border(run, plan, "shard").startswith("between nodes")
 
 
 def test_the_parts_are_the_step(hsdp: tuple[RunSpec, Answer]) -> None:

@@ -11,6 +11,7 @@ from meshwright.planner.explain import limits
 from meshwright.planner.reasons import on_layers, reasons
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
+from meshwright.spec.errors import BadInput
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Predicted
 from meshwright.spec.run import RunSpec
@@ -43,6 +44,34 @@ def test_the_best_plan_with_another_value_is_named_with_its_seconds() -> None:
         reasons(made(1.0), [made(1.05, pipeline=2)], ask())[0]
         == "no pipeline: the best plan with 2 takes 50.0 ms longer"
     )
+
+
+def test_every_mode_of_recompute_is_named_with_its_layers() -> None:
+    layers = tuple(
+        LayerStrategy(range=where, recompute=mode, reshard=False)  # type: ignore[arg-type]
+        for where, mode in (("0-3", "all_but_attention"), ("4-9", "selective"), ("10-15", "none"))
+    )
+    said = reasons(made(1.0, layers=layers), [], ask())
+    assert any(
+        one.startswith("recompute selective on layers 4-9 and all_but_attention on layers 0-3: ") for one in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan.expert=4", "plan.replicate=2"], "plan.expert the 2 ranks that the shard and context axes have"),
+        (["plan.expert=2", "plan.tensor=2", "plan.replicate=2"], "plan.expert the 1 ranks"),
+        (
+            ["plan.expert=2", "plan.tensor=2", "model.experts=6"],
+            "plan.expert 2 × 2 tensor ranks must divide the model's 6",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], said: str) -> None:
+    mixture = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]
+    with pytest.raises(BadInput, match=said):
+        search(ask(*mixture, *words))
 
 
 def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:

@@ -227,6 +227,17 @@ def test_a_plan_file_s_fold_fits_its_mesh_and_its_model(tmp_path: Path, fold: st
     assert expected in mistake.expected
 
 
+def test_a_plan_file_s_experts_are_divided_by_its_tensor_ranks_too(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 2}"
+    mesh = "mesh: [{axis: shard, size: 2}, {axis: tensor, size: 2}]"
+    plan.write_text(f"{mesh}\n{batch}\nexperts: {{expert: 2, expert_shard: 1}}\n")
+    words = ["model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
+    (mistake,) = mistakes(tmp_path, "model.experts=6", *words)
+    assert mistake.key == "experts.expert" and "a divisor of model.experts = 6 ÷ 2 tensor ranks" in mistake.expected
+    assert mistakes(tmp_path, "model.experts=8", *words) == []
+
+
 @pytest.mark.parametrize("key", ["compute", "reduce", "reduce_replicas"])
 def test_a_plan_file_s_fp64_is_for_processors(tmp_path: Path, key: str) -> None:
     plan = tmp_path / "plan.yaml"

@@ -62,8 +62,9 @@ def train(
     run = load(words, runs)
     steps = parse_steps("--profile-steps", profile_steps)
     drawn = parse_steps("--timeline", timeline)
-    if drawn and drawn[1] > run.train.steps:
-        raise BadInput(f"--timeline {timeline}: the run ends with step {run.train.steps}")
+    for option, asked in (("--profile-steps", steps), ("--timeline", drawn)):
+        if asked and asked[1] > run.train.steps:
+            raise BadInput(f"{option} {asked[0]}:{asked[1]}: the run ends with step {run.train.steps}")
     if started_by_launcher():
         join_ranks(run, runs, fresh, steps, drawn)
     elif code := start_ranks(run, runs, fresh, steps, drawn):
@@ -155,10 +156,12 @@ def announce(assignment: Assignment, resumes: bool) -> None:
 
 def _formats(run: RunSpec, plan: Plan) -> str:
     precision = plan.precision
-    if precision.linear == "compute":
+    kinds = dict.fromkeys(layer.linear or precision.linear for layer in plan.layers)
+    low = [kind for kind in kinds if kind != "compute"]
+    if not low:
         return precision.compute
     played = " (a processor plays it, slowly)" if run.cluster.is_cpu else ""
-    return f"{precision.compute}, linear layers {precision.linear}{played}"
+    return f"{precision.compute}, {'some ' * ('compute' in kinds)}linear layers {' and '.join(low)}{played}"
 
 
 def parse_steps(option: str, text: str | None) -> tuple[int, int] | None:

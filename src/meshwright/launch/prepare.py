@@ -142,7 +142,7 @@ def training_plan(run: RunSpec) -> Plan:
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
     """Raise BadInput for a plan that this release can only plan, and OutOfResources for one that does not fit; a plan file is named."""
     named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
-    if refused := untrainable(plan):
+    if refused := untrainable(plan, mixture=run.model.experts > 0):
         raise BadInput(named + refused)
     if over := misfit(run, plan):
         raise OutOfResources(f"{named}does not fit: {over}")

@@ -77,9 +77,10 @@ class Answer:
     """How long the search took."""
 
 
-def untrainable(plan: Plan) -> str | None:
-    """What of the plan this release can plan and simulate but not train, or None."""
-    beside = unlike_fp8(plan, experts=plan.experts is not None)
+def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
+    """What of the plan this release can plan and simulate but not train, or None; of a `mixture` of experts also where the plan does not
+    say where they are."""
+    beside = unlike_fp8(plan, experts=mixture or plan.experts is not None)
     parts = [f"products in fp8 with {beside}"] if beside else []
     parts += dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer))
     if not parts:

@@ -16,7 +16,8 @@ from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import RECOMPUTES, Plan, Predicted
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES, Plan, Predicted
 from meshwright.spec.run import RunSpec
 
 MOVES = {
@@ -72,8 +73,11 @@ def border(run: RunSpec, plan: Plan, axis: str) -> str:
     cluster = as_nodes(run.cluster)
     if axis == "offload":
         return "on the host link"
-    inner = {"context": ("context_ring", "context_ulysses"), "expert": ("shard", "context_ring")}.get(axis, (axis,))
+    inner = {"context": CONTEXT_AXES}.get(axis, (axis,))
     across = any(one.axis in inner and one.crosses == "node" for one in plan.mesh)
+    if axis == "expert":
+        layout = Layout.of(plan, cluster.ranks_per_node)
+        across = any(map(layout.crosses_nodes, layout.expert_groups()))
     rate = ""
     if cluster.gpu in CHIPS:
         machine = machine_of(cluster, plan.precision.compute)

@@ -23,7 +23,7 @@ from meshwright.planner.candidate import (
 from meshwright.planner.explain import EQUAL, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.of_plan import host_bytes
-from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_range
+from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
 
 CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
@@ -144,7 +144,9 @@ def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[s
             if fits(free)
             else f"with less, {_micro_batches(plan)} do not fit into memory"
         )
-        said.append(f"recompute {lean[0].recompute} on {on_layers(lean, run.model.layers)}: {why}")
+        kinds = {mode: [layer for layer in lean if layer.recompute == mode] for mode in RECOMPUTES}
+        where = [f"{mode} on {on_layers(those, run.model.layers)}" for mode, those in kinds.items() if those]
+        said.append(f"recompute {' and '.join(where)}: {why}")
     again = [layer for layer in plan.layers if layer.reshard]
     if again and shard_size(plan) > 1 and pins.reshard is None and pins.layers is None:
         free = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
@@ -208,9 +210,26 @@ def no_layout(run: RunSpec) -> str:
         per_rank = len(pins.stages[0]) if pins.stages else entry_of(pins.schedule).stages_per_rank.start
         if refused := refusal(pins.schedule, pins.pipeline or 1, many, per_rank):
             return f"no plan: {refused}; they are train.global_batch ÷ data ranks ÷ micro-batch size"
+    if pins.expert and (refused := _unspreadable(run, pins.expert)):
+        return f"no plan: {refused}"
     heads, seq = run.model.heads, run.train.seq_len
     return (
         f"no plan: train.global_batch {batch} must be a multiple of the data ranks (the cluster's {cluster.ranks} ranks ÷ pinned pipeline, "
         "tensor and context; times plan.micro_batch if pinned), plan.replicate × plan.shard that number, and pinned tensor and context "
         f"ranks must divide the model's {heads} heads and the sequence's {seq} tokens"
+    )
+
+
+def _unspreadable(run: RunSpec, expert: int) -> str | None:
+    """Why experts cannot be spread over so many ranks beside the pinned axes, or None."""
+    pins, experts = pins_of(run), run.model.experts
+    tensor, inside = pins.tensor or 1, run.cluster.ranks
+    for size in (pins.pipeline, pins.replicate, pins.tensor):
+        inside //= size or 1
+    if experts % (expert * tensor) == 0 and inside % expert == 0:
+        return None
+    beside = f" × {tensor} tensor ranks" if tensor > 1 else ""
+    return (
+        f"plan.expert {expert}{beside} must divide the model's {experts} experts, and plan.expert the {inside} ranks that the shard and "
+        "context axes have together"
     )

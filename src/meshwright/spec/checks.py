@@ -71,8 +71,12 @@ def plan_file_checks(
     experts = asked("model.experts")
     if sound and experts is not None and plan.has(("experts",)) and isinstance(plan.get(("experts",)), dict):
         size = plan.get(("experts", "expert"))
-        if not experts or experts % size:
-            expected = f"a divisor of model.experts = {experts}" if experts else "no `experts`, as the model is dense"
+        tensor = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "tensor"), 1)
+        if not experts or experts % (size * tensor):
+            beside = f" ÷ {tensor} tensor ranks" if tensor > 1 else ""
+            expected = (
+                f"a divisor of model.experts = {experts}{beside}" if experts else "no `experts`, as the model is dense"
+            )
             mistakes.append(_at(plan, ("experts", "expert"), expected, str(size)))
     if sound:
         sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}

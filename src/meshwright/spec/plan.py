@@ -303,7 +303,7 @@ class PlanPins:
     linear: Linear | None = None
     """Number format of the linear layers' matrix products."""
     gather: Literal["compute", "fp8"] | None = None
-    """Number format of weights while they are gathered; left out, fp8 where the products are fp8_tensorwise."""
+    """Number format of weights while they are gathered; left out, fp8 where `linear` here is fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum."""
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
