@@ -19,11 +19,11 @@ from meshwright.models.initial import initial_values
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.errors import BadConfig
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, Precision
 from tests.distributed import cases_training as cases
 from tests.distributed import test_equality
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, LLAMA, SEQ, batch, compare, one_device, sharded, worst
+from tests.distributed.test_equality import BATCH, BF16_BOUND, LLAMA, SEQ, batch, compare, one_device, sharded, worst
 from tests.distributed.test_schedules import UNEVEN, Case, named
 from tests.distributed.test_training import held, same_bits, trained
 from tests.slow import quick_first
@@ -94,6 +94,12 @@ COMPILED = [Case("1f1b", shard=2, compile=True, micro=4), Case("zbv", pipeline=2
 
 def of_case(case: Case) -> ModelSpec:
     return MIXTRAL if case.shard == 4 or case.pipeline == 1 else QWEN3_MOE
+
+
+@pytest.mark.slow
+def test_bf16_stays_within_its_bound(pool: Pool) -> None:
+    plan = replace(Case("1f1b", shard=2, expert=2, micro=2).plan, precision=Precision(compute="bf16", reduce="fp32"))
+    compare(pool.run(sharded, plan.ranks, EVEN, plan, 1.0, 1), one_device(EVEN)[:1], BF16_BOUND, weights=False)
 
 
 @pytest.mark.parametrize("case", quick_first(2, [*CASES, *COMPILED]), ids=str)

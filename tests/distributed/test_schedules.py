@@ -14,7 +14,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, GPT, LLAMA, compare, one_device, sharded
+from tests.distributed.test_equality import BATCH, BF16_BOUND, GPT, LLAMA, compare, one_device, sharded
 from tests.slow import quick_first
 
 DEEP = replace(LLAMA, layers=8, hidden=8, heads=2, kv_heads=1)
@@ -110,6 +110,8 @@ EIGHT_RANKS = [
     Case("dualpipe_v", pipeline=2, shard=2, ring=2),
     Case("gpipe", pipeline=4, shard=2),
     Case("breadth_first", pipeline=2, replicate=2, shard=2),
+    Case("1f1b", pipeline=2, tensor=2, ring=2),
+    Case("zbv", pipeline=2, tensor=2, ring=2),
 ]
 
 
@@ -148,6 +150,12 @@ def test_four_ranks(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize("case", quick_first(4, FOUR_RANKS_TIED), ids=str)
 def test_four_ranks_tied(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
+
+
+@pytest.mark.parametrize("case", quick_first(1, [Case("zbv", pipeline=2), Case("1f1b", pipeline=2, shard=2)]), ids=str)
+def test_bf16_stays_within_its_bound(pool: Pool, case: Case) -> None:
+    plan = replace(case.plan, precision=Precision(compute="bf16", reduce="fp32"))
+    compare(pool.run(sharded, plan.ranks, DEEP, plan, 1.0, 1), one_device(DEEP)[:1], BF16_BOUND, weights=False)
 
 
 @pytest.mark.parametrize("case", quick_first(1, ORDERS), ids=str)
