@@ -99,6 +99,14 @@ def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: 
     return Swept(points.take(rows), strategies, seconds, priced)
 
 
+def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -> list[Strategy | None]:
+    """Each point's fastest strategy that fits `room` bytes by the closed form."""
+    found: list[Strategy | None] = [None] * len(points)
+    for place, strategy, seconds in zip(*_weighed(run, pricing, points, room, _ways(run, points), np.inf), strict=True):
+        found[place] = strategy if seconds < np.inf else None
+    return found
+
+
 def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy]:
     """The points that need least memory, and the strategy that makes them so: what to say where nothing fits."""
     end, gradients = _leanest(run)
