@@ -61,7 +61,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
         swept = sweep(run, priced, space, margin * room, best=KEPT)
         considered += swept.priced
         candidates = _finalists(run, swept, _leaner(run, priced, swept, room), budget, judge)
-        if candidates or budget is None:
+        if candidates or budget is None or not len(swept.points):  # less room has no more in it
             break
     if not candidates:  # the closed form may be too high by more than the margins
         least = _smallest(run, space)
