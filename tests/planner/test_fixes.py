@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
+
 import pytest
 
+from meshwright.planner import search as searching
 from meshwright.planner.candidate import peak_bytes
-from meshwright.planner.fixes import WANTED, fixes, search_or_fixes
+from meshwright.planner.fixes import TRIES, WANTED, fixes, search_or_fixes
 from meshwright.planner.search import search
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.load import load_run
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
 
 SMALL = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=2 cluster.memory_gib=24 train.seq_len=8192 train.global_batch=8"
 PINNED = ["plan.recompute=none", "plan.micro_batch=4", "plan.offload=none"]
@@ -44,3 +50,47 @@ def test_an_infeasible_run_says_kind_rank_amount_and_fixes() -> None:
 def test_what_fits_is_the_search_s_own_answer() -> None:
     run = load_run(None, SMALL.replace("memory_gib=24", "memory_gib=80").split())
     assert search_or_fixes(run, trainable=True).best.plan.mesh == search(run, trainable=True).best.plan.mesh
+
+
+def pretended(patch: pytest.MonkeyPatch, fits: Callable[[RunSpec], bool]) -> list[RunSpec]:
+    """Searches find a plan where `fits` says so, each after a minute; returns what they will be asked."""
+    asked: list[RunSpec] = []
+    plan = search(load_run(None, SMALL.split()), trainable=True).best.plan
+
+    def plan_for(run: RunSpec, *_: object) -> Plan | None:
+        asked.append(run)
+        return plan if fits(run) else None
+
+    patch.setattr("meshwright.planner.fixes._plan_for", plan_for)
+    patch.setattr("meshwright.planner.fixes.perf_counter", count(step=60.0).__next__, raising=False)
+    return asked
+
+
+def test_fixes_do_not_depend_on_how_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended(monkeypatch, lambda run: run.train.seq_len <= 4096 or run.cluster.gpu != "H100" or run.cluster.nodes >= 4)
+    run = load_run(None, SMALL.replace("cluster.memory_gib=24 ", "").split())
+    said = [fix.words for fix in fixes(run)]
+    assert said == ["train.seq_len=4096 train.global_batch=16", "cluster.gpu=H100-96GB", "cluster.nodes=4"]
+
+
+def test_a_fix_is_not_offered_again_with_more_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended(monkeypatch, lambda run: run.cluster.nodes >= 4 or (run.train.seq_len <= 1024 and run.cluster.nodes >= 2))
+    said = [fix.words for fix in fixes(load_run(None, SMALL.split()))]
+    assert said == ["cluster.nodes=4", "train.seq_len=1024 train.global_batch=64 cluster.nodes=2"]
+
+
+def test_tries_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = pretended(monkeypatch, lambda run: False)
+    run = load_run(None, [*SMALL.split(), *PINNED])
+    assert fixes(run) == () and len(asked) == TRIES
+
+
+def test_where_nothing_can_fit_the_space_is_swept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less room has no more in it: what makes a hopeless change quick to refuse."""
+    rooms: list[float] = []
+    sweep = searching.sweep
+    monkeypatch.setattr(searching, "sweep", lambda *given, **named: rooms.append(given[3]) or sweep(*given, **named))
+    words = "model=llama3-70b cluster.gpu=H100 cluster.gpus_per_node=2 train.seq_len=4096 train.global_batch=8"
+    with pytest.raises(OutOfResources):
+        search(load_run(None, words.split()))
+    assert len(rooms) == 1

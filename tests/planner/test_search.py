@@ -10,7 +10,7 @@ from meshwright.planner.finalists import ALIKE, plan_at, simplest
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.planner.space import points
-from meshwright.planner.sweep import End, Strategy
+from meshwright.planner.sweep import End, Strategy, smallest
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
@@ -113,7 +113,7 @@ def test_impossible_pins_are_refused(pins: PlanPins) -> None:
 
 
 def test_nothing_fits_names_the_largest_kinds() -> None:
-    with pytest.raises(OutOfResources, match="a rank needs .* GB over"):
+    with pytest.raises(OutOfResources, match=r"rank( \d+)? needs .* GB over"):
         search(run("llama3-405b"))
 
 
@@ -146,6 +146,44 @@ def test_training_is_offered_only_what_it_can_do() -> None:
     assert all(untrainable(one.plan) is None for one in (narrow.best, *narrow.others))
     assert any(untrainable(one.plan) for one in (wide.best, *wide.others))
     assert wide.best.seconds <= narrow.best.seconds * (1 + ALIKE)
+
+
+LONG = (
+    "model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=4 train.seq_len=65536 train.global_batch=8 plan.pipeline=2 plan.tensor=1 "
+    "plan.context_ring=1 plan.context_ulysses=1"
+)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        "plan.schedule=zbv",
+        "plan.schedule=zb_h1 cluster.memory_gib=60",
+        "plan.schedule=1f1b plan.recompute=all_but_attention plan.compile=false",
+    ],
+)
+def test_a_pin_beside_a_free_offload_stays_trainable(pins: str) -> None:
+    """Activations in host memory are the fastest here, and do not go with the pin."""
+    asked = load_run(None, [*LONG.split(), *pins.split()])
+    assert untrainable(search(asked).best.plan)
+    answer = search(asked, trainable=True)
+    assert all(untrainable(one.plan) is None for one in (answer.best, *answer.others))
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
+def test_what_is_named_where_nothing_fits_is_trainable(schedule: str) -> None:
+    asked = load_run(None, [*LONG.split(), f"plan.schedule={schedule}"])
+    chosen, strategy = smallest(asked, points(asked, trainable=True), 3)
+    assert len(chosen) and strategy.offload == ("optimizer" if schedule == "zbv" else "both")
+
+
+def test_pinned_layers_get_a_schedule_that_can_train_them() -> None:
+    layers = (LayerStrategy(range="all", recompute="full", offload="activations"),)
+    asked = run(plan=PlanPins(pipeline=2, layers=layers))
+    wide, narrow = search(asked), search(asked, trainable=True)
+    assert any(untrainable(one.plan) for one in (wide.best, *wide.others))
+    for one in (narrow.best, *narrow.others):
+        assert one.plan.layers == layers and untrainable(one.plan) is None
 
 
 def test_of_equals_the_simplest_is_taken() -> None:

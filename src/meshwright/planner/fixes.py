@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from time import perf_counter
 
 from meshwright.planner.candidate import Answer, peak_bytes, pins_of
 from meshwright.planner.search import search
@@ -18,8 +17,8 @@ from meshwright.spec.plan import Plan, PlanPins
 from meshwright.spec.run import RunSpec
 
 WANTED = 3
-SECONDS = 15.0
-"""No further change is tried after so long."""
+TRIES = 32
+"""Changes that are searched; one under which nothing can fit takes a tenth of a search."""
 DOUBLINGS = 6
 """Times that sequences are halved, and nodes doubled, before that way is given up."""
 MEMORY_PINS = (
@@ -60,16 +59,32 @@ def fixes(
 ) -> tuple[Fix, ...]:
     """Up to `wanted` changes under each of which a search finds a plan that fits, cheapest first."""
     found: list[Fix] = []
-    begun = perf_counter()
+    fitting: list[RunSpec] = []
+    tries = 0
     for way in _ways(run, chips=memory_bytes is None):
         for words, changed in way:
-            if len(found) == wanted or perf_counter() - begun > SECONDS:
+            if len(found) == wanted or tries == TRIES:
                 return tuple(found)
+            if any(_changes_more(changed, one) for one in fitting):
+                continue
+            tries += 1
             plan = _plan_for(changed, memory_bytes, trainable)
             if plan is not None:
                 found.append(Fix(words, plan))
+                fitting.append(changed)
                 break  # a further step on the same way costs more
     return tuple(found)
+
+
+def _changes_more(run: RunSpec, fixed: RunSpec) -> bool:
+    """Whether all that makes `fixed` fit is changed in `run` too, as far or further."""
+    left, kept = vars(pins_of(run)), vars(pins_of(fixed))
+    return (
+        run.train.seq_len <= fixed.train.seq_len
+        and run.cluster.nodes >= fixed.cluster.nodes
+        and (run.cluster.memory_bytes() or 0) >= (fixed.cluster.memory_bytes() or 0)
+        and all(pin is None or pin == kept[name] for name, pin in left.items())
+    )
 
 
 def _ways(run: RunSpec, *, chips: bool) -> Iterator[Iterable[tuple[str, RunSpec]]]:

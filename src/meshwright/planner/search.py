@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
+from itertools import chain
 from math import inf
 
 from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import Answer, Candidate, budget_of, fits
-from meshwright.planner.finalists import improved, judged, kernel_twins, plan_at, simplest, with_kernels
+from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced
 from meshwright.planner.space import Points, by_kernels, points
-from meshwright.planner.sweep import PLAIN, Strategy, Swept, leaner_than, smallest, sweep
+from meshwright.planner.sweep import PLAIN, Strategy, Swept, leaner_than, smallest, strategies_in, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
@@ -26,11 +28,16 @@ from meshwright.spec.run import RunSpec
 
 KEPT = 256
 """Points that the sweep hands on."""
-FINALISTS, ALIKE = 28, 4
+FINALISTS, ALIKE = 20, 4
 """Plans that are estimated by whole stages, and how many of them may be of one kind: the closed form may be wrong about all of that."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
 """Of the memory that may be filled, what the closed form is asked for: it strays a little from the exact account, which judges. The next is
 tried where no plan of the one before fits."""
+TIGHTER = (0.97, 0.9)
+"""The same for a point whose best strategy is too large by the exact account: what is best in so much less may be another one."""
+HOPE = 0.87
+"""Of the closed form's seconds, what plans of a schedule that was not estimated yet may take: V schedules took that little."""
+Leaner = Callable[[int], Iterator[Strategy]]
 NAMED = 3
 """Plans that are written out where none fits."""
 
@@ -48,19 +55,20 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
     budget = budget_of(run, memory_bytes)
     priced = _pricing(run, space)
     room = inf if budget is None else budget * _largest(run)
+    judge = Judge(run)
     considered, candidates = 0, []
     for margin in MARGINS:
         swept = sweep(run, priced, space, margin * room, best=KEPT)
         considered += swept.priced
-        candidates = judged(run, _plans(run, swept, budget))
-        if candidates or budget is None:
+        candidates = _finalists(run, swept, _leaner(run, priced, swept, room), budget, judge)
+        if candidates or budget is None or not len(swept.points):  # less room has no more in it
             break
     if not candidates:  # the closed form may be too high by more than the margins
         least = _smallest(run, space)
-        candidates = judged(run, [one.plan for one in least if fits(run, one.plan, budget)])
+        candidates = [judge.estimated(one.plan) for one in least if fits(run, one.plan, budget)]
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
-    candidates = improved(run, candidates, budget)
+    candidates = improved(run, judged(judge, candidates), budget)
     candidates = with_kernels(run, candidates, simplest(candidates, budget))
     best = simplest(candidates, budget)
     others = tuple(one for one in candidates if one is not best)
@@ -83,37 +91,68 @@ def _largest(run: RunSpec) -> float:
     return max(known) / min(known) if known else 1.0
 
 
-def _plans(run: RunSpec, swept: Swept, budget: int | None) -> Iterator[Plan]:
-    """The leading points that fit, as plans, a few of each kind."""
-    seen: Counter[object] = Counter()
-    many = 0
-    for row, strategy in enumerate(swept.strategies):
-        points = swept.points
-        kind = *points.meshes[points.mesh[row]].inner, int(points.schedule[row])
-        if seen[kind] == ALIKE:
-            continue
-        found = [plan for plan in _written(run, points, row, strategy, budget) if fits(run, plan, budget)]
-        yield from found
-        seen[kind] += bool(found)
-        many += len(found)
-        if many >= FINALISTS:
-            return
+def _finalists(run: RunSpec, swept: Swept, leaner: Leaner, budget: int | None, judge: Judge) -> list[Candidate]:
+    """The points that promise most and fit, as estimated plans, a few of each kind."""
+    points, seen = swept.points, Counter[object]()
+    kinds = [_kinds(points, row, strategy) for row, strategy in enumerate(swept.strategies)]
+    found: list[Candidate] = []
+
+    def seconds(row: int) -> float:
+        alike = *points.meshes[points.mesh[row]].inner, kinds[row][0]
+        if seen[alike] == ALIKE:
+            return inf
+        plans = _written(run, points, row, lambda: chain([swept.strategies[row]], leaner(row)), budget)
+        tried = [judge.estimated(plan) for plan in plans]
+        found.extend(tried)
+        seen[alike] += bool(tried)
+        return min((one.seconds for one in tried), default=inf)
+
+    for _ in in_turn(swept.seconds.tolist(), kinds, seconds, HOPE):
+        if len(found) >= FINALISTS:
+            break
+    return found
 
 
-def _written(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: int | None) -> Iterator[Plan]:
-    """The plan of one point, those with leaner layers where that is a little too large, and the one without the windows of what is copied
-    where that leaves memory for other layers."""
-    plan = plan_at(run, points, row, strategy, budget)
-    yield plan
-    roomy = fits(run, plan, budget)
-    for leaner in [] if roomy else leaner_than(run, strategy):
-        yield plan_at(run, points, row, leaner, budget)
-    if not any(kernel_twins(run, plan)):
-        return
-    if strategy.rich != strategy.lean or not roomy:
-        other = plan_at(run, by_kernels(run, points), row, strategy, budget)
-        if other.layers != plan.layers or not roomy:
+def _kinds(points: Points, row: int, strategy: Strategy) -> tuple[tuple[object, ...], int]:
+    """A point's kind, about which the closed form is wrong alike, and a wider one."""
+    mesh, schedule = points.meshes[points.mesh[row]], int(points.schedule[row])
+    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1
+    return (schedule, strategy.offload, *sizes), schedule
+
+
+def _leaner(run: RunSpec, priced: Pricing, swept: Swept, room: float) -> Leaner:
+    """By point, strategies for where the best one is too large by the exact account: the best in less room, then what goes on from it."""
+    tighter = [cache(partial(strategies_in, run, priced, swept.points, part * room)) for part in TIGHTER]
+
+    def of_point(row: int) -> Iterator[Strategy]:
+        known = {best := swept.strategies[row]}
+        for strategy in chain((strategies()[row] for strategies in tighter), leaner_than(run, best)):
+            if strategy is not None and strategy not in known:
+                known.add(strategy)
+                yield strategy
+
+    return of_point
+
+
+def _written(
+    run: RunSpec, points: Points, row: int, ways: Callable[[], Iterator[Strategy]], budget: int | None
+) -> Iterator[Plan]:
+    """The plan of one point under the first of its `ways` that fits, and the one without the windows of what is copied where that leaves
+    memory for other layers."""
+    plan = _first_to_fit(run, points, row, ways(), budget)
+    if plan is not None:
+        yield plan
+    plain, richest = by_kernels(run, points), next(ways())
+    copies = any(points.column(name)[row] != plain.column(name)[row] for name in ("copied", "tokens copied"))
+    if copies and (plan is None or plan.layers != (richest.layer(richest.rich),)):
+        other = _first_to_fit(run, plain, row, ways(), budget)
+        if other is not None and (plan is None or other.layers != plan.layers):
             yield other
+
+
+def _first_to_fit(run: RunSpec, points: Points, row: int, ways: Iterator[Strategy], budget: int | None) -> Plan | None:
+    plans = (plan_at(run, points, row, strategy, budget) for strategy in ways)
+    return next((plan for plan in plans if fits(run, plan, budget)), None)
 
 
 def _smallest(run: RunSpec, space: Points) -> list[Candidate]:

@@ -99,11 +99,25 @@ def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: 
     return Swept(points.take(rows), strategies, seconds, priced)
 
 
+def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -> list[Strategy | None]:
+    """Each point's fastest strategy that fits `room` bytes by the closed form."""
+    found: list[Strategy | None] = [None] * len(points)
+    for place, strategy, seconds in zip(*_weighed(run, pricing, points, room, _ways(run, points), np.inf), strict=True):
+        found[place] = strategy if seconds < np.inf else None
+    return found
+
+
 def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy]:
     """The points that need least memory, and the strategy that makes them so: what to say where nothing fits."""
-    least = _least(run, points)
-    end, gradients, offload = _leanest(run, points.offloads)
-    return points.take(np.argsort(least, kind="stable")[:count]), Strategy(end, end, gradients, offload)
+    end, gradients = _leanest(run)
+    strategies = [Strategy(end, end, gradients, offload) for offload in reversed(points.offloads)]
+    strategy = strategies[0]
+    if points.trainable:
+        rows = [_trained(run, points, one.layer(end)) for one in strategies]
+        first = next((number for number, row in enumerate(rows) if row.any()), None)
+        if first is not None:
+            strategy, points = strategies[first], points.take(np.flatnonzero(rows[first]))
+    return points.take(np.argsort(_least(run, points), kind="stable")[:count]), strategy
 
 
 class _Best:
@@ -149,7 +163,7 @@ def _fastest(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
 
 def _least(run: RunSpec, points: Points) -> np.ndarray:
     """For every point, bytes that no strategy undercuts."""
-    end, gradients, _ = _leanest(run, points.offloads)
+    end, gradients = _leanest(run)
     # Recomputing may need more than it saves: a block's activations whole, of a rank that has few. So may an optimizer in host memory:
     # room for its chunks.
     kinds = [
@@ -159,9 +173,9 @@ def _least(run: RunSpec, points: Points) -> np.ndarray:
     return bytes_of_rank(run, _under(layouts(run, points, kinds[0]), kinds)).min(axis=0)
 
 
-def _leanest(run: RunSpec, offloads: tuple[Offload, ...]) -> tuple[End, Gradients, Offload]:
+def _leanest(run: RunSpec) -> tuple[End, Gradients]:
     pins = pins_of(run)
-    return End(_reshards(pins)[-1], recomputes(run)[-1]), pins.gradients or "shard", offloads[-1]
+    return End(_reshards(pins)[-1], recomputes(run)[-1]), pins.gradients or "shard"
 
 
 @dataclass(frozen=True)
@@ -210,21 +224,27 @@ def _able(run: RunSpec, points: Points, kinds: Sequence[LayerStrategy]) -> np.nd
     pins = pins_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     many = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
-    splits = np.isin(points.schedule, SPLITTING)
     able = np.ones((len(kinds), len(points)), bool)
     for row, kind in zip(able, kinds, strict=True):
         if kind.reshard and pins.reshard is None:
             row &= sharded
         if kind.gradients == "whole" and pins.gradients is None:
             row &= sharded & many  # reduced once a step in any case
-        if not (points.trainable and kind.activations_away):
-            continue
-        # Among what candidate.untrainable lets through.
-        if pins.schedule is None:
-            row &= ~splits
-        if pins.recompute is None and not compiles(run):
-            row &= kind.recompute not in CHOOSING
+        if points.trainable:
+            row &= _trained(run, points, kind)
     return able
+
+
+def _trained(run: RunSpec, points: Points, kind: LayerStrategy) -> np.ndarray:
+    """By point, whether candidate.untrainable lets layers of this kind through. Where the pins ask for both of two things that do not go
+    together, they are followed, and the plan says so."""
+    pins, trained = pins_of(run), np.ones(len(points), bool)
+    away = [layer for layer in pins.layers or (kind,) if layer.activations_away]
+    if away and not (pins.schedule and (pins.offload or pins.layers)):
+        trained &= ~np.isin(points.schedule, SPLITTING)
+    if away and not (pins.recompute and pins.offload) and not pins.layers and not compiles(run):
+        trained &= kind.recompute not in CHOOSING
+    return trained
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""A search may not be beaten by itself: what it answers around a pin is a plan of the space that it had without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from meshwright.planner.candidate import pins_of
+from meshwright.planner.finalists import ALIKE, in_turn
+from meshwright.planner.search import search
+from meshwright.spec.errors import OutOfResources
+from meshwright.spec.load import load_run
+from meshwright.spec.plan import Plan
+
+CHOICES: dict[str, Callable[[Plan], object]] = {
+    "schedule": lambda plan: plan.schedule.name,
+    "pipeline": lambda plan: plan.axis_size("pipeline"),
+    "offload": lambda plan: plan.layers[0].offload,
+    "recompute": lambda plan: plan.layers[0].recompute,
+}
+QUESTIONS = {
+    "tight memory over TCP": (
+        "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 cluster.emulate_nodes=2 cluster.memory_gib=45 train.seq_len=4096 "
+        "train.global_batch=128",
+        True,
+    ),
+    "a pinned pipeline of long sequences": (
+        "model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.memory_gib=60 train.seq_len=32768 train.global_batch=16 "
+        "plan.pipeline=2 plan.tensor=1 plan.context_ring=1 plan.context_ulysses=1 plan.schedule=zbv",
+        False,
+    ),
+    "small devices on two nodes": (
+        "model=llama3-3b cluster.gpu=A100 cluster.nodes=2 cluster.gpus_per_node=4 cluster.memory_gib=24 train.seq_len=4096 "
+        "train.global_batch=64",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_no_pin_makes_the_answer_faster(name: str) -> None:
+    """Pinned one by one: what the answer has, and what the best plan with another value has."""
+    words, trainable = QUESTIONS[name]
+    asked = load_run(None, words.split())
+    answer = search(asked, trainable=trainable)
+    for key, value in CHOICES.items():
+        if getattr(pins_of(asked), key) is not None:
+            continue
+        own = value(answer.best.plan)
+        other = next((value(one.plan) for one in answer.others if value(one.plan) != own), own)
+        for pinned in {own, other}:
+            try:
+                beside = search(load_run(None, [*words.split(), f"plan.{key}={pinned}"]), trainable=trainable)
+            except OutOfResources:
+                continue
+            assert answer.best.seconds <= (1 + ALIKE) * beside.best.seconds, f"plan.{key}={pinned}"
+
+
+def test_a_kind_that_is_guessed_too_slow_is_tried_in_time() -> None:
+    guesses = [1.0, 1.01, 1.02, 1.03, 1.1, 1.12]
+    kinds = [("slow", "a")] * 4 + [("quick", "b")] * 2
+    took = [1.2, 1.21, 1.22, 1.23, 0.95, 0.97]
+
+    def tried(hope: float) -> Iterator[int]:
+        return in_turn(guesses, kinds, took.__getitem__, hope)
+
+    assert [*tried(0.9)] == [0, 4, 5, 1, 2, 3]
+    assert [*tried(1.2)][:2] == [0, 1]  # without hope of it
+
+
+def test_a_wider_kind_tells_of_the_others_unless_it_was_slow() -> None:
+    guesses = [1.0, 1.05, 1.06, 1.2]
+    kinds = [("deep", "v"), ("flat", "plain"), ("flat", "plain"), ("shallow", "v")]
+    assert [*in_turn(guesses, kinds, [0.8, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 3, 1, 2]
+    assert [*in_turn(guesses, kinds, [1.5, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 1, 2, 3]
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    infinite = float("inf")
+    assert [*in_turn([1.0, 1.1], [("a", "a"), ("b", "b")], [infinite, 1.1].__getitem__, 0.9)] == [1]
