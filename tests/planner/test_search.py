@@ -240,11 +240,12 @@ def test_what_of_offload_is_not_trained_is_refused_for_any_layer_range() -> None
 def test_training_moves_activations_where_memory_is_short() -> None:
     """64K tokens on four devices of 80 GB, each with a whole sequence: to recompute more takes longer than to copy."""
     four = ClusterSpec(gpu="H100", gpus_per_node=4)
-    long = run(batch=4, seq=65536, cluster=four, plan=PlanPins(tensor=1))
+    pins = PlanPins(tensor=1, context_ring=1, context_ulysses=1)
+    long = run(batch=4, seq=65536, cluster=four, plan=pins)
     plan = chosen(long)
     assert {layer.offload for layer in plan.layers} == {"activations"}
     assert untrainable(plan) is None
-    assert step_seconds(plan) < step_seconds(chosen(replace(long, plan=PlanPins(tensor=1, offload="none"))))
+    assert step_seconds(plan) < step_seconds(chosen(replace(long, plan=replace(pins, offload="none"))))
 
 
 def test_training_moves_the_optimizer_where_nothing_else_fits() -> None:
