@@ -28,7 +28,7 @@ from meshwright.spec.run import RunSpec
 
 KEPT = 256
 """Points that the sweep hands on."""
-FINALISTS, ALIKE = 20, 4
+FINALISTS, ALIKE = 18, 4
 """Plans that are estimated by whole stages, and how many of them may be of one kind: the closed form may be wrong about all of that."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
 """Of the memory that may be filled, what the closed form is asked for: it strays a little from the exact account, which judges. The next is
@@ -37,6 +37,8 @@ TIGHTER = (0.97, 0.9)
 """The same for a point whose best strategy is too large by the exact account: what is best in so much less may be another one."""
 HOPE = 0.87
 """Of the closed form's seconds, what plans of a schedule that was not estimated yet may take: V schedules took that little."""
+TWINS = 1.02
+"""Times the fastest estimate up to which a plan with copies is estimated with kernels too: what the memory of the windows is worth."""
 Leaner = Callable[[int], Iterator[Strategy]]
 NAMED = 3
 """Plans that are written out where none fits."""
@@ -101,8 +103,12 @@ def _finalists(run: RunSpec, swept: Swept, leaner: Leaner, budget: int | None, j
         alike = *points.meshes[points.mesh[row]].inner, kinds[row][0]
         if seen[alike] == ALIKE:
             return inf
-        plans = _written(run, points, row, lambda: chain([swept.strategies[row]], leaner(row)), budget)
-        tried = [judge.estimated(plan) for plan in plans]
+        fastest = min((one.seconds for one in found), default=inf)
+        tried: list[Candidate] = []
+        for plan in _written(run, points, row, lambda: chain([swept.strategies[row]], leaner(row)), budget):
+            tried.append(judge.estimated(plan))
+            if tried[0].seconds > TWINS * fastest:
+                break
         found.extend(tried)
         seen[alike] += bool(tried)
         return min((one.seconds for one in tried), default=inf)
