@@ -4,7 +4,7 @@ Each constant starts at a figure measured apart from any training run (GUESSES s
 sum of squared log errors of the SIMULATOR's step seconds, each row in units of its own spread from step to step, plus the squared distance
 of every constant from its guess. No constant belongs to a row, a model or a layout. Damped Gauss-Newton steps with numerical derivatives.
 
-    python benchmarks/fit_own.py               # again on the rows that own.yaml names: the same answer
+    python benchmarks/fit_own.py               # again on the rows that own.yaml names
     python benchmarks/fit_own.py --all         # on every kept row; what was measured since the last fit is then no longer a test
 
 Prints every row with its error under the fit and under a fit without it (one Gauss-Newton step from the whole fit).

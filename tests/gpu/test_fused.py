@@ -71,13 +71,12 @@ def test_nothing_is_read_back() -> None:
     trained(fused.update, torch.bfloat16, 0, -1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step = fused.update
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
             weights = [torch.zeros(100, device="cuda") for _ in range(300)]
             rest = [[torch.zeros_like(weight) for weight in weights] for _ in range(3)]
             counts = [new_count(torch.device("cuda")) for _ in weights]
             one = torch.ones((), device="cuda")
-            step(
+            fused.update(
                 weights,
                 *rest,
                 counts,

@@ -47,9 +47,10 @@ def test_the_best_plan_with_another_value_is_named_with_its_seconds() -> None:
 
 
 def test_every_mode_of_recompute_is_named_with_its_layers() -> None:
-    layers = tuple(
-        LayerStrategy(range=where, recompute=mode, reshard=False)  # type: ignore[arg-type]
-        for where, mode in (("0-3", "all_but_attention"), ("4-9", "selective"), ("10-15", "none"))
+    layers = (
+        LayerStrategy(range="0-3", recompute="all_but_attention", reshard=False),
+        LayerStrategy(range="4-9", recompute="selective", reshard=False),
+        LayerStrategy(range="10-15", reshard=False),
     )
     said = reasons(made(1.0, layers=layers), [], ask())
     assert any(

@@ -16,6 +16,8 @@ from torch import Tensor
 BLOCK = 1024
 PROGRAMS = 16
 """Of each multiprocessor, four warps each: as many as fit."""
+FORMATS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+"""Of gradients, as the kernel knows them."""
 VECTOR = 16
 """Bytes that one lane loads at once from an address that is a multiple of them."""
 
@@ -42,7 +44,7 @@ def fused_update(
     table = torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
     _adamw[(programs,)](
         table, rates, factor, skip, len(rows), *betas, *(1 - beta for beta in betas), epsilon, kept, programs,
-        tl.bfloat16 if gradients[0].dtype == torch.bfloat16 else tl.float32, aligned, BLOCK, num_warps=4,
+        FORMATS[gradients[0].dtype], aligned, BLOCK, num_warps=4,
     )  # fmt: skip
 
 
