@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -90,7 +91,8 @@ def test_a_plan_file_s_own_figures_bind_nothing(finished: Path, tiny: Path, tmp_
     file = tmp_path / "plan.yaml"
     file.write_text(plan_yaml(replace(plan, predicted=Predicted(memory_peak_bytes=1, step_seconds=1e-9))))
     folder = prepare_run(load_run(tiny, [ONE, f"plan={file}"]), tmp_path, fresh=False, profile=None, note=print).folder
-    assert load_plan(folder / "plan.yaml").predicted == plan.predicted
+    written = load_plan(folder / "plan.yaml")
+    assert written.predicted == plan.predicted and written.why == (f"as {os.path.relpath(file)} says",)
 
 
 def test_fresh_starts_beside_it(finished: Path, tiny: Path) -> None:

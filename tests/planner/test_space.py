@@ -12,6 +12,7 @@ from meshwright.schedules.registry import refusal
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import PlanPins
 from meshwright.spec.presets import MODEL_PRESETS
@@ -83,6 +84,19 @@ def test_pins_are_kept(pins: dict[str, object]) -> None:
     assert "micro_batch" not in pins or {*space.micro} == {4}
     assert "schedule" not in pins or {SCHEDULES[number] for number in space.schedule} == {"gpipe"}
     assert "offload" not in pins or space.offloads == ("optimizer",)
+
+
+def test_ranks_that_data_axes_leave_are_taken_by_the_others() -> None:
+    words = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=8 train.global_batch=16 plan.replicate=2 plan.shard=2"
+    meshes = points(load_run(None, words.split())).meshes
+    assert {mesh.size("pipeline") for mesh in meshes} == {1, 2} and all(mesh.data == 4 for mesh in meshes)
+
+
+def test_groups_across_a_node_s_border_leave_it() -> None:
+    """Three neighbours on nodes of four: no group is larger than a node, and one lies on two."""
+    meshes = points(run(ranks=12, nodes=3, batch=24, shard=3, pipeline=1)).meshes
+    mesh = next(mesh for mesh in meshes if mesh.stride("shard") == 1)
+    assert [mesh.crosses("shard", per_node) for per_node in (2, 3, 4, 6, 12)] == [True, False, True, False, False]
 
 
 def test_a_pin_reaches_beyond_what_is_worth_trying() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,14 @@ def test_the_quick_start_can_be_shortened_without_touching_its_warm_up() -> None
     assert load_run(None, ["train.steps=1"]).train.warmup_steps == 0
     with pytest.raises(BadConfig, match=r"train\.warmup_steps"):
         load_run(None, ["train.steps=20", "train.warmup_steps=20"])
+
+
+def test_a_preset_and_a_chip_bring_their_own_to_a_question_without_a_file() -> None:
+    run = load_run(None, ["model=llama3-8b", "cluster.gpu=GB200"])
+    assert (run.train.seq_len, run.train.learning_rate, run.cluster.gpus_per_node) == (8192, 3e-4, 4)
+    given = load_run(None, ["model=llama3-8b", "train.seq_len=512", "cluster={gpu: H100, gpus_per_node: 2}"])
+    assert (given.train.seq_len, given.cluster.gpus_per_node) == (512, 2)
+    assert load_run(None, ["model.layers=2"]).train.seq_len == 256
 
 
 @pytest.mark.usefixtures("here")
@@ -341,11 +350,13 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
         (3, "pipeline", None),
         (4, "layer", "layers"),
     ]
-    with pytest.raises(
-        BadConfig,
-        match=r"plan\.yaml:2:23: batch\.global_batch: expected micro_batch × accumulate × replicate × shard = 4",
-    ):
-        load_plan(write("plan.yaml", PLAN.replace("global_batch: 4", "global_batch: 5")))
+    for edit, key, said in (
+        (("global_batch: 4", "global_batch: 5"), "global_batch", "a multiple of replicate × shard = 2, got 5 (nearest: 6)"),
+        (("micro_batch: 1", "micro_batch: 3"), "micro_batch", "a divisor of the 2 sequences of a rank, got 3 (nearest: 2)"),
+        (("micro_batch: 1", "micro_batch: 2"), "accumulate", "1: global_batch 4 ÷ (replicate × shard 2 × micro_batch 2), got 2"),
+    ):  # fmt: skip
+        with pytest.raises(BadConfig, match=re.escape(f"batch.{key}: expected {said}")):
+            load_plan(write("plan.yaml", PLAN.replace(*edit)))
     with pytest.raises(BadConfig, match=r"mesh\.1\.axis: expected each axis once, got shard again"):
         load_plan(write("plan.yaml", PLAN.replace("size: 2}]", "size: 2}, {axis: shard, size: 1}]")))
     with pytest.raises(BadConfig, match=r"tensor_engine: expected kernel, as `mesh` has one tensor rank, got copy"):

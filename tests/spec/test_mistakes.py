@@ -275,6 +275,26 @@ def test_every_typo_of_every_key_is_rejected_at_its_place(
     assert any((m.line, m.column) == (line + 1, column + 1) and wrong in m.got + m.key for m in found), found
 
 
+def test_a_plan_in_a_run_file_s_place_is_one_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text("mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 4, micro_batch: 1, accumulate: 2}\nlayers: []\n")
+    with pytest.raises(BadConfig) as caught:
+        load_run(file)
+    (mistake,) = caught.value.mistakes
+    assert (mistake.key, mistake.line) == ("mesh", 1) and f"plan={file}" in mistake.expected
+
+
+def test_a_key_that_is_only_alike_is_not_said_to_live_there(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("extends: llama-nano\nbatch: 3\nlr: 3\ntrain: {steps: 3, global_batch: 2}\n")
+    with pytest.raises(BadConfig) as caught:
+        load_run(file)
+    assert [(m.nearest, "lives at" in m.expected) for m in caught.value.mistakes] == [
+        ("plan.micro_batch", False),
+        ("train.learning_rate", True),
+    ]
+
+
 def test_the_nearest_key_is_right_for_nine_typos_of_ten(tmp_path: Path) -> None:
     chance = random.Random(0)
     right = tried = 0

@@ -18,7 +18,7 @@ Words = Annotated[
     typer.Argument(
         metavar="[RUN.yaml] [KEY=VALUE]...",
         help="A run file, and values that replace what it says, e.g. `train.steps=200 model=llama3-8b`. "
-        "Without a file the quick start's built-in run is used.",
+        "Without a file the quick start's built-in run is used, with what a named preset or chip brings.",
         show_default=False,
     ),
 ]

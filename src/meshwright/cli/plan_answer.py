@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from meshwright.costs.of_plan import products
 from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
-from meshwright.launch.prepare import Note, device_memory, misfit, on_this_host, refuse_untrainable, resolve_data
+from meshwright.launch.prepare import Note, device_memory, given_plan, misfit, on_this_host, refuse_untrainable, resolve_data
 from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable
@@ -29,7 +28,6 @@ from meshwright.planner.reprice import repriced
 from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import load_plan
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
@@ -210,7 +208,7 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
         raise BadInput(
             f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
-    plan = repriced(run, load_plan(Path(str(run.plan)), run.cluster))
+    plan = repriced(run, given_plan(run))
     if wishes.trainable:
         refuse_untrainable(run, plan)
     return Answer(run, wishes, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)

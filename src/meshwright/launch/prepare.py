@@ -5,6 +5,7 @@ A run folder holds config.yaml (resolved), plan.yaml, environment.json, assignme
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -114,9 +115,14 @@ def plan_for(run: RunSpec, *, trainable: bool = False) -> tuple[Plan, tuple[Cand
     `trainable` chooses among what this release can train.
     """
     if isinstance(run.plan, str) and run.plan != "auto":
-        return load_plan(Path(run.plan), run.cluster), ()
+        return given_plan(run), ()
     answer = search_or_fixes(run, memory_bytes=device_memory(run), trainable=trainable)
     return answer.best.plan, (answer.best, *answer.others)
+
+
+def given_plan(run: RunSpec) -> Plan:
+    """The plan in the run's plan file. What it says of why it was chosen is of before it was edited."""
+    return replace(load_plan(Path(str(run.plan)), run.cluster), why=(f"as {os.path.relpath(str(run.plan))} says",))
 
 
 def device_memory(run: RunSpec) -> int | None:

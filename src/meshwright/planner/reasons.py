@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 from meshwright.costs.of_plan import shard_size
 from meshwright.planner.candidate import (
@@ -21,6 +22,7 @@ from meshwright.planner.candidate import (
     untrainable,
 )
 from meshwright.planner.explain import EQUAL, seconds_text, shortfall
+from meshwright.planner.finalists import ALIKE
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
@@ -50,7 +52,6 @@ CARRIED: tuple[
 """What travels between devices by kernels or by copy engines: by which in a plan or in its pins, between how many ranks, and why by kernels
 where no comparison of seconds says it."""
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
-LESS = "less"
 BESIDE = 3
 """Other values of a choice that are named."""
 NAMED_RANGES = 2
@@ -63,8 +64,6 @@ def reasons(
     """One sentence for each thing that a person might ask about `best`; `fits` says which plans have enough memory."""
     plan, pins = best.plan, pins_of(run)
     said = [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
-    if any(sentence.endswith(LESS) or f"{LESS}," in sentence for sentence in said):
-        said.append("of plans within 1%, which no prediction tells apart, the simplest is taken")
     said += [*_by_memory(plan, run, fits), *_carried(best, others, run)]
     if refused := untrainable(plan):
         said.append(refused)
@@ -127,11 +126,14 @@ def _with(name: str, value: object) -> str:
 
 
 def _gap(best: Candidate, other: Candidate) -> str:
-    """How much longer the other takes; less where the simpler plan was taken."""
+    """How much longer the other takes; or less, as of plans that no prediction tells apart the simplest is taken."""
     behind = other.behind(best)
     if abs(behind) < EQUAL * best.seconds:
         return "as long"
-    return f"{seconds_text(abs(behind))} {'longer' if behind > 0 else LESS}"
+    if behind > 0:
+        return f"{seconds_text(behind)} longer"
+    why = f"within {ALIKE:.0%}: the simpler is taken" if other.simulated else "by the quick estimate"
+    return f"{seconds_text(-behind)} less ({why})"
 
 
 def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[str]:
@@ -200,16 +202,15 @@ def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> 
 def no_layout(run: RunSpec) -> str:
     """Why the run's pins and sizes leave no layout at all."""
     pins, cluster, batch = pins_of(run), run.cluster, run.train.global_batch
-    others = [value for value in (pins.pipeline, pins.tensor, pins.context_ring, pins.context_ulysses) if value]
-    inner = 1
-    for value in others:
-        inner *= value
+    pipeline = pins.pipeline or len(pins.stages or ()) or 1
+    inner = pipeline * prod(size or 1 for size in (pins.tensor, pins.context_ring, pins.context_ulysses))
     data = cluster.ranks // inner
     if pins.schedule and inner * data == cluster.ranks and data and batch % (data * (pins.micro_batch or 1)) == 0:
-        many = batch // (data * (pins.micro_batch or 1))
-        per_rank = len(pins.stages[0]) if pins.stages else entry_of(pins.schedule).stages_per_rank.start
-        if refused := refusal(pins.schedule, pins.pipeline or 1, many, per_rank):
-            return f"no plan: {refused}; they are train.global_batch ÷ data ranks ÷ micro-batch size"
+        many, allowed = batch // (data * (pins.micro_batch or 1)), entry_of(pins.schedule).stages_per_rank
+        per_rank = len(pins.stages[0]) if pins.stages else allowed.start
+        if refused := refusal(pins.schedule, pipeline, many, per_rank):
+            counted = "micro-batches are train.global_batch ÷ data ranks ÷ micro-batch size"
+            return f"no plan: {refused}; {counted if per_rank in allowed else 'plan.stages lists them'}"
     if pins.expert and (refused := _unspreadable(run, pins.expert)):
         return f"no plan: {refused}"
     heads, seq = run.model.heads, run.train.seq_len

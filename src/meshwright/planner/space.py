@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import prod
 from typing import get_args
 
 import numpy as np
@@ -79,9 +78,8 @@ class Mesh:
         return self.size("context_ring") * self.size("context_ulysses")
 
     def crosses(self, axis: AxisName, per_node: int) -> bool:
-        """Whether the groups along `axis` leave a node of so many ranks."""
-        inside = prod(self.size(one) for one in self.order[self.order.index(axis) :])
-        return self.size(axis) > 1 and inside > per_node
+        """Whether any group along `axis` leaves a node of so many ranks (`Layout.leaves_nodes`)."""
+        return _leaves(self.sizes, self.order, axis, per_node)
 
     def stride(self, *axes: AxisName) -> float:
         """Ranks from one member of a group along `axes` to the next (`Layout.stride`)."""
@@ -154,7 +152,7 @@ def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
     facts["tokens copied"] = np.array([_tokens_copied(run, mesh) for mesh in meshes], dtype=np.float64)
     facts["pace"] = facts["port"] = np.ones(len(meshes))
     if ground := ground_of(run):
-        laid = [Layout(tuple((a, mesh.size(a)) for a in mesh.order), run.cluster.ranks_per_node) for mesh in meshes]
+        laid = [_layout(mesh.sizes, mesh.order, run.cluster.ranks_per_node) for mesh in meshes]
         found = [ground(layout) for layout in laid]
         facts["pace"] = np.array([one.pace for one in found])
         facts["port"] = np.array([one.port for one in found]) / max(one.port for one in found)
@@ -266,7 +264,16 @@ def _steps(run: RunSpec, pipeline: int, data: int) -> list[tuple[int, int, int, 
 
 @lru_cache(maxsize=1 << 16)
 def _stride(sizes: tuple[int, ...], order: tuple[AxisName, ...], axes: tuple[AxisName, ...]) -> float:
-    return Layout(tuple((axis, sizes[AXES.index(axis)]) for axis in order), 1).stride(*axes)
+    return _layout(sizes, order, 1).stride(*axes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _leaves(sizes: tuple[int, ...], order: tuple[AxisName, ...], axis: AxisName, per_node: int) -> bool:
+    return _layout(sizes, order, per_node).leaves_nodes(axis)
+
+
+def _layout(sizes: tuple[int, ...], order: tuple[AxisName, ...], per_node: int) -> Layout:
+    return Layout(tuple((axis, sizes[AXES.index(axis)]) for axis in order), per_node)
 
 
 @lru_cache(maxsize=4096)

@@ -112,10 +112,8 @@ def _precision_fit(plan: Document, asked: _Run, context: int) -> Iterator[Mistak
 def plan_rules(plan: Document) -> list[Mistake]:
     """What must hold inside a plan file whose values are sound: one axis of a kind, and a batch that adds up."""
     mistakes: list[Mistake] = []
-    batch, seen = plan.get(("batch",)), set()
-    product = batch["micro_batch"] * batch["accumulate"]
+    seen = set()
     for index, axis in enumerate(plan.get(("mesh",))):
-        product *= axis["size"] if axis["axis"] in DATA_AXES else 1
         if axis["axis"] in seen:
             mistakes.append(_at(plan, ("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
         seen.add(axis["axis"])
@@ -123,10 +121,24 @@ def plan_rules(plan: Document) -> list[Mistake]:
     if tensor == 1 and plan.has(("tensor_engine",)) and plan.get(("tensor_engine",)) == "copy":
         expected = "kernel, as `mesh` has one tensor rank"
         mistakes.append(_at(plan, ("tensor_engine",), expected, "copy", "kernel"))
-    if product != batch["global_batch"]:
-        expected = f"micro_batch × accumulate × replicate × shard = {product}"
-        mistakes.append(_at(plan, ("batch", "global_batch"), expected, say(batch["global_batch"]), str(product)))
-    return mistakes + list(_fold(plan))
+    return [*mistakes, *_batch_sum(plan), *_fold(plan)]
+
+
+def _batch_sum(plan: Document) -> Iterator[Mistake]:
+    """The global batch is the run's, and a person chooses the micro-batch: what is left is how often it is accumulated."""
+    batch = plan.get(("batch",))
+    whole, micro, times = batch["global_batch"], batch["micro_batch"], batch["accumulate"]
+    data = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in DATA_AXES)
+    each, odd = divmod(whole, data)
+    if odd:
+        expected, near = f"a multiple of replicate × shard = {data}", str(-(-whole // data) * data)
+        yield _at(plan, ("batch", "global_batch"), expected, str(whole), near)
+    elif each % micro:
+        divisor = max(n for n in range(1, min(micro, each) + 1) if each % n == 0)
+        yield _at(plan, ("batch", "micro_batch"), f"a divisor of the {each} sequences of a rank", str(micro), str(divisor))
+    elif times * micro != each:
+        expected = f"{each // micro}: global_batch {whole} ÷ (replicate × shard {data} × micro_batch {micro})"
+        yield _at(plan, ("batch", "accumulate"), expected, str(times), str(each // micro))
 
 
 def _fold(plan: Document) -> Iterator[Mistake]:
@@ -323,7 +335,7 @@ def _emulated(run: _Run) -> Iterator[Mistake]:
 
 
 _OTHER_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")
-"""Axes whose ranks read the same samples; not pinned they have one rank."""
+"""Axes whose ranks read the same samples."""
 
 
 def _pipeline_ranks(run: _Run) -> int:
@@ -357,12 +369,12 @@ def _ranks(run: _Run) -> Iterator[Mistake]:
         worst = max(pinned, key=lambda key: pinned[key])
         yield run.broken(worst, f"axes whose product divides the cluster's {ranks} ranks", None, str(others))
         return
-    data = ranks // others
-    if replicate and shard and replicate * shard != data:
+    data, free = ranks // others, any(run(f"plan.{axis}") is None for axis in _OTHER_AXES)
+    if replicate and shard and (data % (replicate * shard) if free else data != replicate * shard):
         near = str(data // replicate) if data % replicate == 0 else None
         got = f"{replicate} × {shard} = {replicate * shard}"
-        what = f"the cluster's {ranks} ranks{said}"
-        yield run.broken("plan.shard", f"plan.replicate × plan.shard = {what}", near, got)
+        what = f"plan.replicate × plan.shard {'a divisor of' if free else '='} the cluster's {ranks} ranks{said}"
+        yield run.broken("plan.shard", what, near, got)
 
 
 def _global_batch(run: _Run) -> Iterator[Mistake]:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.presets import MODEL_PRESETS
+from meshwright.spec.presets import MODEL_PRESETS, run_preset
 from meshwright.spec.sources import EMBEDDED, merged
 from meshwright.spec.yaml_positions import Document, KeyPath, read_yaml
 
@@ -32,11 +33,23 @@ def complete(document: Document, stem: str, runs: Path, model_reader: ModelReade
             document.data[section] = {}
     if not isinstance(document.data["model"], dict):
         return
+    _follow_question(document)
     _find_run(document, runs)
     _take_dimensions(document, model_reader)
     _derive_dimensions(document)
     _fit_sequence(document)
     _fit_warmup(document)
+
+
+def _follow_question(document: Document) -> None:
+    """A preset or a chip that overrides name brings its own training defaults and node in place of the quick start's."""
+    preset, chip = document.get(("model", "preset")), CHIPS.get(str(document.get(("cluster", "gpu"))))
+    usual = run_preset(preset)["train"] if isinstance(preset, str) and preset in MODEL_PRESETS else {}
+    values: dict[KeyPath, Any] = {("train", key): value for key, value in usual.items()}
+    values |= {("cluster", "gpus_per_node"): chip.per_node} if chip else {}
+    for path, value in values.items():
+        if document.has(path) and document.value_place(path).file == EMBEDDED:
+            document.put(path, value, document.value_place(path))
 
 
 def _find_run(document: Document, runs: Path) -> None:

@@ -102,7 +102,9 @@ def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None
         return _mistake(place, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
     if meant[:-1] == around:
         return _mistake(place, path, expected, got, str(meant[-1]))
-    return _mistake(place, path, f"{expected}; it lives at {dotted(meant)}", got, dotted(meant))
+    if str(path[-1]) == meant[-1] or str(path[-1]) in _SYNONYMS:
+        expected += f"; it lives at {dotted(meant)}"
+    return _mistake(place, path, expected, got, dotted(meant))
 
 
 def _refusal(path: KeyPath) -> str | None:

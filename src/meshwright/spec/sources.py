@@ -59,6 +59,10 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
 def _with_base(path: Path, shown: str, above: tuple[Path, ...], detect: Detect) -> Document:
     """The file at `path` over what it extends."""
     document = read_yaml(path, shown)
+    if document.has(("mesh",)) and document.has(("batch",)):
+        beside = f"a run file; a plan is given beside one, as plan={shown}"
+        document.complain(document.key_place(("mesh",)), "mesh", beside, "a plan")
+        document.data, document.partial = {}, True
     place = document.value_place(("extends",))
     name = document.data.pop("extends", None)
     _expand(document, path.parent, detect)
