@@ -8,6 +8,7 @@ from meshwright.costs.of_plan import as_nodes
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
+from meshwright.spec.layout import placed
 from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.run import RunSpec
@@ -58,6 +59,24 @@ def test_memory_buys_what_it_was_missing_for() -> None:
     assert any(layer.recompute != "none" or layer.reshard for layer in plan.layers)
     (memory,) = (change for change in what_if(run, plan) if "memory" in change.name)
     assert memory.gain > 0.01 and memory.note
+
+
+def test_a_batch_of_twice_the_size_keeps_its_micro_batches_where_these_filled_the_memory() -> None:
+    """Gradients that wait between micro-batches take room: some layers recompute more, and not all of them."""
+    words = "model=llama3-8b cluster.gpu=H100 plan.shard=8 plan.schedule=1f1b plan.micro_batch=2"
+    run = load_run(None, words.split())
+    plan = search(run, trainable=True).best.plan
+    (batch,) = (change for change in what_if(run, plan) if "batch" in change.name)
+    assert batch.gain > -0.01, batch
+
+
+def test_a_mesh_that_no_search_would_lay_out_is_kept() -> None:
+    run = ask("plan.pipeline=2", "plan.shard=2", "plan.schedule=1f1b")
+    plan = search(run, trainable=True).best.plan
+    turned = placed(replace(plan, mesh=tuple(reversed(plan.mesh))), run.cluster.ranks_per_node)
+    assert [axis.axis for axis in turned.mesh] == ["shard", "pipeline"]
+    names = [change.name for change in what_if(run, repriced(run, turned))]
+    assert any("twice the network" in name for name in names)
 
 
 @pytest.mark.parametrize("batch, name", [(24, "one more node (3 × 4 GPUs)"), (16, "2 more nodes (4 × 4 GPUs)")])

@@ -1,7 +1,7 @@
 """What a change to the cluster or the job would buy: the chosen plan priced again, with the fields around it that the change may move.
 
 A search for every change would cost as much as the question did. So a change keeps the mesh and tries what is cheap to try (micro-batch,
-recomputation, resharding); only one more node, which no mesh of before fits, is searched where searches are quick.
+gradients, recomputation, resharding); only one more node, which no mesh of before fits, is searched where searches are quick.
 """
 
 from __future__ import annotations
@@ -9,24 +9,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+
+import numpy as np
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, context_size, number, plan_time
 from meshwright.planner.candidate import budget_of, fits, pins_of
+from meshwright.planner.finalists import plan_at
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
+from meshwright.planner.space import AXES, points
+from meshwright.planner.sweep import strategies_in
+from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8 import fits_fp8, unlike_fp8
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import RECOMPUTES, BatchPlan, LayerStrategy, Plan
+from meshwright.spec.plan import BatchPlan, Plan
 from meshwright.spec.run import RunSpec
 
 QUICK = 0.5
 """Seconds a search may have taken for a change to be searched too."""
 PLAYED = 2
 """Plans of a change that are simulated; the closed form ranks the others."""
+ROOMS = (1.05, 0.97)
+"""Of the memory that may be filled, what the closed form is asked for, which strays a little from the exact account."""
 SIZES = 8
 """Cluster sizes above the asked one that are tried for a legal one."""
 
@@ -51,9 +58,11 @@ def what_if(
     if plan.predicted is None or plan.predicted.step_seconds is None:
         return ()
     run = replace(run, cluster=as_nodes(run.cluster))
-    base = min((near for near in (repriced(run, plan), _fastest(run, plan)) if near), key=_seconds)
-    found = [change for make in CHANGES if (change := make(run, base))]
-    if grown := _another_node(run, base, search_seconds <= QUICK, trainable):
+    best = min((near for near in (repriced(run, plan), _fastest(run, plan)) if near), key=_seconds)
+    # What other settings bring without it is no change's merit.
+    plan = replace(plan, predicted=best.predicted)
+    found = [change for make in CHANGES if (change := make(run, plan))]
+    if grown := _another_node(run, plan, search_seconds <= QUICK, trainable):
         found.append(grown)
     return tuple(sorted(found, key=lambda change: -change.gain))
 
@@ -191,6 +200,7 @@ def _settings(before: Plan, after: Plan | None) -> Iterator[tuple[str, object, o
     if after is None:
         return
     yield "micro-batches of", after.batch.micro_batch, before.batch.micro_batch
+    yield "gradients", after.layers[0].gradients, before.layers[0].gradients
     yield "recompute", _spread_of(after, "recompute"), _spread_of(before, "recompute")
     yield "reshard", _spread_of(after, "reshard"), _spread_of(before, "reshard")
 
@@ -218,29 +228,37 @@ def _fastest(run: RunSpec, plan: Plan) -> Plan | None:
 
 
 def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
-    """`plan` with larger micro-batches, and with all layers recomputed and resharded one way, as far as the run pins none of it."""
-    pins, batch = pins_of(run), plan.batch
-    times = [1] if pins.micro_batch else [m for m in (1, 2, 4, 8) if not batch.accumulate % m]
-    for more, layers in product(times, _layer_choices(run, plan)):
-        accumulate = batch.accumulate // more
-        if more == 1 or accumulate >= plan.axis_size("pipeline"):
-            cut = replace(batch, micro_batch=batch.micro_batch * more, accumulate=accumulate)
-            yield replace(plan, batch=cut, layers=layers, predicted=None)
+    """`plan`, and on its mesh every micro-batch with the layers that are fastest there and fit, as far as the run pins none of it."""
+    yield replace(plan, predicted=None)
+    held, budget = _held(run, plan), budget_of(run)
+    space = points(held)
+    axes = [axis.axis for axis in plan.mesh if axis.size > 1]
+    alike = [[axis for axis in mesh.order if mesh.size(axis) > 1] == axes for mesh in space.meshes]
+    space = space.take(np.flatnonzero(np.array(alike, bool)[space.mesh]))
+    priced, room = priced_or_refused(run.model, run.train, plan, run.cluster), math.inf if budget is None else budget
+    for part in ROOMS if budget else ROOMS[:1]:
+        for row, strategy in enumerate(strategies_in(held, priced, space, part * room)):
+            if strategy is not None:
+                yield plan_at(held, space, row, strategy, budget)
 
 
-def _layer_choices(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
-    pins, layer = pins_of(run), replace(plan.layers[0], range="all")
-    formats = plan.layers if len({one.linear for one in plan.layers}) > 1 else (layer,)
-    yield plan.layers
-    if pins.layers is not None:
-        return
-    recomputes = RECOMPUTES if pins.recompute is None else [pins.recompute]
-    reshards = (False, True) if pins.reshard is None else [pins.reshard]
-    for recompute, reshard in product(recomputes, reshards):
-        alike = replace(layer, recompute=recompute, reshard=reshard)
-        layers = tuple(replace(alike, range=one.range, linear=one.linear) for one in formats)
-        if layers != plan.layers:
-            yield layers
+def _held(run: RunSpec, plan: Plan) -> RunSpec:
+    """The run with what a change may not move pinned: mesh, schedule, formats, engines, what waits in host memory."""
+    pins = replace(
+        pins_of(run),
+        **{axis: plan.axis_size(axis) for axis in AXES},
+        **vars(plan.precision),
+        expert=plan.experts.expert if plan.experts else None,
+        schedule=plan.schedule.name,
+        stages=plan.schedule.stages or None,
+        offload=plan.layers[0].offload,
+        gather_engine=plan.gather_engine,
+        reduce_engine=plan.reduce_engine,
+        tensor_engine=plan.tensor_engine,
+        compile=plan.compile,
+    )
+    formats = any(layer.linear for layer in plan.layers)
+    return replace(run, plan=replace(pins, layers=plan.layers) if formats else pins)
 
 
 def _fits(run: RunSpec, plan: Plan) -> bool:
