@@ -343,3 +343,28 @@ def test_the_header_names_nodes_that_differ(cluster: str, words: str, tmp_path: 
     file.write_text(f"model: llama3-8b\ntrain: {{steps: 1, global_batch: 64, seq_len: 4096}}\ncluster: {cluster}\n")
     assert machines_line(load_run(file, []).cluster) == words
     assert machines_line(ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)) == "1 × 8 H200, playing 2 nodes"
+
+
+def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:
+    asked = meshwright("plan", "model=llama3-1b", "cluster.gpu=H100", "train.global_batch=16", "--json")
+    assert asked.err == "no run file: cluster.gpus_per_node=8 train.seq_len=8192 assumed\n"
+    assert meshwright("plan", *ONE, "--json").err == meshwright("plan", tiny, "--json").err == ""
+
+
+def test_a_node_that_is_not_sold_is_remarked_upon() -> None:
+    for words, said in (([], True), (["cluster.network.domain=8"], False)):
+        answer = meshwright("plan", *MODEL, "cluster.gpus_per_node=16", *words, "--json")
+        assert ("16 H100 a node: 8 share a host" in answer.err) is said
+
+
+def test_tcp_without_a_rate_is_priced_by_a_guess() -> None:
+    found = meshwright("plan", *ONE, "cluster.nodes=2", "cluster.network.fabric=tcp", "--json").json
+    assert found["sources"]["network"].startswith("guess") and "port_gb_per_s" in found["sources"]["network"]
+
+
+def test_small_memory_is_told_in_its_own_unit_and_every_letter_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    out = meshwright("plan", "cluster.gpus_per_node=1").out.replace("\u00a0", " ")
+    assert re.search(r"llama-nano, \d\.\d+M parameters", out) and re.search(r"W weights [\d.]+ MB", out)
+    bar = re.search(r"every rank +([A-Z]+) ", out)
+    assert bar is not None and all(f"{letter} " in out.partition(bar[0])[2] for letter in set(bar[1]))

@@ -64,7 +64,7 @@ def test_it_prints_a_summary_a_picture_and_where_the_trace_is() -> None:
         "bubble",
     ):
         assert words in answer.out
-    assert f"{STACK}'s constants" in answer.out and "mine.simulated.json.gz" in answer.out
+    assert f"runs of {STACK}, of devices" in " ".join(answer.out.split()) and "mine.simulated.json.gz" in answer.out
     rows = [line for line in answer.out.splitlines() if line.startswith(("0  F0", "1  ."))]
     assert len(rows) == 2 and "B0-" in rows[0] and max(map(len, rows)) <= 150
     events = json.loads(gzip.decompress(Path("mine.simulated.json.gz").read_bytes()))["traceEvents"]
@@ -143,3 +143,9 @@ def test_plan_shows_schedule_and_stages() -> None:
     assert answer.code == 0, answer.err
     for words in ("pipeline 2", "zbv", "rank 0: layers 0-8, 26-31", "rank 1: layers 9-17, 18-25", "node 0"):
         assert words in answer.out
+
+
+def test_a_processor_s_band_is_said_to_be_a_guess_and_no_rank_computes_longer_than_its_window() -> None:
+    answer = meshwright("simulate", "cluster.gpus_per_node=2", "plan.shard=2", "plan.micro_batch=1", "train.seq_len=64")
+    assert answer.code == 0, answer.err
+    assert "set by hand: the device is in no table" in " ".join(answer.out.split()) and "bubble 0.0%" in answer.out

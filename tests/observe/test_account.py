@@ -131,7 +131,7 @@ def test_a_step_is_told_by_part() -> None:
     wide = replace(PREDICTED, low_seconds=0.6, high_seconds=1.0)
     assert lines(account(wide, of(step(6), step(7))), "runs/demo") == [
         "steps 6 to 7: step 920 ms, predicted 800 ms (600 ms to 1.00 s): 15.0% slower; "
-        "memory 63.0 GiB allocated, predicted 64.0 GiB: -1.6%",
+        "memory 67.6 GB allocated, predicted 68.7 GB: -1.6%",
         "  computing: 850 ms (forward 300 ms, backward 500 ms, optim 50.0 ms); "
         "predicted 760 ms (compute 700 ms, exposed shard 50.0 ms, host 10.0 ms)",
         "  waiting for stages: 60.0 ms (between phases 20.0 ms, reduce 40.0 ms); "
@@ -152,7 +152,7 @@ def test_without_figures_of_the_device_memory_alone_is_compared() -> None:
     told = account(Predicted(memory_peak_bytes=67 * GIB), of(step(6)), TIMELINE)
     assert told.parts == () and told.recorded is None and told.step_seconds.error is None
     (line,) = lines(told, "runs/demo")
-    assert "step 920 ms, not predicted" in line and "predicted 67.0 GiB: -6.0%" in line
+    assert "step 920 ms, not predicted" in line and "predicted 71.9 GB: -6.0%" in line
 
 
 @pytest.mark.parametrize("timeline", [None, TIMELINE])

@@ -21,7 +21,7 @@ def test_short(value, text):
     assert figures.short(value) == text
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (2 << 30, "2.00 GiB")])
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (2 << 30, "2.15 GB")])
 def test_size(count, text):
     assert figures.size(count) == text
 

@@ -41,7 +41,7 @@ def steps_of(lines):
 def test_plain_lines_hold_every_known_figure():
     first, second = plain(2, 1.0, ranks=2)
     assert first == (
-        "step 1/2 | loss 3.2500 | tok/s 25.3k | tok/s/rank 12.7k | MFU 41.3% | mem 2.00 GiB | grad 0.82 | lr 3.00e-4"
+        "step 1/2 | loss 3.2500 | tok/s 25.3k | tok/s/rank 12.7k | MFU 41.3% | mem 2.15 GB | grad 0.82 | lr 3.00e-4"
     )
     assert second == first.replace("1/2", "2/2") + " | left 0:00"
 

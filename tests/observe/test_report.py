@@ -156,9 +156,9 @@ def test_the_report_holds_everything_a_run_left(folder):
         assert title in page.text, title
     assert "of 989 TFLOP/s, H200 dense bf16" in page.text
     assert "unigram entropy of the held-out text 5.50" in page.text
-    assert "8.00 GiB (-11.1%)" in page.text and "activations 5.00 GiB" in page.text
+    assert "8.59 GB (-11.1%)" in page.text and "activations 5.37 GB" in page.text
     assert "def f(" in page.text and "return x" in page.text
-    assert "checkpoint written" in page.text and "2.13.0" in page.text and "16.0 GiB" in page.text
+    assert "checkpoint written" in page.text and "2.13.0" in page.text and "17.2 GB" in page.text
     assert "8.0 s: imports 3.0, first step 5.0 (compiler 1.5: 0 graphs compiled, 2 from its cache)" in page.text
     assert "step-00000020" in page.text and "not committed" in page.text and "partial" not in page.text
     assert "Not in this report" not in page.text
@@ -168,7 +168,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(folder):
     write_account(folder)
     page = page_of(folder)
     shown = page.text.partition("Predicted and measured")[2].partition("Why this plan")[0]
-    for text in ("Step time400 ms350 ms to 450 ms500 ms+25.0%", "MFU, causal50.0%", "9.00 GiB8.00 GiB-11.1%"):
+    for text in ("Step time400 ms350 ms to 450 ms500 ms+25.0%", "MFU, causal50.0%", "9.66 GB8.59 GB-11.1%"):
         assert text in shown, text
     for text in (
         "predicted 360 ms measured 450 ms",
@@ -208,12 +208,12 @@ def test_on_a_gpu_allocated_memory_is_compared_without_the_framework_s(folder):
     said = {"memory_peak_bytes": 9 << 30, "memory_bytes": kinds}
     (folder / "plan.yaml").write_text(yaml.safe_dump(plan(predicted=said)))
     write_metrics(folder, 5, memory_allocated_peak_bytes=6 << 30)
-    assert "6.00 GiB (-25.0%), 8.00 GiB reserved" in page_of(folder).text
+    assert "6.44 GB (-25.0%), 8.59 GB reserved" in page_of(folder).text
 
 
 def test_the_memory_picture_shows_the_fullest_rank(folder):
     write_account(folder, memory_bytes={"measured": 10 << 30, "predicted": 9 << 30})
-    assert "10.0 GiB (+11.1%)" in page_of(folder).text
+    assert "10.7 GB (+11.1%)" in page_of(folder).text
 
 
 def test_parameters_are_counted_from_the_configuration(folder):

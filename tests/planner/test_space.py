@@ -87,7 +87,9 @@ def test_pins_are_kept(pins: dict[str, object]) -> None:
 
 
 def test_ranks_that_data_axes_leave_are_taken_by_the_others() -> None:
-    words = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=8 train.global_batch=16 plan.replicate=2 plan.shard=2"
+    words = (
+        "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=8 train.global_batch=16 plan.replicate=2 plan.shard=2"
+    )
     meshes = points(load_run(None, words.split())).meshes
     assert {mesh.size("pipeline") for mesh in meshes} == {1, 2} and all(mesh.data == 4 for mesh in meshes)
 

@@ -277,7 +277,9 @@ def test_every_typo_of_every_key_is_rejected_at_its_place(
 
 def test_a_plan_in_a_run_file_s_place_is_one_mistake(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text("mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 4, micro_batch: 1, accumulate: 2}\nlayers: []\n")
+    file.write_text(
+        "mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 4, micro_batch: 1, accumulate: 2}\nlayers: []\n"
+    )
     with pytest.raises(BadConfig) as caught:
         load_run(file)
     (mistake,) = caught.value.mistakes

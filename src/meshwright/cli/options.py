@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,6 +45,10 @@ def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
 
     path, overrides = split_words(words)
     return load_run(path, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def check_place(option: str, file: Path | None) -> None:

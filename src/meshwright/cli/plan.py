@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Json, Words, check_place, load
+from meshwright.cli.options import Json, Words, check_place, load, say
 
 
 def plan(
@@ -85,13 +84,16 @@ def plan(
         meshwright plan run.yaml --gpus 64..1024 --objective training --critical-batch 4e6 --tokens 1e12 --price 2.5
     """
     from meshwright.cli.plan_answer import Wishes, answer_of, as_plain
+    from meshwright.cli.plan_words import remarks
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
 
     wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price, probe)
     check_place("--out", out)
     check_place("--html", html)
     run = load(words)
-    answer = answer_of(run if probe else with_vocabulary(run), wishes, note=lambda text: print(text, file=sys.stderr))
+    for remark in remarks(words, run):
+        say(remark)
+    answer = answer_of(run if probe else with_vocabulary(run), wishes, note=say)
     if out is not None:
         out.write_text(plan_yaml(answer.plan), encoding="utf-8")
     if html is not None:

@@ -8,7 +8,15 @@ from typing import Any
 from meshwright.costs.of_plan import products
 from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
-from meshwright.launch.prepare import Note, device_memory, given_plan, misfit, on_this_host, refuse_untrainable, resolve_data
+from meshwright.launch.prepare import (
+    Note,
+    device_memory,
+    given_plan,
+    misfit,
+    on_this_host,
+    refuse_untrainable,
+    resolve_data,
+)
 from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable

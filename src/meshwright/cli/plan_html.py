@@ -10,8 +10,17 @@ from math import log2
 
 from meshwright import __version__
 from meshwright.cli.plan_answer import Answer, sources_of
-from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, seconds_text
-from meshwright.cli.plan_words import axes, caution, facts, machines_line, memory_rows, short_line
+from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money
+from meshwright.cli.plan_words import (
+    axes,
+    bytes_text,
+    caution,
+    facts,
+    machines_line,
+    memory_rows,
+    seconds_text,
+    short_line,
+)
 from meshwright.costs.of_plan import as_nodes
 from meshwright.observe import figures
 from meshwright.observe.report_parts import plan_section
@@ -97,7 +106,7 @@ def _tiles(answer: Answer) -> str:
     rows.append(
         (
             "Memory",
-            f"{said.memory_peak_bytes / 1e9:.1f} GB",
+            bytes_text(said.memory_peak_bytes),
             f"of {memory / 1e9:.0f} GB, fullest rank" if memory else "fullest rank",
         )
     )
@@ -142,8 +151,8 @@ def _memory(answer: Answer) -> str:
     names = list(dict.fromkeys(kind for _, kinds in rows for kind in kinds))
     bars = []
     for label, kinds in rows[:RANKS_DRAWN]:
-        parts = [(names.index(kind) % 8, size / full, f"{kind} {size / 1e9:.1f} GB") for kind, size in kinds.items()]
-        bars.append(_bar(label, f"{sum(kinds.values()) / 1e9:.1f} GB", parts, line))
+        parts = [(names.index(kind) % 8, size / full, f"{kind} {bytes_text(size)}") for kind, size in kinds.items()]
+        bars.append(_bar(label, bytes_text(sum(kinds.values())), parts, line))
     keys = "".join(f'<li class="k{at % 8} column">{escape(name)}</li>' for at, name in enumerate(names))
     more = f"{len(rows) - RANKS_DRAWN} more ranks hold alike. " if len(rows) > RANKS_DRAWN else ""
     note = f"The dashed line is the device's memory, {limit / 1e9:.0f} GB." if limit else ""

@@ -9,9 +9,20 @@ from rich.padding import Padding
 from rich.table import Table
 
 from meshwright.cli.plan_answer import Answer, sources_of
-from meshwright.cli.plan_words import axes, caution, facts, machines_line, memory_rows, node_line, short_line
+from meshwright.cli.plan_words import (
+    axes,
+    bytes_text,
+    caution,
+    facts,
+    machines_line,
+    memory_rows,
+    node_line,
+    seconds_text,
+    short_line,
+)
 from meshwright.costs.of_plan import as_nodes
 from meshwright.launch.probe import Probe
+from meshwright.observe import figures
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
@@ -26,8 +37,8 @@ LONGEST_TABLE = 12
 NODES_DRAWN = 4
 RANKS_DRAWN = 8
 """Pipeline ranks whose memory is drawn; of more, the first, the last and the fullest."""
-SMALLEST = 5e7
-"""Bytes below which a kind of memory is not named."""
+SMALLEST = 0.001
+"""Share of a rank's memory below which a kind of it is not named."""
 WORTH_IT = 0.005
 """Gain below which a change buys nothing."""
 LETTERS = {
@@ -57,7 +68,7 @@ def show(answer: Answer) -> None:
 
 def _head(console: Console, answer: Answer) -> None:
     run, plan, cluster = answer.run, answer.plan, answer.run.cluster
-    name, size = run.model.preset or run.model.family, f"{parameter_count(run.model) / 1e9:.3g} B parameters"
+    name, size = run.model.preset or run.model.family, f"{figures.short(parameter_count(run.model))} parameters"
     console.print(f"[bold]{name}[/bold], {size}, on {machines_line(cluster)}")
     said = plan.predicted
     if said is not None:
@@ -76,11 +87,8 @@ def _head(console: Console, answer: Answer) -> None:
 
 def _figures(said: Predicted, memory: int | None) -> str:
     """Speed and memory in two lines, or memory alone where no step time is known."""
-    filled = (
-        f"{said.memory_peak_bytes / 1e9:.1f} GB"
-        + (f" of {memory / 1e9:.0f}" if memory else "")
-        + " on the fullest rank"
-    )
+    whole = f" of {memory / 1e9:.0f} GB" if memory else ""
+    filled = f"{bytes_text(said.memory_peak_bytes)}{whole} on the fullest rank"
     if not (said.step_seconds and said.low_seconds and said.high_seconds):
         return filled
     band = f"{seconds_text(said.low_seconds)} to {seconds_text(said.high_seconds)}"
@@ -109,8 +117,8 @@ def _beside(probe: Probe) -> str:
     if probe.found is not None:
         off = f" ({probe.error:+.0%})" if probe.error is not None else ""
         said.append(f"measured {seconds_text(probe.found.seconds)}{off}")
-        expected = f" of {probe.predicted_bytes / 1e9:.2f} predicted" if probe.predicted_bytes else ""
-        said.append(f"{probe.found.memory_bytes / 1e9:.2f} GB{expected}")
+        expected = f" of {bytes_text(probe.predicted_bytes)} predicted" if probe.predicted_bytes else ""
+        said.append(f"{bytes_text(probe.found.memory_bytes)}{expected}")
     return ", ".join([*said, *([probe.ended] if probe.ended else [])])
 
 
@@ -147,12 +155,12 @@ def _memory(console: Console, answer: Answer) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     width = max(20, min(60, console.width - 44))
     for label, kinds in _few(rows):
-        table.add_row(label, _bar(kinds, full, width), f"{sum(kinds.values()) / 1e9:.1f} GB" if kinds else "")
+        table.add_row(label, _bar(kinds, full, width), bytes_text(sum(kinds.values())) if kinds else "")
     console.print(Padding(table, (0, 0, 0, 2)))
     fullest = max(rows, key=lambda row: sum(row[1].values()))[1]
-    held = [name for name in names if fullest.get(name, 0) >= SMALLEST]
-    key = "  ".join(f"{_letter(name)}\u00a0{name}\u00a0{fullest[name] / 1e9:.1f}" for name in held)
-    console.print(Padding(f"{key} GB" + (" on the fullest" if len(rows) > 1 else ""), (0, 0, 0, 2)))
+    held = [name for name in names if fullest.get(name, 0) >= SMALLEST * sum(fullest.values())]
+    key = "  ".join(f"{_letter(name)} {name} {bytes_text(fullest[name])}".replace(" ", "\u00a0") for name in held)
+    console.print(Padding(key + (" on the fullest" if len(rows) > 1 else ""), (0, 0, 0, 2)))
 
 
 def _few(rows: Sequence[tuple[str, dict[str, int]]]) -> list[tuple[str, dict[str, int]]]:
@@ -208,7 +216,7 @@ def _runner_ups(console: Console, answer: Answer) -> None:
         said = other.plan.predicted
         mark = "  [bold]planned only[/bold]" if untrainable(other.plan) else ""
         seconds = f"{seconds_text(said.step_seconds)}, " if said and said.step_seconds else ""
-        memory = f"{said.memory_peak_bytes / 1e9:.0f} GB" if said else ""
+        memory = bytes_text(said.memory_peak_bytes) if said else ""
         table.add_row(
             f"{number}.", f"{short_line(other.plan)} ({seconds}{memory}){mark}\n[dim]{answer.why_not(other)}[/dim]"
         )
@@ -254,12 +262,6 @@ def _scaling(console: Console, answer: Answer) -> None:
         f"  (GPU-hours for {answer.tokens:.3g} tokens; efficiency is tokens/s a GPU against the fewest GPUs)",
         style="dim",
     )
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits and a unit: 12.0 s, 0.436 s, 38.2 ms."""
-    value, unit = (seconds, "s") if seconds >= 0.1 else (1e3 * seconds, "ms")
-    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:#.3g} {unit}"
 
 
 def money(gpu_hours: float, price: float | None) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from meshwright.cli.options import split_words
 from meshwright.costs.of_plan import STACK, as_nodes
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
 from meshwright.simulator.of_plan import memory_of
+from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.nodes import node_kinds
@@ -26,6 +28,27 @@ def caution() -> str:
     if STACK == "meshwright":
         return ""
     return f"with {STACK}'s constants: good for comparing plans and networks, not as a promise"
+
+
+def remarks(words: list[str] | None, run: RunSpec) -> Iterator[str]:
+    """What a question leaves to be assumed, where it names no file, and what of its cluster is not as it is sold."""
+    path, overrides = split_words(words)
+    given = {word.removeprefix("--").partition("=")[0] for word in overrides}
+    assumed = {
+        "cluster.gpu": run.cluster.gpu,
+        "cluster.gpus_per_node": run.cluster.gpus_per_node,
+        "train.seq_len": run.train.seq_len,
+        "train.global_batch": run.train.global_batch,
+    }
+    left = [f"{key}={value}" for key, value in assumed.items() if not given & {key, key.partition(".")[0]}]
+    if path is None and given and left:
+        yield f"no run file: {' '.join(left)} assumed"
+    chip, many, network = CHIPS.get(run.cluster.gpu), run.cluster.ranks_per_node, run.cluster.network
+    if chip and many > chip.domain and not (network and network.domain):
+        yield (
+            f"{many} {chip.name} a node: {chip.per_node} share a host as it is sold, and all {many} are taken to see each other at "
+            "link speed; cluster.network.domain says how many do"
+        )
 
 
 def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
@@ -128,6 +151,17 @@ def memory_rows(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
         (f"rank {rank}: layers {_stages(held)}", kinds)
         for rank, (held, kinds) in enumerate(zip(table, rows, strict=True))
     ]
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits and a unit: 12.0 s, 0.436 s, 38.2 ms."""
+    value, unit = (seconds, "s") if seconds >= 0.1 else (1e3 * seconds, "ms")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:#.3g} {unit}"
+
+
+def bytes_text(count: float) -> str:
+    """93.1 GB, 268 MB, 3.04 MB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 def _order(plan: Plan) -> str:

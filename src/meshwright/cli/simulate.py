@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json, Words, check_place, load
+from meshwright.cli.options import Json, Words, check_place, load, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,12 +54,15 @@ def simulate(
 
         meshwright simulate run.yaml plan.pipeline=2 plan.schedule=zbv --trace zbv.json.gz --json
     """
+    from meshwright.cli.plan_words import remarks
     from meshwright.launch.prepare import plan_for, with_vocabulary
     from meshwright.simulator.of_plan import simulate_plan
     from meshwright.simulator.trace import write_trace
 
     check_place("--trace", trace)
     run = with_vocabulary(load(words))
+    for remark in remarks(words, run):
+        say(remark)
     plan, candidates = plan_for(run)
     timeline = simulate_plan(run.model, run.train, plan, run.cluster)
     file = trace or Path(f"{run.name}.simulated.json.gz")
@@ -72,7 +75,7 @@ def simulate(
 
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
-    from meshwright.costs.of_plan import STACK, band
+    from meshwright.costs.of_plan import STACK, band, doubt
     from meshwright.simulator.of_plan import memory_of
     from meshwright.spec.fields import to_plain
 
@@ -98,6 +101,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
         "low_seconds": low,
         "high_seconds": high,
         "constants": STACK,
+        "band": doubt(run.cluster, plan)[1],
         "tokens_per_second": run.train.global_batch * run.train.seq_len / seconds,
         "bubble": timeline.bubble,
         "breakdown": _breakdown(run, plan, timeline),
@@ -130,15 +134,16 @@ def _rank_names(run: RunSpec, plan: Plan) -> dict[int, str]:
 def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
     from rich.console import Console
 
-    from meshwright.cli.plan_words import caution, plan_line
+    from meshwright.cli.plan_words import caution, plan_line, seconds_text
     from meshwright.simulator.picture import draw_within
 
     console = Console(highlight=False)
+    step, low, high = (seconds_text(answer[f"{name}_seconds"]) for name in ("step", "low", "high"))
     said = " (the planner's choice; `meshwright plan` says why)" if answer["chosen_by_planner"] else ""
     console.print(f"plan: {plan_line(run, answer['plan'])}{said}")
     console.print(
-        f"step: [bold]{answer['step_seconds']:.3f} s[/bold], {answer['low_seconds']:.2f} to {answer['high_seconds']:.2f} s with "
-        f"{answer['constants']}'s constants; {answer['tokens_per_second']:,.0f} tokens/s, bubble {answer['bubble']:.1%}"
+        f"step: [bold]{step}[/bold] (80%: {low} to {high}, {answer['band']}); "
+        f"{answer['tokens_per_second']:,.0f} tokens/s, bubble {answer['bubble']:.1%}"
     )
     if warned := caution():
         console.print(f"  {warned}")
@@ -161,18 +166,20 @@ def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int |
 def _show_ranks(console: Console, run: RunSpec, answer: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from meshwright.cli.plan_words import bytes_text
+
     budget = run.cluster.memory_bytes()
     heads = ("rank", "layers", "compute", "in flight", "memory")
     table = Table(*heads, box=None, padding=(0, 2, 0, 0))
     for row in answer["ranks"]:
         total = sum(row["memory_bytes"].values())
-        full = f" of {budget / 1e9:.0f}" if budget else ""
+        full = f" of {budget / 1e9:.0f} GB" if budget else ""
         layers = row["layers"] if len(row["layers"]) <= 40 else row["layers"][:37] + "…"
         table.add_row(
             str(row["rank"]),
             layers,
             f"{row['compute_seconds']:.3f} s",
             f"{row['peak_in_flight']:g}",
-            f"{total / 1e9:.1f}{full} GB",
+            bytes_text(total) + full,
         )
     console.print(table)

@@ -59,6 +59,10 @@ def _unmeasured(cluster: ClusterSpec, group: str) -> str:
         return MEASURE
     if group == "network" and cluster.emulate_nodes > 1:
         return "measured on another host's loopback"
+    if group == "network" and cluster.network and cluster.network.fabric == "tcp":
+        return (
+            "guess: the datasheet's ports, which TCP hardly fills; cluster.network.port_gb_per_s says what it reaches"
+        )
     return "datasheet" if group == "host link" else f"datasheet, share {_share(cluster)}"
 
 

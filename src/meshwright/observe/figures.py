@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def short(value: float, digits: int = 3) -> str:
@@ -15,10 +15,10 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a binary unit: 2147483648 → "2.00 GiB"."""
+    """Bytes with a decimal unit, as plans count them: 2147483648 → "2.15 GB"."""
     unit = 0
-    while abs(count) >= 1023.5 and unit < len(_BYTE_UNITS) - 1:
-        count /= 1024
+    while abs(count) >= 999.5 and unit < len(_BYTE_UNITS) - 1:
+        count /= 1000
         unit += 1
     return f"{count:.0f} B" if unit == 0 else f"{_significant(count, 3)} {_BYTE_UNITS[unit]}"
 

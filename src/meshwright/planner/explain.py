@@ -147,7 +147,7 @@ def _costlier(best: Plan, other: Plan) -> str:
         (theirs.reshard and not mine.reshard, "gathers weights twice"),
         (crossing[1] and not crossing[0], "shards across nodes"),
         (other.batch.micro_batch < best.batch.micro_batch, "smaller products to hide gathers under"),
-        (peak_bytes(other) > peak_bytes(best), f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more"),
+        (peak_bytes(other) - peak_bytes(best) > 5e7, f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more"),
     )  # fmt: skip
     return next((text for true, text in told if true), "the simpler plan was taken")
 

@@ -237,6 +237,7 @@ class _Simulation:
         if self.timing.copy_in:
             mine.clock += self.timing.copy_in[stage][unit]
             mine.computed += self.timing.copy_in[stage][unit]
+            mine.last = mine.clock
         issued = mine.clock
         if self.timing.reduce:
             seconds = self.timing.reduce[stage][unit]

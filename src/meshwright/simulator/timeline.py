@@ -29,13 +29,13 @@ class Timeline:
     closing_seconds: tuple[float, ...]
     """By rank, time in the gradient norm and the optimizer."""
     window_seconds: float
-    """From the first forward to the end of the last backward, over all ranks."""
+    """From the first forward to the end of the last backward and of laying out what it made, over all ranks."""
     records: tuple[Record, ...]
 
     @property
     def bubble(self) -> float:
         """1 − compute time ÷ time from first forward to last backward, mean over ranks."""
-        return 1 - sum(self.compute_seconds) / (self.schedule.ranks * self.window_seconds)
+        return max(0.0, 1 - sum(self.compute_seconds) / (self.schedule.ranks * self.window_seconds))  # but for rounding
 
     @property
     def exposed(self) -> dict[str, float]:

@@ -135,7 +135,9 @@ def _batch_sum(plan: Document) -> Iterator[Mistake]:
         yield _at(plan, ("batch", "global_batch"), expected, str(whole), near)
     elif each % micro:
         divisor = max(n for n in range(1, min(micro, each) + 1) if each % n == 0)
-        yield _at(plan, ("batch", "micro_batch"), f"a divisor of the {each} sequences of a rank", str(micro), str(divisor))
+        yield _at(
+            plan, ("batch", "micro_batch"), f"a divisor of the {each} sequences of a rank", str(micro), str(divisor)
+        )
     elif times * micro != each:
         expected = f"{each // micro}: global_batch {whole} ÷ (replicate × shard {data} × micro_batch {micro})"
         yield _at(plan, ("batch", "accumulate"), expected, str(times), str(each // micro))
