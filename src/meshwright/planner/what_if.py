@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -244,21 +245,12 @@ def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 
 def _held(run: RunSpec, plan: Plan) -> RunSpec:
     """The run with what a change may not move pinned: mesh, schedule, formats, engines, what waits in host memory."""
-    pins = replace(
-        pins_of(run),
-        **{axis: plan.axis_size(axis) for axis in AXES},
-        **vars(plan.precision),
-        expert=plan.experts.expert if plan.experts else None,
-        schedule=plan.schedule.name,
-        stages=plan.schedule.stages or None,
-        offload=plan.layers[0].offload,
-        gather_engine=plan.gather_engine,
-        reduce_engine=plan.reduce_engine,
-        tensor_engine=plan.tensor_engine,
-        compile=plan.compile,
-    )
-    formats = any(layer.linear for layer in plan.layers)
-    return replace(run, plan=replace(pins, layers=plan.layers) if formats else pins)
+    kept: dict[str, Any] = {axis: plan.axis_size(axis) for axis in AXES} | vars(plan.precision)
+    kept |= {key: getattr(plan, key) for key in ("gather_engine", "reduce_engine", "tensor_engine", "compile")}
+    kept |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None, "offload": plan.layers[0].offload}
+    kept |= {"expert": plan.experts.expert} if plan.experts else {}
+    kept |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
+    return replace(run, plan=replace(pins_of(run), **kept))
 
 
 def _fits(run: RunSpec, plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fp8 import MULTIPLE, WIDTHS, sides
 from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfit, stage_table, tensor_misfit
-from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, ScheduleName, SchedulePlan, layer_range
+from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
 from meshwright.spec.yaml_positions import Document, KeyPath, say
@@ -62,10 +62,12 @@ def plan_file_checks(
         for axis in plan.get(("mesh",)):
             product *= axis["size"]
         if product != ranks:
-            mistakes.append(_at(plan, ("mesh",), f"sizes whose product is the cluster's {ranks} ranks", str(product)))
+            mistakes.append(
+                plan.mistake(("mesh",), f"sizes whose product is the cluster's {ranks} ranks", str(product))
+            )
     if sound and batch and plan.get(("batch", "global_batch")) != batch:
         path: KeyPath = ("batch", "global_batch")
-        mistakes.append(_at(plan, path, f"train.global_batch = {batch}", say(plan.get(path))))
+        mistakes.append(plan.mistake(path, f"train.global_batch = {batch}", say(plan.get(path))))
     if layers and not any(path[:1] == ("layers",) for path in unusable):
         mistakes += _coverage(plan, ("layers",), layers)
     experts = asked("model.experts")
@@ -77,7 +79,7 @@ def plan_file_checks(
             expected = (
                 f"a divisor of model.experts = {experts}{beside}" if experts else "no `experts`, as the model is dense"
             )
-            mistakes.append(_at(plan, ("experts", "expert"), expected, str(size)))
+            mistakes.append(plan.mistake(("experts", "expert"), expected, str(size)))
     if sound:
         sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
         mistakes += _mesh_fit(plan, asked, sizes)
@@ -96,64 +98,17 @@ def _mesh_fit(plan: Document, asked: _Run, sizes: dict[str, int]) -> Iterator[Mi
     if expected := _tensor_misfit(asked, sizes.get("tensor", 1)):
         wrong.append(("tensor", expected))
     for axis, expected in filter(None, wrong):
-        yield _at(plan, ("mesh", list(sizes).index(axis), "size"), expected, str(sizes[axis]))
+        yield plan.mistake(("mesh", list(sizes).index(axis), "size"), expected, str(sizes[axis]))
 
 
 def _precision_fit(plan: Document, asked: _Run, context: int) -> Iterator[Mistake]:
     """What stands against a plan file's number formats on so many `context` ranks."""
     precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
     for key, expected in _fp64_rules(asked, precision):
-        yield _at(plan, ("precision", key), expected, "fp64", "fp32")
+        yield plan.mistake(("precision", key), expected, "fp64", "fp32")
     formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
     for key, expected in _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"), context):
-        yield _at(plan, ("precision", key), expected, say(precision.get(key, "compute")))
-
-
-def plan_rules(plan: Document) -> list[Mistake]:
-    """What must hold inside a plan file whose values are sound: one axis of a kind, and a batch that adds up."""
-    mistakes: list[Mistake] = []
-    seen = set()
-    for index, axis in enumerate(plan.get(("mesh",))):
-        if axis["axis"] in seen:
-            mistakes.append(_at(plan, ("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
-        seen.add(axis["axis"])
-    tensor = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "tensor"), 1)
-    if tensor == 1 and plan.has(("tensor_engine",)) and plan.get(("tensor_engine",)) == "copy":
-        expected = "kernel, as `mesh` has one tensor rank"
-        mistakes.append(_at(plan, ("tensor_engine",), expected, "copy", "kernel"))
-    return [*mistakes, *_batch_sum(plan), *_fold(plan)]
-
-
-def _batch_sum(plan: Document) -> Iterator[Mistake]:
-    """The global batch is the run's, and a person chooses the micro-batch: what is left is how often it is accumulated."""
-    batch = plan.get(("batch",))
-    whole, micro, times = batch["global_batch"], batch["micro_batch"], batch["accumulate"]
-    data = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in DATA_AXES)
-    each, odd = divmod(whole, data)
-    if odd:
-        expected, near = f"a multiple of replicate × shard = {data}", str(-(-whole // data) * data)
-        yield _at(plan, ("batch", "global_batch"), expected, str(whole), near)
-    elif each % micro:
-        divisor = max(n for n in range(1, min(micro, each) + 1) if each % n == 0)
-        yield _at(
-            plan, ("batch", "micro_batch"), f"a divisor of the {each} sequences of a rank", str(micro), str(divisor)
-        )
-    elif times * micro != each:
-        expected = f"{each // micro}: global_batch {whole} ÷ (replicate × shard {data} × micro_batch {micro})"
-        yield _at(plan, ("batch", "accumulate"), expected, str(times), str(each // micro))
-
-
-def _fold(plan: Document) -> Iterator[Mistake]:
-    """Experts lie on all ranks that hold one copy of a layer's other weights."""
-    fold = plan.get(("experts",)) if plan.has(("experts",)) else None
-    if not isinstance(fold, dict):
-        return
-    ranks = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in SHARD_AXES)
-    product = fold["expert"] * fold.get("expert_shard", 1)
-    if product != ranks:
-        near = str(ranks // fold["expert"]) if ranks % fold["expert"] == 0 else None
-        expected = f"expert × expert_shard = the {ranks} ranks of shard × context"
-        yield _at(plan, ("experts",), expected, str(product), near and f"expert_shard: {near}")
+        yield plan.mistake(("precision", key), expected, say(precision.get(key, "compute")))
 
 
 class _Run:
@@ -181,12 +136,7 @@ class _Run:
 
     def broken(self, key: str, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
         path: KeyPath = tuple(key.split("."))
-        return _at(self.document, path, expected, say(self(key)) if got is None else got, near)
-
-
-def _at(document: Document, path: KeyPath, expected: str, got: str, near: str | None = None) -> Mistake:
-    place = document.value_place(path)
-    return Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got, near)
+        return self.document.mistake(path, expected, say(self(key)) if got is None else got, near)
 
 
 def _names(run: _Run) -> Iterator[Mistake]:
@@ -415,7 +365,7 @@ def _stages_fit(
         else:
             return
     expected = f"stages that hold layers 0-{layers - 1} in {schedule or 'some schedule'}'s order"
-    yield _at(document, path, expected, " and, in a V, ".join(dict.fromkeys(wrong)))
+    yield document.mistake(path, expected, " and, in a V, ".join(dict.fromkeys(wrong)))
 
 
 def _one_of_each_order(table: tuple[tuple[str, ...], ...]) -> tuple[ScheduleName, ...]:
@@ -447,11 +397,11 @@ def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistak
         except ValueError:
             readable = False
             expected = f"all, N or FIRST-LAST inside layers 0-{layers - 1}"
-            yield _at(document, where, expected, say(text))
+            yield document.mistake(where, expected, say(text))
             continue
         if covered.intersection(chosen):
             twice = _spans(covered.intersection(chosen))
-            yield _at(document, where, "layers that no earlier range covers", f"layers {twice} again")
+            yield document.mistake(where, "layers that no earlier range covers", f"layers {twice} again")
         covered.update(chosen)
     left = set(range(layers)) - covered
     if left and readable:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.checks import cross_checks, plan_file_checks, plan_rules
+from meshwright.spec.checks import cross_checks, plan_file_checks
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.complete import ModelReader, complete
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
@@ -20,6 +20,7 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.layout import placed
 from meshwright.spec.mistakes import schema_mistakes
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_file import plan_rules
 from meshwright.spec.profile import load_profile
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import validate

@@ -92,6 +92,11 @@ class Document:
     def complain(self, place: Place, key: str, expected: str, got: str, nearest: str | None = None) -> None:
         self.mistakes.append(Mistake(place.file, place.line, place.column, key, expected, got, nearest))
 
+    def mistake(self, path: KeyPath, expected: str, got: str, nearest: str | None = None) -> Mistake:
+        """What is wrong with the value at `path`, at its place."""
+        place = self.value_place(path)
+        return Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got, nearest)
+
     def reject(self, path: KeyPath, expected: str, got: str | None = None, nearest: str | None = None) -> None:
         """Complains about the value at `path`."""
         shown = say(self.get(path)) if got is None else got
