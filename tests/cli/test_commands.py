@@ -50,6 +50,7 @@ ASKED: dict[str, tuple[Words, set[str]]] = {
             "low_seconds",
             "high_seconds",
             "constants",
+            "band",
             "tokens_per_second",
             "bubble",
         }

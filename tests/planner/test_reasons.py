@@ -75,12 +75,27 @@ def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], said: 
         search(ask(*mixture, *words))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("zbv plan.stages=[[0-7],[8-15]]", "exactly 2 stages per rank, got 1; nearest: 2; plan.stages lists them"),
+        ("dualpipe_v plan.stages=[[0-3,12-15],[4-7,8-11]] plan.micro_batch=8", "got 1; .*; micro-batches are train.global_"),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_be_made_says_which_number_is_wrong(words: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        search(ask(*f"plan.schedule={words}".split()))
+
+
 def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
     best = made(1.0)
     said = reasons(best, [made(0.993, micro_batch=2), made(1.001, micro_batch=4)], ask())
     assert said == (
         "micro-batch 1: the best plan with 2 takes 7.00 ms less (within 1%: the simpler is taken), with 4 as long",
     )
+    guessed = replace(made(0.9, micro_batch=2), simulated=False)
+    (only,) = reasons(best, [guessed], ask())
+    assert only.endswith("less (by the quick estimate)")
 
 
 def test_gradients_are_told_in_words() -> None:
