@@ -243,7 +243,13 @@ def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.Mo
     draw = _Text.draw
     monkeypatch.setattr(_Text, "draw", lambda text, logits: drawn.append(draw(text, logits)) or drawn[-1])
     (made,) = generate.sample(
-        finished, ["seven é"], tokens=12, temperature=2, top_k=0, seed=1, show=lambda piece: shown.append((len(drawn), piece))
+        finished,
+        ["seven é"],
+        tokens=12,
+        temperature=2,
+        top_k=0,
+        seed=1,
+        show=lambda piece: shown.append((len(drawn), piece)),
     )
     assert shown[0] == (0, "seven é") and "".join(piece for _, piece in shown) == f"seven é{made['text']}\n"
     assert len({count for count, _ in shown}) > 4
