@@ -168,6 +168,8 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
     given_to = partial(parametrized, slow=slow)
     for given in given_to(test_equality.test_float64_equals_one_device):
         yield test_equality.PLANS[given["name"]], given["spec"]
+    for given in given_to(test_equality.test_sums_over_replicas_in_bf16_round_and_are_the_same_on_all):
+        yield test_equality.narrowed(test_equality.WIDE[given["shard"]]), test_equality.LLAMA
     deep = {False: test_schedules.DEEP, True: test_schedules.DEEP_TIED}
     for test, tied in (
         (test_schedules.test_one_stage, None),
