@@ -145,7 +145,7 @@ def test_people_get_a_line_for_each_checkpoint_and_each_damage(run: Path):
     corrupt(run / "checkpoints" / step_name(20))
     printed = call("verify", run).stdout
     assert "never committed, not loaded" in printed and "DAMAGED" in printed
-    assert "tensors-00000.safetensors: digest at byte 0" in printed
+    assert "tensors-00000.safetensors: digest in the 16 MiB from byte 0" in printed
     assert "DAMAGED" not in call("list", run).stdout
 
 

@@ -15,7 +15,9 @@ import pytest
 import typer
 
 from meshwright import __version__
+from meshwright.cli import generate
 from meshwright.cli.main import app_for
+from meshwright.train.generate import _Text
 from tests.cli.command import meshwright
 from tests.cli.conftest import ONE
 from tests.train.tiny import WORDS
@@ -104,6 +106,7 @@ def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, 
 def test_help_shows_an_example(name: str) -> None:
     text = COMMANDS[name].help or ""
     assert "Example" in text and f"meshwright {name}" in text.partition("Example")[2]
+    assert not re.search(r"^\s*#", text, re.MULTILINE), "Markdown takes the sign off and makes a heading of the line"
     answer = meshwright(*name.split(), "--help")
     assert answer.code == 0 and "Example" in answer.out
 
@@ -213,8 +216,14 @@ def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_pat
     options = ["--data", tiny.parent / "data", "--seq-len", 16, "--json"]
     losses = [meshwright("eval", model, *options).json["loss"] for model in (run, exported, back)]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
+    assert (
+        meshwright("eval", exported, *options[:2], "--json").json["loss"] == losses[1]
+    )  # 2048, or what the model takes
     answer = meshwright("eval", exported)
-    assert answer.code == 2 and "--data DIR and --seq-len N" in answer.err
+    assert answer.code == 2 and answer.err.endswith("give --data DIR\n")
+    for model in (run, exported):
+        answer = meshwright("eval", model, *options, "--seq-len", 17)
+        assert answer.code == 2 and f"--seq-len 17: expected at most 16, the context of {model}" in answer.err
 
 
 def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +236,24 @@ def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("runs").symlink_to(finished.parent)
     assert meshwright("generate", "tiny", *words, "--seed", 1).json["samples"] == first
+
+
+def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    shown: list[tuple[int, str]] = []
+    draw = _Text.draw
+    monkeypatch.setattr(_Text, "draw", lambda text, logits: drawn.append(draw(text, logits)) or drawn[-1])
+    (made,) = generate.sample(
+        finished,
+        ["seven é"],
+        tokens=12,
+        temperature=2,
+        top_k=0,
+        seed=1,
+        show=lambda piece: shown.append((len(drawn), piece)),
+    )
+    assert shown[0] == (0, "seven é") and "".join(piece for _, piece in shown) == f"seven é{made['text']}\n"
+    assert len({count for count, _ in shown}) > 4
 
 
 def test_data_show_names_the_samples_of_a_step(finished: Path, tiny: Path) -> None:

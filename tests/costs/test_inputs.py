@@ -23,7 +23,7 @@ from meshwright.spec.plan import AxisName, BatchPlan, MeshAxis, Plan
 from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
-SHAPE, K = _shape(LLAMA), constants("hopper", "default")
+SHAPE, K = _shape(LLAMA, 8192), constants("hopper", "default")
 NETWORK = NetworkSpec(fabric="infiniband", port_gb_per_s=50)
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=64, gpus_per_node=8, network=NETWORK))
 DEFAULT: tuple[AxisName, ...] = ("pipeline", "replicate", "shard", "context_ring", "tensor")

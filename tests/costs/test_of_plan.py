@@ -103,6 +103,15 @@ def test_narrow_sums_between_replicas_save_time_over_tcp() -> None:
     assert seconds(wide) < seconds(wide, played)
 
 
+def test_a_sliding_window_costs_the_scores_that_it_admits() -> None:
+    given = plan_of({"shard": 8})
+    whole, wide, half, none = (
+        seconds(given, model=replace(LLAMA, sliding_window=window)) for window in (None, 1 << 20, 4096, 1)
+    )
+    assert none < half < wide == whole
+    assert (half - none) / (whole - none) == pytest.approx(0.75, abs=0.01)
+
+
 def test_a_vocabulary_that_is_no_multiple_of_eight_costs_its_logits() -> None:
     """Its products run aligned (kernels.loss)."""
     given = plan_of({"shard": 8})

@@ -23,6 +23,7 @@ from tests.distributed.test_experts import EVEN, QWEN3_MOE, SHARED
 from tests.distributed.test_schedules import DEEP_TIED, SCHEDULES, STEPS, UNEVEN, Case, named
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import held, same_bits, tiny, trained
+from tests.slow import quick_first
 from tests.train.tiny import prepared, ranks
 
 __all__ = ["tiny"]
@@ -36,10 +37,10 @@ CASES = [
     (LLAMA, Case("1f1b", ring=2, micro=4)),
     (LLAMA, Case("1f1b", ulysses=2, micro=4, recompute="all_but_attention")),
     (GPT4, Case("1f1b", pipeline=2, ring=2, micro=2)),
-    (SHARED, Case("1f1b", ring=2, shard=2, expert=2, micro=2, recompute="selective")),
     (EVEN, Case("zbv", pipeline=2, ulysses=2, expert=2, recompute="all_but_attention")),
 ]
 WIDER = [
+    (SHARED, Case("1f1b", ring=2, shard=2, expert=2, micro=2, recompute="selective")),
     (SHARED, Case("1f1b", ring=2, expert=2, micro=4)),
     (EVEN, Case("1f1b", ulysses=2, expert=2, micro=4)),
     (LONG, Case("1f1b", ring=4, micro=2, recompute="full")),
@@ -69,7 +70,11 @@ WIDER = [
     (SHARED, Case("1f1b", ring=2, tensor=2, expert=2, micro=2)),
 ]
 """The last ones: mixtures, of whose experts tensor ranks and the fold over context ranks leave each rank a part."""
+SHALLOW = replace(SHARED, layers=2)
 LARGE = [
+    (LLAMA, Case("1f1b", replicate=2, ring=2, tensor=2, micro=4)),
+    (SHALLOW, Case("1f1b", replicate=2, ulysses=2, tensor=2, expert=2, micro=4)),
+    (SHALLOW, Case("1f1b", shard=2, ring=2, ulysses=2, expert=2, micro=4, recompute="selective")),
     (DEEP_TIED, Case("zb_h1", ring=2, ulysses=2, pipeline=2, micro=4, stages=UNEVEN)),
     (LONG, Case("1f1b", ring=2, tensor=2, shard=2, micro=4)),
     (LLAMA, Case("1f1b", ulysses=2, replicate=2, shard=2, micro=2)),
@@ -90,8 +95,7 @@ def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "case"), LARGE, ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(3, LARGE, rows=True), ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 

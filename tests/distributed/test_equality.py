@@ -242,11 +242,18 @@ def test_bf16_stays_within_its_bound(pool: Pool, replicate: int, shard: int) -> 
     )
 
 
+def narrowed(wide: Plan) -> Plan:
+    """The plan with sums over replicas in bf16."""
+    return replace(wide, precision=replace(wide.precision, reduce_replicas="bf16"))
+
+
+WIDE = {shard: plan(2, shard, 2, compute="fp32") for shard in (1, 2)}
+
+
 @pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sums_over_replicas_in_bf16_round_and_are_the_same_on_all(pool: Pool, shard: int) -> None:
     """First-step gradients of the plan's option, against those of a run that sums its replicas in fp32."""
-    wide = plan(2, shard, 2, compute="fp32")
-    narrow = replace(wide, precision=replace(wide.precision, reduce_replicas="bf16"))
+    wide, narrow = WIDE[shard], narrowed(WIDE[shard])
     exact = pool.run(sharded, wide.ranks, LLAMA, wide, 1.0, 1)[0][0]["gradients"]
     first, *others = (steps[0]["gradients"] for steps in pool.run(sharded, narrow.ranks, LLAMA, narrow, 1.0, 1))
     for name, gradient in first.items():

@@ -48,7 +48,8 @@ def alone(spec: ModelSpec, how: Sampling, dtype: torch.dtype = torch.float64) ->
             fills = {"ones": torch.ones(row.count), "zeros": torch.zeros(row.count)}
             values = fills[row.fill] if row.fill in fills else initial_values(0, row, 0, row.count, torch.device("cpu"))
             weight.copy_(values.view(row.shape))
-    return generate(model.to(dtype), PROMPTS, how)
+    model = model.to(dtype)
+    return [list(generate(model, prompt, how)) for prompt in PROMPTS]
 
 
 def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[list[int]]:
@@ -58,7 +59,10 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
 
     mesh = build_mesh(plan, world)
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
-    return generate_under_plan(engine, mesh, PROMPTS, how)
+    told: list[int] = []
+    made = generate_under_plan(engine, mesh, PROMPTS, how, told=told.append)
+    assert set(told) == set(range(1, max(map(len, made)) + 1))
+    return made
 
 
 @pytest.mark.parametrize("spec", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)], ids=["llama", "gpt2-tied"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any, get_args
 
@@ -161,10 +162,14 @@ NOTHING = {
 """Pairs of which there is nothing to combine."""
 
 
-def compared() -> Iterator[Tested]:
-    """Every plan whose training is compared with one device's, in fp8 with one rank's, or bit for bit with the same without offload."""
-    for given in parametrized(test_equality.test_float64_equals_one_device):
+def compared(*, slow: bool = True) -> Iterator[Tested]:
+    """Every plan whose training is compared with one device's, in fp8 with one rank's, or bit for bit with the same without offload;
+    without `slow` only by tests of every run."""
+    given_to = partial(parametrized, slow=slow)
+    for given in given_to(test_equality.test_float64_equals_one_device):
         yield test_equality.PLANS[given["name"]], given["spec"]
+    for given in given_to(test_equality.test_sums_over_replicas_in_bf16_round_and_are_the_same_on_all):
+        yield test_equality.narrowed(test_equality.WIDE[given["shard"]]), test_equality.LLAMA
     deep = {False: test_schedules.DEEP, True: test_schedules.DEEP_TIED}
     for test, tied in (
         (test_schedules.test_one_stage, None),
@@ -186,40 +191,44 @@ def compared() -> Iterator[Tested]:
         (test_host_optimizer.test_float64_equals_one_device, None),
         (test_experts.test_experts_on_ranks_of_their_own_equal_one_device, None),
     ):
-        for given in parametrized(test):
+        for given in given_to(test):
             yield given["case"].plan, given["spec"] if "spec" in given else deep[given.get("tied", tied)]
-    for given in parametrized(test_experts.test_float64_equals_one_device):
+    for given in given_to(test_experts.test_float64_equals_one_device):
         yield given["case"].plan, test_experts.of_case(given["case"])
-    for given in parametrized(test_copy_engine.test_float64_equals_one_device):
+    for given in given_to(test_copy_engine.test_float64_equals_one_device):
         spec, chosen = test_copy_engine.CASES[given["name"]]
         yield test_copy_engine.copying(chosen), spec
-    for given in parametrized(test_gradient_exchange.test_float64_equals_one_device):
+    for given in given_to(test_gradient_exchange.test_float64_equals_one_device):
         spec, chosen = test_gradient_exchange.CASES[given["name"]]
         yield test_gradient_exchange.exchanging(chosen), spec
-    for given in parametrized(test_gradient_exchange.test_two_ranks_get_the_bits_of_kernels):
+    for given in given_to(test_gradient_exchange.test_two_ranks_get_the_bits_of_kernels):
         yield test_gradient_exchange.exchanging(test_gradient_exchange.BITS[given["name"]]), test_equality.LLAMA
-    for given in parametrized(test_async_tensor.test_float64_equals_one_device):
+    for given in given_to(test_async_tensor.test_float64_equals_one_device):
         yield test_async_tensor.beside(given["case"].plan), given["spec"]
-    for given in parametrized(test_zero.test_over_shards):
+    for given in given_to(test_zero.test_over_shards):
         yield test_zero.by_range(test_zero.OVER_SHARDS, given["stages"]), deep[False]
-    for given in parametrized(test_zero.test_beside_other_axes):
+    for given in given_to(test_zero.test_beside_other_axes):
         yield test_zero.by_range(given["case"], given["stages"]), deep[True]
-    for given in parametrized(test_fp8.test_layouts_agree):
+    for given in given_to(test_fp8.test_layouts_agree):
         gather = "fp8" if given["linear"] == "fp8_tensorwise" else "compute"
         yield test_fp8.low(test_fp8.LAYOUTS[given["name"]], given["linear"], gather), test_equality.LLAMA
-    for given in parametrized(test_fp8.test_schedules_agree_also_where_the_backward_is_split):
+    for given in given_to(test_fp8.test_schedules_agree_also_where_the_backward_is_split):
         yield test_fp8.low(given["case"].plan), deep[False]
-    for given in parametrized(test_offload.test_fp8_comes_back_bit_for_bit):
+    for given in given_to(test_offload.test_fp8_comes_back_bit_for_bit):
         yield test_fp8.low(replace(given["case"], offload="activations").plan), deep[False]
-    for given in parametrized(test_host_optimizer.test_same_bits_as_without):
+    for given in given_to(test_host_optimizer.test_same_bits_as_without):
         spec, chosen = test_host_optimizer.BITS[given["name"]]
         yield chosen, spec
 
 
-def parametrized(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """The arguments a test function is run with."""
-    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+def parametrized(test: Callable[..., None], *, slow: bool) -> Iterator[dict[str, Any]]:
+    """The arguments a test function is run with, those of cases that are marked slow among them or not."""
+    marked = getattr(test, "pytestmark", [])
+    marks = [mark for mark in marked if mark.name == "parametrize"]
     for values in product(*(mark.args[1] for mark in marks)):
+        inside = (mark for value in values for mark in getattr(value, "marks", ()))
+        if not slow and any(mark.name == "slow" for mark in (*marked, *inside)):
+            continue
         given: dict[str, Any] = {}
         for mark, value in zip(marks, values, strict=True):
             names = (

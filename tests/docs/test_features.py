@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
-from tests.docs.features import PAGE, rewritten
+from tests.docs.features import FEATURES, PAGE, Feature, compared, rewritten
 from tests.docs.pages import codes, table, text_of
 
 from meshwright.launch.prepare import training_plan
@@ -18,6 +20,16 @@ BASE = [
 
 def test_what_goes_together_is_what_the_equality_tests_try() -> None:
     assert text_of(PAGE) == rewritten(text_of(PAGE)), f"`make features` brings {PAGE} up to date"
+
+
+def test_every_run_of_the_tests_compares_axes_two_and_three_at_a_time() -> None:
+    axes = {
+        name: FEATURES[name] for name in ("shards", "replicas", "tensor", "context ring", "Ulysses", "expert ranks")
+    }
+    axes["pipeline"] = Feature(lambda plan, spec: plan.axis_size("pipeline") > 1)
+    together = {frozenset(name for name in axes if axes[name].has(*one)) for one in compared(slow=False)}
+    assert not [pair for pair in combinations(axes, 2) if not any(set(pair) <= found for found in together)]
+    assert len([found for found in together if len(found) >= 3]) >= 6
 
 
 @pytest.mark.parametrize("row", table(PAGE, "asked"), ids=lambda row: codes(row["asked"])[0])

@@ -44,7 +44,8 @@ class Damage:
     note: str = ""
 
     def __str__(self) -> str:
-        at = "" if self.offset is None else f" at byte {self.offset}"
+        place = f"in the {BLOCK_BYTES >> 20} MiB from byte" if self.kind == "digest" else "at byte"
+        at = "" if self.offset is None else f" {place} {self.offset:,}"
         return f"{self.file}: {self.kind}{at}" + (f" ({self.note})" if self.note else "")
 
 

@@ -50,8 +50,8 @@ def list_(place: Place, as_json: Json = False) -> None:
 def verify(place: Place, as_json: Json = False) -> None:
     """Read every byte of every checkpoint and compare it with its digest.
 
-    Ends with code 4 when a committed one is damaged, naming the file and the byte where the damage starts. A folder
-    that was never committed is shown, but is no damage: nothing loads it.
+    Ends with code 4 when a committed one is damaged, naming each file and its first bad block of 16 MiB. A folder that
+    was never committed is shown, but is no damage: nothing loads it.
 
     Examples:
 
@@ -124,11 +124,12 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"checkpoints": rows}))
         return
+    from meshwright.checkpoint.manifest import Damage
+
     for row in rows:
         print(_line(row))
         for each in row["damaged"] if row["committed"] else ():
-            at = "" if each["offset"] is None else f" at byte {each['offset']:,}"
-            print(f"    {each['file']}: {each['kind']}{at}")
+            print(f"    {Damage(**each)}")
     if not rows:
         print("no checkpoints", file=sys.stderr)
 

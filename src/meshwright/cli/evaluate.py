@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.options import Json, model_folder
-from meshwright.cli.spread import PlanFile, ask_ranks
+from meshwright.cli.spread import PlanFile, ask_ranks, model_in
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ def evaluate(
         str | None, typer.Option(help="Prepared data directory; a run's own held-out text when left out.")
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in one sequence; a run's own when left out.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in one sequence; a run's own when left out, else 2048 or the model's context if shorter.",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences read at a time.")] = 8,
     batches: Annotated[int, typer.Option(min=1, help="Batches read at most.")] = 1_000_000,
@@ -67,19 +71,22 @@ def _evaluate(
     from dataclasses import replace
 
     from meshwright.data.loader import open_data
-    from meshwright.spec.job import DataSpec
+    from meshwright.spec.job import DataSpec, TrainSpec
     from meshwright.spec.load import load_resolved
     from meshwright.train.evaluate import HeldOut, evaluate_plain
     from meshwright.train.load import device_and_dtype, load_model
 
-    config = next((path for path in (model / "config.yaml",) if path.exists()), None)
-    run = load_resolved(config) if config else None
-    if run is None and (data is None or seq_len is None):
-        raise BadInput(f"{model} does not say what it was trained on; give --data DIR and --seq-len N")
+    config = model / "config.yaml"
+    run = load_resolved(config) if config.exists() else None
+    if run is None and data is None:
+        raise BadInput(f"{model} does not say what it was trained on; give --data DIR")
     spec = run.data if run else DataSpec()
     if data is not None:
         spec = replace(spec, validation=data)
-    length = seq_len or (run.train.seq_len if run else 0)
+    longest = model_in(model)[0].max_seq_len
+    length = seq_len or (run.train.seq_len if run else min(TrainSpec.seq_len, longest))
+    if length > longest:
+        raise BadInput(f"--seq-len {length}: expected at most {longest}, the context of {model} (model.max_seq_len)")
     if plan is not None:
         from meshwright.train.spread import Measurement
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,8 @@ from meshwright.cli.spread import PlanFile, ask_ranks
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from meshwright.train.generate import Sampling
 
 
@@ -37,12 +40,16 @@ def generate(
         meshwright generate runs/big --plan runs/big/plan.yaml -p "def read_lines(path):"
     """
     folder = model_folder(model)
-    samples = sample(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, plan=plan)
+    show = _unseen if as_json else partial(print, end="", flush=True)
+    samples = sample(
+        folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, plan=plan, show=show
+    )
     if as_json:
         print(json.dumps({"samples": samples}))
-        return
-    for one in samples:
-        print(one["prompt"] + one["text"])
+
+
+def _unseen(piece: str) -> None:
+    """The text is wanted whole, not piece by piece."""
 
 
 def sample(
@@ -54,9 +61,11 @@ def sample(
     top_k: int,
     seed: int,
     plan: Path | None = None,
+    show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
     """`[{prompt, text}]`: each prompt with the model's continuation, by ranks of `plan` when one is given.
 
+    `show` is given the texts piece by piece: on one device each piece when it is made, from ranks when they are through.
     Raises BadInput when the folder has no tokenizer.
     """
     from tokenizers import Tokenizer
@@ -71,17 +80,37 @@ def sample(
     stop = tokenizer.token_to_id("<|endoftext|>")
     how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
     made = _continued(folder, [tokenizer.encode(prompt).ids or [stop or 0] for prompt in prompts], how, plan)
-    return [{"prompt": prompt, "text": tokenizer.decode(list(new))} for prompt, new in zip(prompts, made, strict=True)]
+    samples = []
+    for prompt, tokens_made in zip(prompts, made, strict=True):
+        show(prompt)
+        samples.append({"prompt": prompt, "text": _shown(tokenizer, tokens_made, show)})
+        show("\n")
+    return samples
+
+
+def _shown(tokenizer: Tokenizer, tokens: Iterable[int], show: Callable[[str], object]) -> str:
+    """The text of `tokens`, shown as far as its characters are whole: one may take several tokens."""
+    ids: list[int] = []
+    text = seen = ""
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            show(text[len(seen) :])
+            seen = text
+    show(text[len(seen) :])
+    return text
 
 
 def _continued(
     folder: Path, prompts: Sequence[Sequence[int]], how: Sampling, plan: Path | None
-) -> Sequence[Sequence[int]]:
+) -> Sequence[Iterable[int]]:
     from meshwright.train.generate import generate
     from meshwright.train.load import device_and_dtype, load_model
 
     if plan is None:
-        return generate(load_model(folder, *device_and_dtype()), prompts, how)
+        model = load_model(folder, *device_and_dtype())
+        return [generate(model, prompt, how) for prompt in prompts]
     from meshwright.train.spread import Continuation
 
     asked = Continuation(prompts=tuple(map(tuple, prompts)), sampling=how)

@@ -17,7 +17,7 @@ def schema(
 
     Example: `meshwright schema > meshwright.schema.json`, then put this on the first line of run.yaml:
 
-        # yaml-language-server: $schema=./meshwright.schema.json
+        `# yaml-language-server: $schema=./meshwright.schema.json`
     """
     if reference:
         from meshwright.spec.reference import reference_markdown

@@ -48,7 +48,7 @@ def ask_ranks(
     from meshwright.spec.place import Place, started_by_launcher
     from meshwright.train.spread import SpreadJob, join_and_answer
 
-    model, weights = _model_in(folder)
+    model, weights = model_in(folder)
     plan = load_plan(plan_file)
     cluster = _cluster(plan, plan_file, launched=started_by_launcher())
     plan = placed(plan, cluster.ranks_per_node)
@@ -65,8 +65,8 @@ def ask_ranks(
     return answer
 
 
-def _model_in(folder: Path) -> tuple[ModelSpec, str]:
-    """The model's dimensions, and where its weights are."""
+def model_in(folder: Path) -> tuple[ModelSpec, str]:
+    """The model's dimensions, and where its weights are: `hf:DIR` or `checkpoint:DIR`."""
     from meshwright.checkpoint.hf import import_hf
     from meshwright.checkpoint.verify import newest_checkpoint
     from meshwright.spec.fields import from_plain, to_plain
@@ -130,6 +130,7 @@ def _asked_here(job: object) -> Answer:
     question, destination = place / "job.json", place / "answer.json"
     question.write_text(json.dumps(to_plain(job)), encoding="utf-8")
     threads = max(1, (os.cpu_count() or 1) // job.plan.ranks)
+    print(f"loading {job.weights} on {job.plan.ranks} ranks", file=sys.stderr)
     code = run_ranks(
         "meshwright.train.spread",
         [str(question), str(destination)],

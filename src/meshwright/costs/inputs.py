@@ -41,7 +41,7 @@ class Shape:
     """Matrix weights of one attention layer."""
     attention_layers: Array
     full_attention: Array
-    """Share of attention layers whose queries see the whole sequence; a short window's scores are not counted."""
+    """Scores computed, as a share of those where a token sees all before it. A published model's short windows count as none."""
     scores: Array
     """Bytes moved per attention score when no fused kernel takes this family's attention; 0 when one does."""
     mixer_layers: Array

@@ -22,7 +22,7 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, mean_span
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import slowest_rank
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Linear, Plan, Precision
@@ -99,7 +99,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
     if cluster.network is None or cluster.network.fabric != "tcp":
         constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
-    shape = _shape(model)
+    shape = _shape(model, train.seq_len)
 
     def priced(linear: Linear) -> Pricing:
         alike = replace(plan, precision=replace(plan.precision, linear=linear))
@@ -249,14 +249,14 @@ def strategy_columns(layer: LayerStrategy) -> dict[str, float]:
     }
 
 
-def _shape(model: ModelSpec) -> Shape:
+def _shape(model: ModelSpec, seq_len: int) -> Shape:
     routed = sum(model.routed(layer) for layer in range(model.layers))
     heads, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     return Shape(
         layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
         kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
-        full_attention=0.0 if model.sliding_window else 1.0, scores=0.0, mixer_layers=0, mixer_params=0, ffn=model.ffn_hidden,
-        dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
+        full_attention=2 * mean_span(model, seq_len, causal=True) / seq_len, scores=0.0, mixer_layers=0, mixer_params=0,
+        ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
         expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -32,22 +32,24 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(model: Decoder, prompts: Sequence[Sequence[int]], how: Sampling) -> list[list[int]]:
-    """The new token ids after each prompt, by a whole model on one device."""
+def generate(model: Decoder, prompt: Sequence[int], how: Sampling) -> Iterator[int]:
+    """The new token ids after a prompt, each when it is drawn, by a whole model on one device."""
     device = next(model.parameters()).device
+    text = _Text(prompt, how, model.spec.max_seq_len)
+    while not text.ended:
+        token = text.draw(model(torch.tensor([text.window], device=device))[0, -1])
+        text.add(token)
+        if token != how.stop:
+            yield token
 
-    def next_tokens(texts: Sequence[_Text]) -> list[int]:
-        windows = (torch.tensor([text.window], device=device) for text in texts)
-        return [text.draw(model(window)[0, -1]) for text, window in zip(texts, windows, strict=True)]
 
-    return _continued(prompts, how, model.spec.max_seq_len, next_tokens)
-
-
-def generate_under_plan(engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[int]], how: Sampling) -> list[list[int]]:
-    """The same by a model that is spread over ranks; every rank returns all of it. Collective.
+def generate_under_plan(
+    engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[int]], how: Sampling, *, told: Callable[[int], None]
+) -> list[list[int]]:
+    """The new token ids after each prompt by a model that is spread over ranks; every rank returns all of them. Collective.
 
     Each prompt is a micro-batch of its own, so several fill a pipeline. The data ranks all run the same ones: they share the weights'
-    memory, not the work.
+    memory, not the work. `told` hears how many tokens the longest text has been given.
     """
     schedule_for = cache(engine.evaluating)
     parts = mesh.axis_size("tensor") * mesh.axis_size("context_ulysses") * mesh.axis_size("context_ring")
@@ -66,7 +68,12 @@ def generate_under_plan(engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[i
         return chosen.tolist()
 
     longest = engine.model.spec.max_seq_len
-    return _continued(prompts, how, longest - longest % parts, next_tokens)
+    texts = [_Text(prompt, how, longest - longest % parts) for prompt in prompts]
+    while going_on := [text for text in texts if not text.ended]:
+        for text, token in zip(going_on, next_tokens(going_on), strict=True):
+            text.add(token)
+        told(max(len(text.new) for text in texts))
+    return [text.new for text in texts]
 
 
 class _Text:
@@ -76,7 +83,7 @@ class _Text:
         self._prompt, self._how, self._longest = list(prompt), how, longest
         self._draws = torch.Generator().manual_seed(how.seed)
         self.new: list[int] = []
-        self.ended = False
+        self.ended = not how.tokens
 
     @property
     def window(self) -> list[int]:
@@ -94,24 +101,9 @@ class _Text:
         return int(torch.multinomial(torch.softmax(logits / how.temperature, 0), 1, generator=self._draws))
 
     def add(self, token: int) -> None:
-        self.ended = token == self._how.stop
-        self.new += [] if self.ended else [token]
-
-
-def _continued(
-    prompts: Sequence[Sequence[int]],
-    how: Sampling,
-    longest: int,
-    next_tokens: Callable[[Sequence[_Text]], list[int]],
-) -> list[list[int]]:
-    texts = [_Text(prompt, how, longest) for prompt in prompts]
-    for _ in range(how.tokens):
-        going_on = [text for text in texts if not text.ended]
-        if not going_on:
-            break
-        for text, token in zip(going_on, next_tokens(going_on), strict=True):
-            text.add(token)
-    return [text.new for text in texts]
+        stopped = token == self._how.stop
+        self.new += [] if stopped else [token]
+        self.ended = stopped or len(self.new) == self._how.tokens
 
 
 def _filled(tokens: Sequence[int], multiple: int) -> list[int]:

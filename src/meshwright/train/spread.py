@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, replace
 
 from meshwright.data.loader import open_data
@@ -77,9 +78,16 @@ def answered(job: SpreadJob, world: World) -> Answer:
     engine = build_engine(job.model, plan, mesh, loss_chunk=4096, seed=0)
     load_initial(engine.model, job.model, job.weights, engine.division)
     tokens = measured = None
+
+    def told(made: int, end: str = "") -> None:
+        if world.leads and sys.stderr.isatty() and job.continuation:
+            sys.stderr.write(f"\r{made} of {job.continuation.sampling.tokens} tokens{end}")
+            sys.stderr.flush()
+
     if job.continuation:
         asked = job.continuation
-        tokens = tuple(map(tuple, generate_under_plan(engine, mesh, asked.prompts, asked.sampling)))
+        tokens = tuple(map(tuple, generate_under_plan(engine, mesh, asked.prompts, asked.sampling, told=told)))
+        told(asked.sampling.tokens, end="\n")
     if job.measurement:
         text = job.measurement
         source = open_data(text.data, seq_len=text.seq_len, seed=0, vocab_size=job.model.vocab_size, split="validation")
