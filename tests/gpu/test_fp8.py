@@ -4,6 +4,9 @@ runs train alike. The twins run on the processor, from copies of the same number
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from copy import deepcopy
 from itertools import product as pairs
 from pathlib import Path
@@ -15,6 +18,7 @@ from tests.gpu.runs import LLAMA, RUNS_LIMIT, figures, needs, trained
 from torch import Tensor, nn
 
 from meshwright.kernels import fp8, gated
+from meshwright.kernels.assembler import VARIABLE
 from meshwright.kernels.fp8 import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
@@ -122,6 +126,20 @@ def test_the_activation_is_rounded_as_the_twin_rounds_it() -> None:
             assert torch.equal(mine.scale.cpu(), other.scale)
             # The exponential differs in its last bits, which may decide a rounding.
             assert relative(mine.values.float(), other.values.float()) < 1e-3
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_either_assembler_gives_the_same_bytes_both_ways_round(own: bool, tmp_path: Path) -> None:
+    """Triton's own got the kernels of the activation wrong that stored one rounding both ways round (docs/log.md)."""
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    if own:  # Triton's
+        import triton
+
+        environment[VARIABLE] = str(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas")
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    asked = "import torch; from meshwright.kernels.gated import miscompiled; print(miscompiled(torch.device('cuda')))"
+    told = subprocess.run([sys.executable, "-c", asked], env=environment, check=True, text=True, capture_output=True)
+    assert told.stdout.split() == ["None"]
 
 
 class Network(nn.Module):

@@ -113,14 +113,14 @@ def _round(
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     place = row[:, None] * columns + column[None, :]
     tile = tl.load(x + place, mask=inside, other=0)
+    if both:
+        tl.store(values + place, (tile.to(tl.float32) * tl.load(factor)).to(turned.dtype.element_ty), mask=inside)
     if scaled:
         if by_column:
             times = tl.load(factor + column, mask=column < columns, other=0.0)[None, :]
-        else:
-            times = tl.load(factor)
+        else:  # once more, as `gated_triton` says
+            times = tl.load(factor, volatile=True)
         tile = (tile.to(tl.float32) * times).to(turned.dtype.element_ty)
-    if both:
-        tl.store(values + place, tile, mask=inside)
     tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 

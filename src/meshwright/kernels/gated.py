@@ -34,6 +34,22 @@ def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, plain: bool = False) 
     return _Gated.apply(x, gate_up.weight, down.weight, *came, keeps, *taps)
 
 
+def miscompiled(device: torch.device) -> str | None:
+    """Which kernel turns a matrix into other bytes than it writes it straight, on a small one, or None: assemblers have got them wrong."""
+    draw = torch.Generator().manual_seed(0)
+    projected = torch.randn(256, 192, generator=draw).to(device, torch.bfloat16)
+    slope = projected[:, :96].contiguous()
+    pairs = {
+        "fp8_round_both": fp8.low_both(projected, "tensorwise"),
+        "fp8_swiglu": _activation(projected),
+        "fp8_swiglu_gradient": _activation_gradient(projected, slope, GRADIENT["tensorwise"]),
+    }
+    for name, (straight, turned) in pairs.items():
+        if not torch.equal(straight.values.view(torch.uint8).t(), turned.values.view(torch.uint8)):
+            return name
+    return None
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -1,6 +1,8 @@
 """The Triton kernels of `kernels.gated`; imported only where there is a CUDA device.
 
-Each program makes a tile of the activation, or of both halves of its gradient, in fp32 and writes it in fp8 both ways round.
+Each program makes a tile of the activation, or of both halves of its gradient, in fp32 and writes it in fp8 both ways round. What is
+turned is rounded by itself, `times` loaded once more so that no compiler makes one rounding of two: ptxas of CUDA 12 takes bytes that were
+never written for those of a pair that is stored whole and in halves (Triton issue 11111).
 """
 
 from __future__ import annotations
@@ -65,9 +67,11 @@ def _forward(projected, factor, values, turned, rows, width, tall: tl.constexpr,
     place = row[:, None] * (2 * width) + column[None, :]
     gate = tl.load(projected + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(projected + place + width, mask=inside, other=0.0).to(tl.float32)
-    made = (gate * tl.sigmoid(gate) * up * tl.load(factor)).to(values.dtype.element_ty)
-    tl.store(values + row[:, None] * width + column[None, :], made, mask=inside)
-    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(made), mask=tl.trans(inside))
+    made = gate * tl.sigmoid(gate) * up
+    kind = values.dtype.element_ty
+    tl.store(values + row[:, None] * width + column[None, :], (made * tl.load(factor)).to(kind), mask=inside)
+    again = tl.trans((made * tl.load(factor, volatile=True)).to(kind))
+    tl.store(turned + column[:, None] * rows + row[None, :], again, mask=tl.trans(inside))
 
 
 @triton.jit
@@ -78,13 +82,16 @@ def _backward(projected, slope, factor, values, turned, rows, width, tall: tl.co
     place = row[:, None] * (2 * width) + column[None, :]
     gate = tl.load(projected + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(projected + place + width, mask=inside, other=0.0).to(tl.float32)
-    times = tl.load(factor)
-    grad = tl.load(slope + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32) * times
+    grad = tl.load(slope + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    gate_grad = (grad * up * (sigmoid + silu * (1 - sigmoid))).to(values.dtype.element_ty)
-    up_grad = (grad * silu).to(values.dtype.element_ty)
-    tl.store(values + place, gate_grad, mask=inside)
-    tl.store(values + place + width, up_grad, mask=inside)
-    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(gate_grad), mask=tl.trans(inside))
-    tl.store(turned + (column[:, None] + width) * rows + row[None, :], tl.trans(up_grad), mask=tl.trans(inside))
+    gate_grad = grad * up * (sigmoid + silu * (1 - sigmoid))
+    up_grad = grad * silu
+    kind = values.dtype.element_ty
+    times = tl.load(factor)
+    tl.store(values + place, (gate_grad * times).to(kind), mask=inside)
+    tl.store(values + place + width, (up_grad * times).to(kind), mask=inside)
+    times = tl.load(factor, volatile=True)
+    place = column[:, None] * rows + row[None, :]
+    tl.store(turned + place, tl.trans((gate_grad * times).to(kind)), mask=tl.trans(inside))
+    tl.store(turned + width.to(tl.int64) * rows + place, tl.trans((up_grad * times).to(kind)), mask=tl.trans(inside))

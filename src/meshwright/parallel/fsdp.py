@@ -125,7 +125,7 @@ class ShardedUnit:
 
     def _sum(self, around: AbstractContextManager[None] | None) -> None:
         packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
-        with self._exchanging(), packed, _around(self._group, "_reduce_scatter_comm", around):
+        with self._exchanging(), self._keeping(), packed, _around(self._group, "_reduce_scatter_comm", around):
             self._group.post_backward()
         self._group._training_state = TrainingState.IDLE
 
@@ -137,6 +137,20 @@ class ShardedUnit:
         if made is None:  # nothing to sum, nor will FSDP2 ask
             return nullcontext()
         return _replaced(self._group, "_reduce_scatter_comm", _Exchanged(self._exchange, made))
+
+    def _keeping(self) -> AbstractContextManager[None]:
+        """What one reduction runs in: memory of compute's stream where the sum becomes the gradient itself, else of the reduction's.
+
+        FSDP2 takes all sums from the reduction's stream, whose pages nothing else gets: what activations leave cannot become gradients, and
+        a device fills by 4 bytes more for each parameter that a rank owns. A sum that is added to another one and dropped must stay there:
+        compute would overwrite it before it is added. (The reduction waits for compute behind this allocation, and compute for it before
+        the gradient goes, so that neither stream finds the other's leavings.)
+        """
+        group = self._group
+        added = any(parameter.sharded_param.grad is not None for parameter in group.fsdp_params)
+        if group.device.type != "cuda" or added or group._reduce_dtype != group._orig_dtype:
+            return nullcontext()
+        return _replaced(group, "_reduce_scatter_comm", _Kept(group._reduce_scatter_comm, torch.cuda.current_stream()))
 
     def finish(self) -> None:
         """Let compute wait for every reduction that was started."""
@@ -362,6 +376,20 @@ class _Around:
     def __call__(self, *args: Any, **options: Any) -> Any:
         with self._context:
             return self._collective(*args, **options)
+
+
+class _Kept:
+    """A collective of FSDP2's whose buffers come from one stream's memory, on whichever stream they are asked for."""
+
+    def __init__(self, collective: Any, stream: torch.cuda.Stream) -> None:
+        self._collective, self._stream = collective, stream
+
+    def allocate(self, *args: Any, **options: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            return self._collective.allocate(*args, **options)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._collective(*args, **options)
 
 
 class _Exchanged:

@@ -25,7 +25,6 @@ from meshwright.spec.plan import (
 )
 from meshwright.spec.run import RunSpec
 
-NOT_IN_FP8 = "with weights gathered in fp8 a run on GPUs came to gradients that were not finite"
 HEADROOM = 0.91
 """Share of a device's memory a plan may fill; the rest is left to fragments, for an allocator at its limit gives back and asks again. On
 H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
@@ -101,10 +100,6 @@ def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
 
 def _uncopyable(plan: Plan) -> str | None:
     """Why weights or tokens cannot be copied as the plan has it, or None."""
-    if plan.gather_engine == "copy" and plan.precision.gather == "fp8":
-        return (
-            f"plan.gather_engine = copy: {NOT_IN_FP8}; expected plan.gather_engine = kernel, or plan.gather = compute"
-        )
     for key, engine, over in (
         ("gather_engine", plan.gather_engine, _leaving(plan, *SHARD_AXES)),
         ("tensor_engine", plan.tensor_engine, _leaving(plan, "tensor")),
@@ -124,8 +119,6 @@ def _leaving(plan: Plan, *axes: AxisName) -> MeshAxis | None:
 
 def gathers_by_kernels(run: RunSpec) -> str | None:
     """Why a search leaves every plan's gathers to kernels, or None; a pin has them copied all the same."""
-    if not run.cluster.is_cpu and precision_of(run).gather == "fp8":
-        return NOT_IN_FP8
     return _by_kernels(run, "gather_engine")
 
 
