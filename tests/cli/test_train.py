@@ -89,8 +89,8 @@ def test_a_plan_file_s_own_figures_bind_nothing(finished: Path, tiny: Path, tmp_
     plan = load_plan(finished / "plan.yaml")
     file = tmp_path / "plan.yaml"
     file.write_text(plan_yaml(replace(plan, predicted=Predicted(memory_peak_bytes=1, step_seconds=1e-9))))
-    folder = prepare_run(load_run(tiny, [ONE, f"plan={file}"]), tmp_path, fresh=False, profile=None, note=print).folder
-    assert load_plan(folder / "plan.yaml").predicted == plan.predicted
+    made = prepare_run(load_run(tiny, [ONE, f"plan={file}"]), tmp_path, profile=None, note=print)
+    assert made and load_plan(made.folder / "plan.yaml").predicted == plan.predicted
 
 
 def test_fresh_starts_beside_it(finished: Path, tiny: Path) -> None:

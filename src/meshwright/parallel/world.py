@@ -174,9 +174,10 @@ def _device(place: Place, cpu: bool) -> torch.device:
         return torch.device("cpu")
     found = torch.cuda.device_count()
     if place.local_rank >= found:
-        raise BadInput(
-            f"local rank {place.local_rank} has no GPU: this host shows {found}; lower cluster.gpus_per_node"
+        remedy = (
+            "lower cluster.gpus_per_node" if found else "say cluster=auto to train on what it has, or cluster.gpu=cpu"
         )
+        raise BadInput(f"local rank {place.local_rank} has no GPU: torch finds {found} on this host; {remedy}")
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device

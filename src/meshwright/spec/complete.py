@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.job import TrainSpec
@@ -30,6 +31,7 @@ def complete(document: Document, stem: str, runs: Path, model_reader: ModelReade
     for section in ("model", "train"):
         if section not in document.data:
             document.data[section] = {}
+    _spell_chips(document)
     if not isinstance(document.data["model"], dict):
         return
     _find_run(document, runs)
@@ -37,6 +39,15 @@ def complete(document: Document, stem: str, runs: Path, model_reader: ModelReade
     _derive_dimensions(document)
     _fit_sequence(document)
     _fit_warmup(document)
+
+
+def _spell_chips(document: Document) -> None:
+    """Chips' names in the table's letters: h100 is H100."""
+    names = {name.upper(): name for name in ("cpu", *CHIPS)}
+    groups = document.get(("cluster", "groups"))
+    for section in (document.get(("cluster",)), *(groups if isinstance(groups, list) else ())):
+        if isinstance(section, dict) and (name := names.get(str(section.get("gpu")).upper())):
+            section["gpu"] = name
 
 
 def _find_run(document: Document, runs: Path) -> None:
