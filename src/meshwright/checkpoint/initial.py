@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +16,8 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,12 @@ def initial_weights(spec: ModelSpec, init: str) -> Iterator[Initial | None]:
     """
     kind, _, folder = init.partition(":")
     if kind == "hf":
-        found, weights = import_hf(Path(folder))
+        found, weights = _asked_of(init, import_hf, folder)
         _check_shapes(init, spec, {row.name: row.shape for row in parameters(found)})
         yield Initial(weights.read_rows, tuple(f"{folder}: {note}" for note in weights.notes))
     elif kind == "checkpoint":
-        with CheckpointReader(newest_checkpoint(Path(folder), contents=False)) as reader:
+        newest = _asked_of(init, partial(newest_checkpoint, contents=False), folder)
+        with CheckpointReader(newest) as reader:
             names = reader.names("model.")
             _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
             yield Initial(lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
@@ -49,6 +54,14 @@ def check_initial(spec: ModelSpec, init: str) -> None:
     """Raise what `initial_weights` would."""
     with initial_weights(spec, init):
         pass
+
+
+def _asked_of(init: str, find: Callable[[Path], Found], folder: str) -> Found:
+    """What is found in the folder; where it is of no use, the message says which key named it."""
+    try:
+        return find(Path(folder))
+    except BadInput as error:
+        raise BadInput(f"model.init {init}: {error}") from error
 
 
 def _check_shapes(init: str, spec: ModelSpec, theirs: Mapping[str, tuple[int, ...]]) -> None:
