@@ -50,10 +50,10 @@ def test_a_job_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_start_that_fails_leaves_no_empty_folder(tmp_path: Path) -> None:
+def test_a_start_that_fails_leaves_no_empty_folders(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), held(tmp_path / "runs" / "run"):
         raise ZeroDivisionError
-    assert not (tmp_path / "runs" / "run").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_where_a_file_system_has_no_locks_that_is_said(

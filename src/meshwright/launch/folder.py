@@ -19,17 +19,19 @@ from meshwright.spec.run import RunSpec
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other jobs out of a run's folder, made when missing, for the length of a `with` block; one left empty is removed.
+    """Keep other jobs out of a run's folder for the length of a `with` block. It is made when missing, and removed when it is left empty.
 
     Taken once a job, by the process that prepares it: the launcher, or rank 0 where another launcher started the ranks. The lock is the
     process's, so one that was killed leaves none. Raises BadInput when another process has it.
     """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         with locked(folder, wait=False, instead="give this run another name (name=…, or --fresh)"):
             yield
     finally:
         with suppress(OSError):  # not empty: the usual case
-            folder.rmdir()
+            for place in made:
+                place.rmdir()
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:
@@ -58,7 +60,7 @@ def continues(run: RunSpec, folder: Path) -> bool:
 def _began(folder: Path) -> bool:
     metrics = folder / "metrics.jsonl"
     return bool(steps_in(folder / "checkpoints")) or (
-        metrics.exists() and any(line["kind"] == "step" for line in scan_metrics(metrics)[0])
+        metrics.exists() and any(line.get("kind") == "step" for line in scan_metrics(metrics)[0])
     )
 
 
