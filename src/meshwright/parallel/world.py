@@ -198,7 +198,7 @@ def _store(place: Place, limit: timedelta) -> dist.Store:
     descriptor = os.environ.get(STORE_SOCKET) if place.rank == 0 else None
     if place.ranks == 1 and descriptor is None:
         return dist.HashStore()
-    return dist.TCPStore(
+    store = dist.TCPStore(
         place.address,
         place.port,
         place.ranks,
@@ -206,6 +206,9 @@ def _store(place: Place, limit: timedelta) -> dist.Store:
         timeout=limit,
         master_listen_fd=None if descriptor is None else int(descriptor),
     )
+    # The agent's store outlives ranks that it starts again, and still holds the addresses of those before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store) if _agent_hosts_store() else store
 
 
 def _agent_hosts_store() -> bool:
