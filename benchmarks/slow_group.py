@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from meshwright.cli.options import load
 from meshwright.cli.train import announce, say
+from meshwright.launch.folder import renamed
 from meshwright.launch.local import run_ranks
 from meshwright.launch.prepare import prepare_run
 from meshwright.models.decoder import Decoder
@@ -51,7 +52,10 @@ def main() -> None:
         be_rank()
     options, words = parser().parse_known_args()
     run = load(words, options.runs)
-    prepared = prepare_run(run, options.runs, fresh=options.fresh, profile=None, note=say)
+    run = renamed(run, options.runs) if options.fresh else run
+    prepared = prepare_run(run, options.runs, profile=None, note=say)
+    if prepared is None:
+        return
     announce(prepared.assignment, prepared.resumes)
     slow = {"from_rank": options.from_rank, "slower": options.slower, "tcp_links": options.tcp_links}
     slow |= {"warm": options.warm, "round": options.round, "like": options.like and str(options.runs / options.like)}

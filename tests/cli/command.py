@@ -68,6 +68,8 @@ def _tidy() -> Iterator[None]:
     try:
         yield
     finally:
+        if (pipe := signal.set_wakeup_fd(-1)) >= 0:
+            os.close(pipe)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for handler in set(log.handlers) - set(kept[0]):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from meshwright.cli.train import announce
+from meshwright.launch import machine
+from meshwright.launch.folder import held
 from meshwright.launch.prepare import plan_yaml, prepare_run
 from meshwright.observe.account import read_account
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_plan, load_run
 from meshwright.spec.plan import Predicted
+from meshwright.spec.run import Assignment
 from tests.cli.command import meshwright, train_here
 from tests.cli.conftest import ONE
 
@@ -38,13 +43,59 @@ def test_the_run_folder_holds_what_is_promised(finished: Path) -> None:
     assert summary["steps"] == 6 and summary["held_out_loss"] < steps[0]["loss"] and summary["unigram_entropy_nats"] > 2
 
 
-def test_the_same_command_finds_a_finished_run_finished(finished: Path, tiny: Path) -> None:
-    before = (finished / "metrics.jsonl").read_text()
-    answer = train_here(tiny, ONE, "checkpoint.every=3", "--runs", finished.parent)
-    assert answer.code == 0 and "is finished: 6 of 6 steps" in answer.err
-    assert [line for line in read_metrics(finished / "metrics.jsonl") if line["kind"] == "step"] == [
-        line for line in map(json.loads, before.splitlines()) if line["kind"] == "step"
-    ]
+@pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
+def test_a_finished_run_is_left_as_it_is(finished: Path, tiny: Path, launched: bool) -> None:
+    """Whatever plan it is asked to run by now."""
+
+    def contents() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
+
+    before = contents()
+    words = ["train", tiny, ONE, "checkpoint.every=3", "plan.micro_batch=2", "--runs", finished.parent]
+    answer = train_here(*words[1:]) if launched else meshwright(*words)
+    assert answer.code == 0
+    assert answer.err == f"{finished} is finished: 6 of 6 steps; nothing is changed in it\n"
+    assert contents() == before
+
+
+@pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
+def test_a_run_that_another_process_trains_is_refused(tiny: Path, tmp_path: Path, launched: bool) -> None:
+    with held(tmp_path / "tiny"):
+        answer = (
+            train_here(tiny, ONE, "--runs", tmp_path) if launched else meshwright("train", tiny, "--runs", tmp_path)
+        )
+        assert answer.code == 2 and f"process {os.getpid()} on " in answer.err
+        assert [file.name for file in (tmp_path / "tiny").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.init=checkpoint:nope", "model.init checkpoint:nope: nope is not a folder"),
+        ("observe.wandb=project", "observe.wandb: the package wandb is not installed; `pip install wandb`"),
+    ],
+)
+def test_what_a_start_lacks_is_said_before_it_and_leaves_no_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    answer = train_here(tiny, ONE, word, "--runs", tmp_path)
+    assert answer.code == 2 and f"meshwright: {said}" in answer.err and not list(tmp_path.iterdir())
+    checked = meshwright("check", tiny, ONE, word, "--runs", tmp_path, "--json")
+    (mistake,) = checked.json["errors"]
+    assert checked.code == 2 and said in mistake["got"] and word.startswith(mistake["key"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [(0, "on 1 × cpu (no GPU found here)"), (2, "on 1 × cpu (2 GPUs idle: cluster=auto takes what is here)")],
+)
+def test_a_start_says_what_it_trains_on(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int, said: str
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
+    announce(Assignment.read(finished / "assignment.json"), resumes=False)
+    assert f"  {said}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
@@ -90,8 +141,9 @@ def test_a_plan_file_s_own_figures_bind_nothing(finished: Path, tiny: Path, tmp_
     plan = load_plan(finished / "plan.yaml")
     file = tmp_path / "plan.yaml"
     file.write_text(plan_yaml(replace(plan, predicted=Predicted(memory_peak_bytes=1, step_seconds=1e-9))))
-    folder = prepare_run(load_run(tiny, [ONE, f"plan={file}"]), tmp_path, fresh=False, profile=None, note=print).folder
-    written = load_plan(folder / "plan.yaml")
+    made = prepare_run(load_run(tiny, [ONE, f"plan={file}"]), tmp_path, profile=None, note=print)
+    assert made
+    written = load_plan(made.folder / "plan.yaml")
     assert written.predicted == plan.predicted and written.why == (f"as {os.path.relpath(file)} says",)
 
 

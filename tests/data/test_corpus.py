@@ -138,12 +138,12 @@ def test_a_missing_input_names_the_nearest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "module"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
-def test_a_missing_extra_is_named_before_any_work(
+def test_a_missing_package_is_named_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     (tmp_path / name).write_bytes(b"x")
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(BadInput, match=r"pip install 'meshwright\[data\]'"):
+    with pytest.raises(BadInput, match=f"needs {module}: pip install {module}"):
         list_inputs([str(tmp_path)])
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any, TextIO
@@ -273,7 +274,9 @@ def test_two_at_once_in_one_place(corpus: Path, tokenizer_file: Path, tmp_path: 
         threads = [threading.Thread(target=work) for _ in range(3)]
         for thread in threads:
             thread.start()
-        with pytest.raises(BadInput, match="another process is writing here"):
+        with pytest.raises(
+            BadInput, match=f"process {os.getpid()} on .* is writing here; wait for it, or choose another --out"
+        ):
             prepare([str(corpus)], str(tokenizer_file), out)
     for thread in threads:
         thread.join()

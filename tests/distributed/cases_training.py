@@ -56,19 +56,17 @@ class Seen:
 
 
 class Watching(Reporter):
-    """Keeps what a run reports, and calls `on_step` with the number of each finished step."""
+    """Keeps what a run reports, step by step."""
 
-    def __init__(self, session: Session, on_step: Callable[[int], None]) -> None:
+    def __init__(self, session: Session) -> None:
         path = session.folder / "metrics.jsonl"
         super().__init__(MetricsWriter(path, resume_from=session.step) if session.world.leads else None, None, None)
-        self._on_step = on_step
         self.steps: list[dict[str, Any]] = []
         self.validations: list[tuple[int, Evaluation]] = []
 
     def step(self, record: dict[str, Any]) -> None:
         super().step(record)
         self.steps.append(record)
-        self._on_step(record["step"])
 
     def validation(self, step: int, result: Evaluation) -> None:
         super().validation(step, result)
@@ -84,7 +82,7 @@ def run(
     poison: str = "",
     poison_rank: int = 1,
 ) -> Seen:
-    """The run from where its folder is, to its end or (asked on `stop_rank` alone) to the end of step `stop_at`.
+    """The run from where its folder is, to its end or (asked on `stop_rank` alone, in the midst of it) to the end of step `stop_at`.
 
     `poison` names a weight of which `poison_rank` makes one element not a number before the first step.
     """
@@ -92,15 +90,19 @@ def run(
     stop, began = StopRequest(), session.step
     indices = _recorded(session)
 
-    def on_step(step: int) -> None:
-        if step == stop_at - 1 and world.rank == stop_rank:
-            stop.flag = flag
+    play = session.engine.executor.play
 
+    def play_and_ask(*arguments: Any) -> torch.Tensor:
+        if session.step == stop_at - 1 and world.rank == stop_rank:
+            stop.flag = flag
+        return play(*arguments)
+
+    session.engine.executor.play = play_and_ask
     if poison and world.rank == poison_rank:
         with torch.no_grad():
             _part(session.engine.model.get_parameter(poison)).view(-1)[0] = torch.nan
     error = None
-    with Watching(session, on_step) as reporter:
+    with Watching(session) as reporter:
         try:
             train(session, reporter, stop)
         except MeshwrightError as raised:

@@ -120,7 +120,7 @@ def sharded(
         batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
         if not masked:
             batches = [replace(batch, positions=None, documents=None) for batch in batches]
-        valid = count_valid(batches, 0, mesh)[0] * factor
+        valid = count_valid(batches, mesh)[0] * factor
         loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
         norm = gradient_norm(local_gradients(model, engine.copied), mesh.one_copy, mesh.device)
         clip = clip_factor(norm, CLIP)

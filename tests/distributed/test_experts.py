@@ -232,7 +232,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
     for _ in range(2):
         figures = train_step(
-            engine, optimizer, mesh, batches, learning_rate=0.0, clip_norm=None, stop_flag=0, recorder=NullRecorder()
+            engine, optimizer, mesh, batches, learning_rate=0.0, clip_norm=None, recorder=NullRecorder()
         )
     assert engine.executor.routing is not None
     return engine.executor.routing.sums[:, 0], engine.executor.routing.sums[:, 1:], figures.values

@@ -94,7 +94,7 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
         first = mesh.data_rank * share
         mine = [tensor[first : first + share].split(chosen.batch.micro_batch) for tensor in batch(step, spec)]
         batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
-        options = {"learning_rate": RATE, "clip_norm": CLIP, "stop_flag": 0, "recorder": NullRecorder()}
+        options = {"learning_rate": RATE, "clip_norm": CLIP, "recorder": NullRecorder()}
         left[f"figures {step}"] = train_step(engine, optimizer, mesh, batches, **options).values
     held = run_tensors(engine, optimizer).items()
     left |= {name: (one.local if isinstance(one, Boxed) else local(one)).clone() for name, one in held}

@@ -323,6 +323,8 @@ def test_each_rank_writes_a_trace_of_the_steps_asked_for(pool: Pool, tiny: Path,
     assignment = prepared(tiny, tmp_path, *ranks(2), profile=(2, 4)).assignment
     names = ["rank-00000.json.gz", "rank-00001.json.gz"]
     assert pool.run(cases.traced, 2, assignment) == [names, names]
+    events = [line for line in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if line["kind"] == "event"]
+    assert [line["step"] for line in events if line["text"].startswith(f"one trace a rank in {tmp_path}")] == [4]
     for name in names:
         with gzip.open(tmp_path / "tiny" / "traces" / name) as file:
             events = [event.get("name", "") for event in json.load(file)["traceEvents"]]

@@ -31,6 +31,16 @@ def main() -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
+    elif what == "hangs":
+        # Rank 0 gives up waiting for rank 1, which had finished four steps.
+        (folder / "logs").mkdir(exist_ok=True)
+        if rank == 1:
+            with (folder / "logs" / "rank-00001.log").open("a") as log:
+                log.write("DEBUG {'kind': 'step', 'step': 4, 'loss': 1.0}\n")
+            time.sleep(60)
+        while not (folder / "logs" / "rank-00001.log").read_text().endswith("1.0}\n"):
+            time.sleep(0.02)
+        sys.exit(5)
     elif what == "wait":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])

@@ -42,6 +42,27 @@ def test_exit_code_of_the_job(what: str, code: int, tmp_path: Path) -> None:
     assert launch(what, tmp_path) == code
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("hangs", "rank 1 did not answer while others waited for it; the last step it finished is 4; what"),
+        (
+            "killed",
+            "rank 1 was killed by signal 9 (Killed), often because the host ran out of memory; it had not finished",
+        ),
+        ("one-fails", ""),
+    ],
+)
+def test_a_rank_that_could_not_say_it_is_named(
+    what: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-00001.log").write_text("DEBUG {'kind': 'step', 'step': 9}\n")  # of an earlier start
+    launch(what, tmp_path)
+    err = capfd.readouterr().err
+    assert err.startswith(f"meshwright: {said}") and err.count("\n") == 1 if said else err == ""
+
+
 def test_other_ranks_write_to_their_logs(tmp_path: Path) -> None:
     launch("succeed", tmp_path, ranks=3)
     assert "rank 1 of 3" in (tmp_path / "logs" / "rank-00001.log").read_text()

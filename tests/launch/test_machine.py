@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.launch import machine
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import BadInput
 from meshwright.spec.place import started_by_launcher
 
 
@@ -25,6 +26,27 @@ def test_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory_gib": 24.0,
         "host_memory_gib": 2048,
     }
+
+
+def test_a_local_run_on_gpus_that_are_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(shown: int, cluster: ClusterSpec, nodes: tuple[str, ...] = ()) -> str:
+        monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * shown)
+        monkeypatch.setattr(machine, "_DEVICE_NODES", nodes)
+        try:
+            machine.check_devices(cluster)
+        except BadInput as error:
+            return str(error)
+        return ""
+
+    two = ClusterSpec(gpu="H100", gpus_per_node=2)
+    assert refusal(0, two).startswith("cluster.gpu is H100 and this host has no GPU; say cluster=auto")
+    assert refusal(1, two).startswith(
+        "cluster.gpus_per_node is 2 and this host shows 1 GPU; say cluster.gpus_per_node=1"
+    )
+    assert refusal(2, two) == refusal(0, ClusterSpec()) == ""
+    assert refusal(0, two, ("null",)) == ""  # of a make that nvidia-smi does not know
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "no GPU (CUDA_VISIBLE_DEVICES is empty)" in refusal(0, two, ("null",))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import sys
 import threading
 import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -128,15 +129,11 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "module", "extra"),
-    [
-        (ObserveSpec(tensorboard=True), "torch.utils.tensorboard", "tensorboard"),
-        (ObserveSpec(wandb="p"), "wandb", "wandb"),
-    ],
+    ("spec", "package"), [(ObserveSpec(tensorboard=True), "tensorboard"), (ObserveSpec(wandb="p"), "wandb")]
 )
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, spec, module, extra):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(BadInput, match=rf"pip install 'meshwright\[{extra}\]'"):
+def test_a_missing_package_is_named_with_its_key(tmp_path, monkeypatch, spec, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BadInput, match=rf"observe.{package}: .* `pip install {package}`"):
         open_sinks(spec, tmp_path, {}, print)
 
 
@@ -148,6 +145,7 @@ class FakeWandb(types.ModuleType):
 
     def __init__(self, refuse=False):
         super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
         self.refuse, self.logged, self.options, self.finished = refuse, [], {}, False
 
     def init(self, **options):

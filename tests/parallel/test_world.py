@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from meshwright.parallel.world import Place, World, block_size, keep_to
+from meshwright.parallel.world import Place, World, _store, block_size, keep_to
 from meshwright.spec.errors import BadInput
 
 MEET = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -101,3 +103,16 @@ def test_memory_that_a_device_has_beyond_the_cluster_s_stays_unused(
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: asked.append(part))
     keep_to(memory << 30, torch.device("cuda", 0))
     assert asked == pytest.approx(share)
+
+
+def test_ranks_that_an_agent_starts_again_do_not_meet_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's agent keeps its store over restarts: what the last attempt's ranks wrote there must not be read."""
+    agent = dist.HashStore()
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: agent)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    stores = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        stores.append(_store(Place(0, 2, 0, 2, "node1", 29500), timedelta(seconds=1)))
+    stores[0].set("address", "old")
+    assert not stores[1].check(["address"])

@@ -23,6 +23,13 @@ def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]
     return []
 
 
+def test_a_chip_may_be_written_in_any_letters() -> None:
+    words = ["cluster={gpu: h200, nodes: 2, groups: [{nodes: 1, gpu: mi300x}]}", "model=llama-nano"]
+    cluster = load_run(None, words).cluster
+    assert (cluster.gpu, cluster.groups[0].gpu) == ("H200", "MI300X")
+    assert load_run(None, ["cluster.gpu=CPU"]).cluster.is_cpu
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "expected", "nearest"),
     [
@@ -31,6 +38,7 @@ def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]
         (["train.seq_len=2000"], "train.seq_len", "at most model.max_seq_len = 1024, which can be raised", "1024"),
         (["train.seq_len=2000", "model.positions=learned"], "train.seq_len", "learned positions", "1024"),
         (["train.warmup_steps=10"], "train.warmup_steps", "fewer than train.steps = 10", "1"),
+        (["train.steps=2", "train.warmup_steps=5"], "train.warmup_steps", "fewer than train.steps = 2", "1"),
         (["train.global_batch=9", "plan.shard=4"], "train.global_batch", "a multiple of 4 (plan.shard 4)", "12"),
         (
             ["plan={shard: 4, micro_batch: 4}"],
@@ -47,9 +55,9 @@ def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]
             "plan.replicate × plan.shard = the cluster's 4 ranks",
             "4",
         ),
-        (["cluster.gpu=h200"], "cluster.gpu", "H200", "H200"),
+        (["cluster.gpu=h20"], "cluster.gpu", "H200", "H200"),
         (["cluster.gpu=NVIDIA A100-SXM4-80GB"], "cluster.gpu", "memory_gib", "A100"),
-        (["cluster.gpu=CPU"], "cluster.gpu", "cpu", "cpu"),
+        (["cluster.gpu=CPUs"], "cluster.gpu", "cpu", "cpu"),
         (["cluster.gpu=H100", "plan.compute=fp64"], "plan.compute", "fp64 runs on cpu only", "fp32"),
         (["cluster.gpu=A100", "plan.linear=fp8_rowwise"], "plan.linear", "A100 has no fp8 products", "compute"),
         (

@@ -42,7 +42,7 @@ train:
   beta1: 1.0
   gc_every: 2.5
   epsilon: .inf
-cluster: {gpu: h100, gpus_per_node: 3}
+cluster: {gpu: h1000, gpus_per_node: 3}
 plan:
   shard: 2
   sequence: 2
@@ -77,7 +77,7 @@ FOUND = [
     ("train.beta1", "1.0", "< 1", None),
     ("train.gc_every", "2.5", "integer (≥ 0)", None),
     ("train.epsilon", ".inf", "number (> 0)", None),
-    ("cluster.gpu", "h100", "H200", "H100"),
+    ("cluster.gpu", "h1000", "H200", "H100"),
     ("plan.shard", "2", "divisor of the cluster's 3 ranks", "1"),
     ("plan.sequence", "sequence", "plans replicate, shard, pipeline", None),
     ("plan.layers.0.range", "0}", "text", '"0"'),

@@ -219,11 +219,16 @@ def test_sigint_writes_a_checkpoint_and_ends_with_130(story: Story) -> None:
     assert first == story.preempted.checkpoints[0] and second == first + 1
     assert f"resumed after step {first}" in story.interrupted.said
     assert f"interrupted after step {second}" in story.interrupted.said
+    assert story.interrupted.said.count("Ctrl-C: ending after the running step; a second one ends at once") == 1
 
 
 def test_a_killed_rank_ends_the_job_with_5(story: Story) -> None:
     assert story.lost.code == 5 and story.lost.seconds < 20
-    assert "rank 1 was killed by signal 9" in story.lost.said
+    assert "rank 1 was killed by signal 9" in story.lost.said and "the last step it finished is" in story.lost.said
+    assert (
+        f"the same command (without --fresh) continues after step {story.lost.checkpoints[-1]}, from "
+        in story.lost.said
+    )
     assert "communication failed" in (story.run / "logs" / "rank-00000.log").read_text()
     assert story.lost.checkpoints == story.interrupted.checkpoints
 
@@ -231,6 +236,10 @@ def test_a_killed_rank_ends_the_job_with_5(story: Story) -> None:
 def test_a_second_sigint_ends_ranks_that_do_not_answer(story: Story) -> None:
     """The start after the killed rank: it goes on from the newest checkpoint."""
     assert story.killed.code == 130
+    assert (
+        f"ended at once; the same command (without --fresh) continues after step {story.killed.checkpoints[-1]}, from "
+        in story.killed.said
+    )
     assert f"resumed after step {story.lost.checkpoints[-1]}" in story.killed.said
     assert story.killed.checkpoints == story.interrupted.checkpoints
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,24 +77,48 @@ def test_warnings_reach_the_terminal_from_rank_0(log: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == "" and "elsewhere" in log.with_name("rank-00001.log").read_text()
 
 
-def test_signals_only_set_a_flag() -> None:
+def test_signals_set_a_flag_and_are_answered_by_a_thread_of_their_own() -> None:
+    """So that they are while the main thread waits in native code."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    shown: queue.Queue[tuple[str, str]] = queue.Queue()
     try:
-        stop = StopRequest()
+        stop = StopRequest(lambda text: shown.put((text, threading.current_thread().name)))
         stop.listen()
         assert stop.flag == NOT_ASKED
-        for number, flag in [
-            (signal.SIGUSR1, PREEMPT),
-            (signal.SIGTERM, PREEMPT),
-            (signal.SIGINT, INTERRUPT),
-            (signal.SIGTERM, INTERRUPT),
-        ]:
+        for number, flag, said in [(signal.SIGUSR1, PREEMPT, "SIGUSR1"), (signal.SIGINT, INTERRUPT, "Ctrl-C")]:
             os.kill(os.getpid(), number)
+            text, thread = shown.get(timeout=20)
+            assert text.startswith(f"{said}: ending after the running step") and thread == "stop"
             assert stop.flag == flag
+        stop._asked(signal.SIGTERM)
+        assert stop.flag == INTERRUPT and shown.empty()
     finally:
+        os.close(signal.set_wakeup_fd(-1))
         for number, handler in kept.items():
             signal.signal(number, handler)
     assert 100_000 * PREEMPT < INTERRUPT  # flags are summed over ranks
+
+
+def test_a_second_ctrl_c_ends_a_rank_at_once_and_names_the_last_checkpoint(tmp_path: Path) -> None:
+    """As under a launcher that passes both on; the child's main thread sleeps all the while."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            stop = StopRequest(lambda text: os.writev(theirs, [text.encode(), b"\n"]))
+            stop.folder = tmp_path
+            stop.listen()
+            for _ in range(2):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(20)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    first, second = os.read(ours, 1000).decode().splitlines()
+    os.close(ours)
+    assert "a second one ends at once" in first
+    assert second == f"ended at once; there is no checkpoint in {tmp_path} yet; the same command begins at step 1"
 
 
 def test_a_rank_does_not_outlive_its_launcher() -> None:

@@ -54,4 +54,6 @@ def tiny_run(file: Path, *overrides: str) -> RunSpec:
 
 def prepared(file: Path, runs: Path, *overrides: str, profile: tuple[int, int] | None = None) -> Prepared:
     """The folder of a tiny run, made or reopened as `meshwright train` does, without starting ranks."""
-    return prepare_run(tiny_run(file, *overrides), runs, fresh=False, profile=profile, note=lambda text: None)
+    made = prepare_run(tiny_run(file, *overrides), runs, profile=profile, note=lambda text: None)
+    assert made is not None, "the run is finished"
+    return made

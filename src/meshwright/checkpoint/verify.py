@@ -23,6 +23,7 @@ from meshwright.checkpoint.manifest import (
     Manifest,
     has_commit,
     read_manifest,
+    step_name,
     step_of,
     steps_in,
 )
@@ -68,6 +69,18 @@ def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
     if any(row["committed"] for row in rows):
         raise Damaged(f"every checkpoint in {folder} is damaged; `meshwright checkpoint verify {folder}` says where")
     raise BadInput(f"{folder} holds no committed checkpoint")
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint in a run's folder whose names and sizes are right; 0 where there is none."""
+    return max((row["step"] for row in list_checkpoints(folder, contents=False) if row["ok"]), default=0)
+
+
+def where_it_continues(folder: Path) -> str:
+    """What the same command does next with the run in `folder`, for people."""
+    if step := newest_step(folder):
+        return f"the same command (without --fresh) continues after step {step}, from {folder / 'checkpoints' / step_name(step)}"
+    return f"there is no checkpoint in {folder} yet; the same command begins at step 1"
 
 
 def find_checkpoints(folder: Path) -> list[Path]:

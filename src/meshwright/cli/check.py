@@ -49,6 +49,8 @@ def find_mistakes(words: list[str] | None, runs: Path) -> tuple[list[Mistake], i
 
 def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightError, Mistake]]:
     from meshwright.launch import prepare
+    from meshwright.launch.folder import continues
+    from meshwright.observe.sinks import check_sinks
 
     wrong: list[tuple[MeshwrightError, Mistake]] = []
 
@@ -60,19 +62,19 @@ def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightErr
             return False
         return True
 
+    attempt("observe", "packages that are installed", lambda: check_sinks(run.observe))
     resolved = run
     data = "prepared data with a tokenizer the model fits"
-    if not prepare.needs_stdlib(run) and attempt("data", data, lambda: prepare.resolve_data(run, _quiet)):
+    if not prepare.lacks_stdlib(run) and attempt("data", data, lambda: prepare.resolve_data(run, _quiet)):
         resolved = prepare.resolve_data(run, _quiet)
-    if resolved.model.vocab_size:  # else every earlier run would seem to differ in it
-        attempt(
-            "name",
-            "a new name, or a run with the same configuration",
-            lambda: prepare.find_folder(resolved, runs, fresh=False),
-        )
-    complete = prepare.with_vocabulary(resolved)
+    complete, folder = prepare.with_vocabulary(resolved), runs / run.name
+    # Without a vocabulary every earlier run would seem to differ in it.
+    known = bool(resolved.model.vocab_size)
+    named = "a new name, or a run with the same configuration"
+    if not known or (attempt("name", named, lambda: continues(resolved, folder)) and not continues(resolved, folder)):
+        attempt("model.init", "weights of this model", lambda: prepare.check_init(complete))
     attempt("plan", "a plan that fits the cluster", lambda: prepare.training_plan(complete))
-    attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(complete, runs / run.name))
+    attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(complete, folder))
     return wrong
 
 

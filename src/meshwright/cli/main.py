@@ -72,6 +72,7 @@ def main() -> None:
     except MeshwrightError as error:
         _say(str(error), error)
     except KeyboardInterrupt:
+        print("meshwright: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         traceback.print_exc()

@@ -34,21 +34,17 @@ def quickstart(
 
         meshwright quickstart train.steps=50 cluster.gpus_per_node=1
     """
+    from meshwright.launch.folder import renamed
+
     started = time.perf_counter()
     run = load(words, runs)
-    folder = _folder(runs, run.name, fresh)
+    run = renamed(run, runs) if fresh else run
+    folder = runs / run.name
     before = len(_steps(folder))
-    if code := start_ranks(run, runs, fresh, None):
+    if code := start_ranks(run, runs, None):
         sys.exit(code)
     _finish(folder)
     _closing(folder, time.perf_counter() - started, _steps(folder)[before:])
-
-
-def _folder(runs: Path, name: str, fresh: bool) -> Path:
-    """The folder `start_ranks` will use."""
-    from meshwright.launch.prepare import next_folder
-
-    return next_folder(runs, name) if fresh else runs / name
 
 
 def _finish(folder: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from meshwright.cli.options import Runs, Words, load
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, Interrupted
 
 if TYPE_CHECKING:
+    from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.plan import Plan
     from meshwright.spec.run import Assignment, RunSpec
 
@@ -54,9 +56,10 @@ def train(
 
         torchrun --nproc-per-node 8 -m meshwright train run.yaml
 
-    Ctrl-C writes a checkpoint and ends with code 130; a second one stops at once. SIGTERM or SIGUSR1 (a scheduler's warning) writes a
-    checkpoint and ends with code 75.
+    Ctrl-C ends the run after the running step, with a checkpoint and code 130; a second one ends it at once. SIGTERM or SIGUSR1 (a
+    scheduler's warning) does as the first, with code 75.
     """
+    from meshwright.launch.folder import renamed
     from meshwright.spec.place import started_by_launcher
 
     run = load(words, runs)
@@ -67,16 +70,18 @@ def train(
             raise BadInput(f"{option} {asked[0]}:{asked[1]}: the run ends with step {run.train.steps}")
     if started_by_launcher():
         join_ranks(run, runs, fresh, steps, drawn)
-    elif code := start_ranks(run, runs, fresh, steps, drawn):
+    elif code := start_ranks(renamed(run, runs) if fresh else run, runs, steps, drawn):
         sys.exit(code)
 
 
 def start_ranks(
-    run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None, timeline: tuple[int, int] | None = None
+    run: RunSpec, runs: Path, profile: tuple[int, int] | None, timeline: tuple[int, int] | None = None
 ) -> int:
     """Start the run's local ranks, prepare the run while they import, and let them train; returns the job's exit code."""
+    from meshwright.checkpoint.verify import where_it_continues
+    from meshwright.launch.folder import held
     from meshwright.launch.local import rank_threads, started_ranks
-    from meshwright.launch.prepare import prepare_run
+    from meshwright.launch.machine import check_devices
 
     if run.cluster.nodes > 1:
         raise BadInput(
@@ -84,11 +89,21 @@ def start_ranks(
             f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
-    kind, threads = "cpu" if run.cluster.is_cpu else "cuda", rank_threads(run.cluster)
-    with started_ranks("meshwright.train.rank", [kind], cluster=run.cluster, threads=threads) as ranks:
-        prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say, timeline=timeline)
-        announce(prepared.assignment, prepared.resumes)
-        return ranks.finish(prepared.folder / "logs", told=f"{prepared.folder.absolute() / 'assignment.json'}\n")
+    check_devices(run.cluster)
+    kind, threads, folder = "cpu" if run.cluster.is_cpu else "cuda", rank_threads(run.cluster), runs / run.name
+    with (
+        held(folder),
+        started_ranks("meshwright.train.rank", [kind], cluster=run.cluster, threads=threads) as ranks,
+    ):
+        if _prepared(run, runs, profile, timeline) is None:
+            return EXIT_DONE
+        try:
+            code = ranks.finish(folder / "logs", told=f"{folder.absolute() / 'assignment.json'}\n")
+        except Interrupted as end:
+            raise Interrupted(f"{end}; {where_it_continues(folder)}") from None
+    if code == EXIT_COMMUNICATION:
+        say(f"meshwright: {where_it_continues(folder)}")
+    return code
 
 
 def join_ranks(
@@ -100,38 +115,53 @@ def join_ranks(
 
     clock = StartClock()
     clock.end("command")
+    from meshwright.spec.place import Place
+    from meshwright.train.stop import StopRequest
+
+    place = Place.from_environment()
+    stop = StopRequest.of_rank(place.rank)
     if cache := compiler_cache():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     from meshwright.train.rank import import_all
 
     import_all(cuda=not run.cluster.is_cpu)
-    from meshwright.parallel.world import Place, join
+    from meshwright.parallel.world import join
     from meshwright.train.join import agreed_assignment
-    from meshwright.train.stop import StopRequest
     from meshwright.train.worker import end_process, guarded, log_to, run_rank
 
-    place = Place.from_environment()
-    stop = StopRequest()
-    stop.listen()
     clock.end("imports")
 
     def work() -> None:
-        from meshwright.launch.prepare import prepare_run
+        from meshwright.launch.folder import held, renamed
 
-        def prepare() -> Assignment:
-            prepared = prepare_run(run, runs, fresh=fresh, profile=profile, note=say, timeline=timeline)
-            announce(prepared.assignment, prepared.resumes)
-            return prepared.assignment
+        def prepare() -> Assignment | None:
+            mine = renamed(run, runs) if fresh else run
+            holds.enter_context(held(runs / mine.name))
+            return _prepared(mine, runs, profile, timeline)
 
         world = join(place, run.cluster, timeout_seconds=run.train.timeout_seconds)
         clock.end("join")
-        assignment = agreed_assignment(world, prepare)
-        log_to(Path(assignment.folder), world.rank)
-        clock.end("plan")
-        run_rank(assignment, world, stop, clock)
+        with ExitStack() as holds:
+            if assignment := agreed_assignment(world, prepare):
+                log_to(Path(assignment.folder), world.rank)
+                clock.end("plan")
+                run_rank(assignment, world, stop, clock)
         world.leave()
 
     end_process(guarded(work, runs / run.name, place.rank))
+
+
+def _prepared(
+    run: RunSpec, runs: Path, profile: tuple[int, int] | None, timeline: tuple[int, int] | None
+) -> Assignment | None:
+    """What the ranks are handed, announced; None when the run is finished."""
+    from meshwright.launch.prepare import prepare_run
+
+    prepared = prepare_run(run, runs, profile=profile, note=say, timeline=timeline)
+    if prepared is None:
+        return None
+    announce(prepared.assignment, prepared.resumes)
+    return prepared.assignment
 
 
 def announce(assignment: Assignment, resumes: bool) -> None:
@@ -147,10 +177,27 @@ def announce(assignment: Assignment, resumes: bool) -> None:
         f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.global_batch * seq:,} tokens a step, "
         f"{run.train.steps} steps"
     )
+    say(f"  on {_devices(run.cluster)}")
     batch = plan.batch
     say(
         f"  plan: {mesh}; micro-batch {batch.micro_batch} × {batch.accumulate}; {_formats(run, plan)}; "
         + "; ".join(plan.why[:1])
+    )
+
+
+def _devices(cluster: ClusterSpec) -> str:
+    """The cluster in a few words, and what of this host a run on its processor leaves idle."""
+    from meshwright.launch.machine import visible_gpus
+
+    nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
+    said = f"{nodes}{cluster.gpus_per_node} × {cluster.gpu}"
+    if not cluster.is_cpu:
+        return said
+    idle = visible_gpus()
+    return (
+        f"{said} ({idle} GPU{'s' * (idle > 1)} idle: cluster=auto takes what is here)"
+        if idle
+        else f"{said} (no GPU found here)"
     )
 
 

@@ -23,7 +23,6 @@ from meshwright.spec.errors import BadInput, nearest
 STDLIB = "stdlib"
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-EXTRA_HINT = "pip install 'meshwright[data]'"
 
 
 @dataclass(frozen=True)
@@ -236,11 +235,11 @@ def _walk(root: Path, skipped: set[str], exclude: Path | None) -> Iterator[Path]
 
 
 def _check_extras(files: list[InputFile]) -> None:
-    """Say before any work which extra a file needs."""
+    """Say before any work which package a file needs."""
     for suffix, module in ((".zst", "zstandard"), (".parquet", "pyarrow")):
         needing = next((file for file in files if file.name.endswith(suffix)), None)
         if needing is not None and not _importable(module):
-            raise BadInput(f"{needing.name}: reading {suffix} needs {module}: {EXTRA_HINT}")
+            raise BadInput(f"{needing.name}: reading {suffix} needs {module}: pip install {module}")
 
 
 def _importable(module: str) -> bool:

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 from meshwright.events.start import BEGAN, process_began
+from meshwright.launch.lost import RankLogs
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, Interrupted
 from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 
@@ -84,13 +85,18 @@ class Ranks:
         self._processes = processes
 
     def finish(self, logs: Path, *, told: str = "", enough: Callable[[], bool] | None = None) -> int:
-        """Write `told` to every rank's standard input and close it, pass stop signals on, and wait; returns the job's exit code."""
+        """Write `told` to every rank's standard input and close it, pass stop signals on, and wait; returns the job's exit code.
+
+        A second Ctrl-C kills the ranks and raises Interrupted.
+        """
+        said = RankLogs(logs, len(self._processes))
         with _forwarding(self._processes):
             for process in self._processes:
                 _tell(process, told)
             codes = _wait(self._processes, enough)
         _kill(self._processes)
-        _say_killed(codes, logs)
+        for line in said.of_lost(codes):
+            sys.stderr.write(f"meshwright: {line}\n")
         return _job_code(codes)
 
 
@@ -166,7 +172,7 @@ def _blocked() -> Iterator[None]:
 
 @contextmanager
 def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Pass stop signals on to the ranks; the second Ctrl-C kills them."""
+    """Pass stop signals on to the ranks, whose first says so; the second Ctrl-C kills them and raises Interrupted."""
     interrupts = 0
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -174,7 +180,7 @@ def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
         interrupts += number == signal.SIGINT
         if interrupts > 1:
             _kill(processes)
-            os._exit(EXIT_INTERRUPTED)
+            raise Interrupted("ended at once")
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -216,17 +222,11 @@ def _job_code(codes: list[int | None]) -> int:
     return EXIT_COMMUNICATION if code < 0 else code
 
 
-def _say_killed(codes: list[int | None], logs: Path) -> None:
-    """A rank that was killed could not say it itself."""
-    for rank, code in enumerate(codes):
-        if code is not None and code < 0:
-            how = f"signal {-code} ({signal.strsignal(-code)})"
-            sys.stderr.write(f"meshwright: rank {rank} was killed by {how}; what the ranks said is in {logs}\n")
-
-
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    for process in processes:
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.kill()
+    for process in running:
         process.wait()
+    if running and sys.stderr.isatty():
+        sys.stderr.write("\033[?25h\n")  # the cursor, which a live display hides, below it

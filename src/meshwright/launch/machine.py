@@ -6,11 +6,16 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
+from meshwright.spec.errors import BadInput
 from meshwright.spec.place import Place, started_by_launcher
+
+_DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
+"""Where a GPU shows that nvidia-smi may not know: in a container without it, of another make, under WSL."""
 
 
 def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -34,6 +39,30 @@ def is_here(cluster: ClusterSpec, found: Mapping[str, Any] | None = None) -> boo
         return cluster.nodes == 1
     here = found or found_cluster()
     return cluster.gpu == here["gpu"] and cluster.gpus_per_node <= int(here["gpus_per_node"])
+
+
+def check_devices(cluster: ClusterSpec) -> None:
+    """Raise BadInput when this host lacks the GPUs on which a local run would compute; of one nvidia-smi does not know, torch tells."""
+    if cluster.is_cpu:
+        return
+    count = visible_gpus()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if count == 0 and (hidden or not any(list(Path("/dev").glob(name)) for name in _DEVICE_NODES)):
+        why = " (CUDA_VISIBLE_DEVICES is empty)" if hidden else ""
+        raise BadInput(
+            f"cluster.gpu is {cluster.gpu} and this host has no GPU{why}; say cluster=auto to train on what it has, or cluster.gpu=cpu; "
+            "`meshwright plan` needs no GPU"
+        )
+    if 0 < count < cluster.gpus_per_node:
+        raise BadInput(
+            f"cluster.gpus_per_node is {cluster.gpus_per_node} and this host shows {count} GPU{'s' * (count > 1)}; say "
+            f"cluster.gpus_per_node={count}, or cluster=auto to take what is here"
+        )
+
+
+def visible_gpus() -> int:
+    """GPUs that nvidia-smi and CUDA_VISIBLE_DEVICES show."""
+    return len(_gpu_names())
 
 
 def host_memory_bytes() -> int:

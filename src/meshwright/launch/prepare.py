@@ -9,14 +9,15 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain, count
 from pathlib import Path
 
 from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
+from meshwright.launch.folder import continues, is_finished
 from meshwright.launch.machine import host_memory_bytes
+from meshwright.observe.sinks import check_sinks
 from meshwright.planner.candidate import (
     HOST_HEADROOM,
     Candidate,
@@ -32,7 +33,7 @@ from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import differences, load_plan, load_resolved, resolved_yaml
+from meshwright.spec.load import load_plan, resolved_yaml
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
@@ -60,7 +61,7 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
 
     Raises BadInput when the data cannot be read or a model's vocabulary cannot be known, and Damaged (see `data.damaged`).
     """
-    if needs_stdlib(run) and not stdlib_folder().exists():
+    if lacks_stdlib(run):
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
         ensure_stdlib(stdlib_folder(), shown=True)
     source = open_run_data(run)
@@ -85,6 +86,11 @@ def open_run_data(run: RunSpec) -> DataSource:
 def needs_stdlib(run: RunSpec) -> bool:
     """Whether the run reads the built-in corpus, which is prepared on first use."""
     return STDLIB in run.data.mix and not Path(STDLIB).exists()
+
+
+def lacks_stdlib(run: RunSpec) -> bool:
+    """Whether this is the first use."""
+    return needs_stdlib(run) and not stdlib_folder().exists()
 
 
 def with_vocabulary(run: RunSpec) -> RunSpec:
@@ -173,19 +179,23 @@ def prepare_run(
     run: RunSpec,
     runs: Path,
     *,
-    fresh: bool,
     profile: tuple[int, int] | None,
     note: Note,
     timeline: tuple[int, int] | None = None,
-) -> Prepared:
-    """Make or reopen the run's folder and write what its ranks need.
+) -> Prepared | None:
+    """Make or reopen the run's folder and write what its ranks need; a run that is finished is said to be, and left as it is.
 
-    Raises BadInput when a run of this name exists with another configuration, and OutOfResources when the devices, the disk or the host's
-    memory are too small.
+    Raises BadInput when a run of this name exists with another configuration, when the weights it starts from are not there, or a package
+    it asks for is missing, and OutOfResources when the devices, the disk or the host's memory are too small.
     """
-    run = resolve_data(run, note)
-    folder, resumes = find_folder(run, runs, fresh=fresh)
-    run = replace(run, name=folder.name)
+    run, folder = resolve_data(run, note), runs / run.name
+    resumes = continues(run, folder)
+    if resumes and is_finished(run, folder):
+        note(f"{folder} is finished: {run.train.steps} of {run.train.steps} steps; nothing is changed in it")
+        return None
+    check_sinks(run.observe)
+    if not resumes:
+        check_init(run)
     # What the run is held to; a plan file's own figures may be of another machine.
     plan = repriced(run, training_plan(run))
     check_disk(run, folder)
@@ -201,6 +211,14 @@ def prepare_run(
     assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile, timeline=timeline)
     assignment.write(folder / "assignment.json")
     return Prepared(assignment, folder, resumes)
+
+
+def check_init(run: RunSpec) -> None:
+    """Raise BadInput when the weights that the run starts from are not there or not its model's."""
+    if run.model.init != "scratch":
+        from meshwright.checkpoint.initial import check_initial  # needs torch
+
+        check_initial(run.model, run.model.init)
 
 
 def check_disk(run: RunSpec, folder: Path) -> None:
@@ -226,32 +244,6 @@ def check_host_memory(run: RunSpec, plan: Plan) -> None:
             f"plan.offload: activations take {activations / 1e9:.1f} and the optimizer {optimizer / 1e9:.1f} GB of host memory, and "
             f"this host has {there / 1e9:.1f} GB; offload fewer layers (plan.layers), or use more nodes"
         )
-
-
-def find_folder(run: RunSpec, runs: Path, *, fresh: bool) -> tuple[Path, bool]:
-    """Where the run lives and whether it continues what is there.
-
-    Raises BadInput naming every key that differs when a run of this name trains something else.
-    """
-    folder = runs / run.name
-    if fresh:
-        return next_folder(runs, run.name), False
-    if not (folder / "config.yaml").exists():
-        return folder, False
-    changed = differences(load_resolved(folder / "config.yaml"), run)
-    if changed:
-        lines = "\n".join(f"  {key}: {before!r} there, {now!r} now" for key, before, now in changed)
-        raise BadInput(
-            f"{folder} is a run with another configuration:\n{lines}\n"
-            "Give this one another name (name=…), start it beside the old one with --fresh, or set the keys back to resume"
-        )
-    return folder, True
-
-
-def next_folder(runs: Path, name: str) -> Path:
-    """The folder of a fresh run: NAME, or NAME-2, NAME-3, … when that is taken."""
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(runs / free for free in names if not (runs / free).exists())
 
 
 def plan_yaml(plan: Plan) -> str:

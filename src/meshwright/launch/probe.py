@@ -117,7 +117,8 @@ def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
         file = Path(place) / "plan.yaml"
         file.write_text(plan_yaml(plan), encoding="utf-8")
-        prepared = prepare_run(_brief(run, file), Path(place), fresh=False, profile=None, note=note)
+        prepared = prepare_run(_brief(run, file), Path(place), profile=None, note=note)
+        assert prepared is not None, "its folder is new"
         watch = Watch(prepared.folder / "metrics.jsonl", prepared.assignment.plan.predicted)
         logs = prepared.folder / "logs"
         code = run_ranks(

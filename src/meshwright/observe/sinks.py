@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,6 +93,7 @@ def open_sinks(
     `folder` is the run's folder and names the run; `config` is its resolved configuration. Raises BadInput when a
     package is missing.
     """
+    check_sinks(spec)
     sinks: list[Sink] = []
     if spec.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", resume_from))
@@ -100,16 +102,23 @@ def open_sinks(
     return SinkThread(sinks, warn)
 
 
+def check_sinks(spec: ObserveSpec) -> None:
+    """Raise BadInput when the package of a sink that is asked for is not installed."""
+    for package, asked in (("tensorboard", spec.tensorboard), ("wandb", spec.wandb)):
+        if asked and find_spec(package) is None:
+            raise BadInput(
+                f"observe.{package}: the package {package} is not installed; `pip install {package}`, or leave the key out"
+            )
+
+
 class TensorBoardSink:
     """Event files in `folder`; on resume TensorBoard hides what an earlier attempt wrote past `resume_from`."""
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, resume_from: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise BadInput(_missing("observe.tensorboard", "tensorboard")) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=resume_from + 1 if resume_from else None)
 
     def write(self, record: Record) -> None:
@@ -126,10 +135,8 @@ class WandbSink:
     name = "Weights & Biases"
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb  # pyrefly: ignore[missing-import]  (an extra, absent from the test environment)
-        except ImportError as error:
-            raise BadInput(_missing("observe.wandb", "wandb")) from error
+        import wandb  # pyrefly: ignore[missing-import]  (an extra, absent from the test environment)
+
         try:
             self._run = wandb.init(
                 project=project,
@@ -160,7 +167,3 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
         for sub, number in inner:
             if key not in ("step", "kind") and isinstance(number, (int, float)) and not isinstance(number, bool):
                 yield f"{kind}/{key}/{sub}" if sub else f"{kind}/{key}", float(number)
-
-
-def _missing(key: str, extra: str) -> str:
-    return f"{key}: the package `{extra}` is not installed; run `pip install 'meshwright[{extra}]'`, or unset {key}"

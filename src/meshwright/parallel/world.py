@@ -174,9 +174,10 @@ def _device(place: Place, cpu: bool) -> torch.device:
         return torch.device("cpu")
     found = torch.cuda.device_count()
     if place.local_rank >= found:
-        raise BadInput(
-            f"local rank {place.local_rank} has no GPU: this host shows {found}; lower cluster.gpus_per_node"
+        remedy = (
+            "lower cluster.gpus_per_node" if found else "say cluster=auto to train on what it has, or cluster.gpu=cpu"
         )
+        raise BadInput(f"local rank {place.local_rank} has no GPU: torch finds {found} on this host; {remedy}")
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
@@ -197,7 +198,7 @@ def _store(place: Place, limit: timedelta) -> dist.Store:
     descriptor = os.environ.get(STORE_SOCKET) if place.rank == 0 else None
     if place.ranks == 1 and descriptor is None:
         return dist.HashStore()
-    return dist.TCPStore(
+    store = dist.TCPStore(
         place.address,
         place.port,
         place.ranks,
@@ -205,6 +206,9 @@ def _store(place: Place, limit: timedelta) -> dist.Store:
         timeout=limit,
         master_listen_fd=None if descriptor is None else int(descriptor),
     )
+    # The agent's store outlives ranks that it starts again, and still holds the addresses of those before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store) if _agent_hosts_store() else store
 
 
 def _agent_hosts_store() -> bool:

@@ -251,7 +251,8 @@ def _context_misfit(run: _Run, sizes: dict[str, int]) -> tuple[str, str] | None:
 def _warmup(run: _Run) -> Iterator[Mistake]:
     steps, warmup = run("train.steps"), run("train.warmup_steps")
     if steps and warmup and warmup >= steps:
-        yield run.broken("train.warmup_steps", f"fewer than train.steps = {steps}", str(steps // 10))
+        near = str(min(steps - 1, -(-steps // 10)))
+        yield run.broken("train.warmup_steps", f"fewer than train.steps = {steps}", near)
 
 
 def _data(run: _Run) -> Iterator[Mistake]:

@@ -31,6 +31,7 @@ def complete(document: Document, stem: str, runs: Path, model_reader: ModelReade
     for section in ("model", "train"):
         if section not in document.data:
             document.data[section] = {}
+    _spell_chips(document)
     if not isinstance(document.data["model"], dict):
         return
     _follow_question(document)
@@ -50,6 +51,15 @@ def _follow_question(document: Document) -> None:
     for path, value in values.items():
         if document.has(path) and document.value_place(path).file == EMBEDDED:
             document.put(path, value, document.value_place(path))
+
+
+def _spell_chips(document: Document) -> None:
+    """Chips' names in the table's letters: h100 is H100."""
+    names = {name.upper(): name for name in ("cpu", *CHIPS)}
+    groups = document.get(("cluster", "groups"))
+    for section in (document.get(("cluster",)), *(groups if isinstance(groups, list) else ())):
+        if isinstance(section, dict) and (name := names.get(str(section.get("gpu")).upper())):
+            section["gpu"] = name
 
 
 def _find_run(document: Document, runs: Path) -> None:

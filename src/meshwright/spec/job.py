@@ -92,6 +92,6 @@ class ObserveSpec:
     phases: bool = True
     """Time each phase of every step; without, a step line says how long the step took and not on what."""
     tensorboard: bool = False
-    """Write TensorBoard events into the run folder (extra `tensorboard`)."""
+    """Write TensorBoard events into the run folder (package `tensorboard`)."""
     wandb: str | None = None
-    """Weights & Biases project to log to (extra `wandb`)."""
+    """Weights & Biases project to log to (package `wandb`)."""

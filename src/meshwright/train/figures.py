@@ -76,7 +76,7 @@ class FigureReader:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         self._clock.wait(pending.end)
-        loss, norm, valid, flag, token_sum, *routing = pending.values.tolist()
+        loss, norm, valid, token_sum, flag, *routing = pending.values.tolist()
         seconds = self._clock.seconds(self._last_end, pending.end)
         self._last_end = pending.end
         self.stop_flag = int(flag)

@@ -14,8 +14,8 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.run import Assignment
 
 
-def agreed_assignment(world: World, prepare: Callable[[], Assignment]) -> Assignment:
-    """Rank 0's assignment, on every rank; collective.
+def agreed_assignment(world: World, prepare: Callable[[], Assignment | None]) -> Assignment | None:
+    """Rank 0's assignment, on every rank; None where it has none, as there is nothing to do; collective.
 
     What `prepare` raises on rank 0 is raised there, and a BadInput that says so on the others, so that no rank is left waiting.
     """
@@ -23,13 +23,13 @@ def agreed_assignment(world: World, prepare: Callable[[], Assignment]) -> Assign
         answer = json.loads(_broadcast(world, ""))
         if "error" in answer:
             raise BadInput(f"rank 0 could not prepare the run: {answer['error']}")
-        return from_plain(Assignment, answer)
+        return from_plain(Assignment, answer["assignment"]) if "assignment" in answer else None
     try:
         assignment = prepare()
     except MeshwrightError as error:
         _broadcast(world, json.dumps({"error": str(error)}))
         raise
-    _broadcast(world, json.dumps(to_plain(assignment)))
+    _broadcast(world, json.dumps({"assignment": to_plain(assignment)} if assignment else {}))
     return assignment
 
 

@@ -39,14 +39,15 @@ class Trained:
 def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     """Run the session's remaining steps.
 
-    Raises Preempted or Interrupted after writing a checkpoint when asked to stop, and NumericalFailure when a loss is not finite.
+    Raises Preempted or Interrupted when asked to stop, after writing a checkpoint if the run has any, and NumericalFailure when a loss is
+    not finite.
     """
     run, wire = session.run, wire_count(session)
     session.start.end("report")
     figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
     last: Evaluation | None = None
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
-    with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session) as trace:
+    with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
             _one_step(session, loader, figures, accounting, step, stop)
             trace.end_step(step)
@@ -121,8 +122,8 @@ def _one_step(
         micro_batches,
         learning_rate=rate,
         clip_norm=session.run.train.clip_norm,
-        stop_flag=stop.flag,
         recorder=recorder,
+        stop_flag=lambda: stop.flag,
     )
     recorder.end_step()
     session.step = step
@@ -173,8 +174,12 @@ def _save(session: Session, reporter: Reporter) -> None:
 
 
 def _stop(session: Session, figures: FigureReader, reporter: Reporter) -> None:
-    _save(session, reporter)
-    where = f"after step {session.step}; run it again (without --fresh) to continue from its checkpoint"
+    checkpoint, where = session.run.checkpoint, f"after step {session.step}"
+    if checkpoint.every or checkpoint.at_end:
+        _save(session, reporter)
+        where += "; run it again (without --fresh) to continue from its checkpoint"
+    else:
+        where += ", without a checkpoint, as checkpoint.every is 0 and checkpoint.at_end is false"
     if figures.stop_flag >= INTERRUPT:
         raise Interrupted(f"interrupted {where}")
     raise Preempted(f"preempted {where}")

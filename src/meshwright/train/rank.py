@@ -16,15 +16,17 @@ from pathlib import Path
 
 from meshwright.events.start import StartClock
 from meshwright.spec.place import Place
+from meshwright.train.stop import StopRequest
 
 
 def main() -> None:
     clock = StartClock.of_rank()
+    stop = StopRequest.of_rank(Place.from_environment().rank)
     import_all(sys.argv[1] == "cuda")
     from meshwright.train import worker
 
     clock.end("imports")
-    worker.main(Path(sys.argv[2]) if sys.argv[2:] else _told(), clock)
+    worker.main(Path(sys.argv[2]) if sys.argv[2:] else _told(), clock, stop)
 
 
 def import_all(cuda: bool) -> None:

@@ -6,29 +6,21 @@ Learning rate and data order are functions of the step, and nothing is drawn at 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.checkpoint.boxed import Boxed
-from meshwright.checkpoint.hf import import_hf
-from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.verify import newest_checkpoint
+from meshwright.checkpoint.initial import Initial, initial_weights
 from meshwright.models.decoder import Decoder
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.fused import MOMENTS
 from meshwright.optim.host import MASTER
 from meshwright.parallel.apply import Engine, holding, holdings
-from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import UNDIVIDED, Division
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.model import ModelSpec, parameters
 
 log = logging.getLogger("meshwright")
-
-ReadRows = Callable[[ParameterSpec, int, int], torch.Tensor]
-"""Rows [first, last) of dimension 0 of a parameter."""
 
 
 def run_tensors(engine: Engine, optimizer: AdamW) -> dict[str, torch.Tensor | Boxed]:
@@ -61,42 +53,20 @@ def run_state(step: int, global_batch: int, tokens: int) -> dict[str, Any]:
 
 
 def load_initial(model: Decoder, spec: ModelSpec, init: str, division: Division = UNDIVIDED) -> None:
-    """Start from `hf:DIR` or `checkpoint:DIR`; each rank reads only the rows it holds.
-
-    Raises BadInput when the folder's weights are not this model's.
-    """
-    kind, _, folder = init.partition(":")
-    if kind == "hf":
-        _fill(model, division, _hf_rows(Path(folder), spec))
-    elif kind == "checkpoint":
-        with CheckpointReader(newest_checkpoint(Path(folder), contents=False)) as reader:
-            names = reader.names("model.")
-            _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
-            _fill(model, division, lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
+    """Start from what `init` names (`checkpoint.initial`), if anything; each rank reads only the rows it holds."""
+    with initial_weights(spec, init) as found:
+        if found is None:
+            return
+        for note in found.notes:
+            log.warning("%s", note)
+        _fill(model, division, found)
 
 
 @torch.no_grad()
-def _fill(model: Decoder, division: Division, read_rows: ReadRows) -> None:
+def _fill(model: Decoder, division: Division, weights: Initial) -> None:
     for held in holdings(model, division).values():
         for box in held.boxes:
-            values = read_rows(held.row, box.offsets[0], box.offsets[0] + box.sizes[0])
+            values = weights.read_rows(held.row, box.offsets[0], box.offsets[0] + box.sizes[0])
             for dim in range(1, values.dim()):
                 values = values.narrow(dim, box.offsets[dim], box.sizes[dim])
             held.local.detach()[box.first_row :][: box.sizes[0]].copy_(values)
-
-
-def _hf_rows(folder: Path, spec: ModelSpec) -> ReadRows:
-    found, reader = import_hf(folder)
-    for note in reader.notes:
-        log.warning("%s: %s", folder, note)
-    _check_shapes(f"hf:{folder}", spec, {row.name: row.shape for row in parameters(found)})
-    return reader.read_rows
-
-
-def _check_shapes(init: str, spec: ModelSpec, theirs: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise BadInput for the first weight that only one side has, or that has another shape."""
-    ours = {row.name: row.shape for row in parameters(spec)}
-    wrong = next((name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)), None)
-    if wrong is not None:
-        there, here = theirs.get(wrong, "missing"), ours.get(wrong, "missing")
-        raise BadInput(f"model.init {init}: {wrong} is {there} there and {here} in this run's model")

@@ -7,7 +7,7 @@ also when ranks hold different numbers of valid tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +27,8 @@ from meshwright.spec.plan import DATA_AXES
 class StepFigures:
     """What a step leaves on the device, as one float64 tensor.
 
-    In order: loss (nats per valid token), gradient norm, valid tokens, stop flag, sum of all token ids. The last is the same for
-    any number of ranks exactly when they read the same samples. Mixtures of experts add balance loss and busiest expert
+    In order: loss (nats per valid token), gradient norm, valid tokens, sum of all token ids, stop flag. The sum of ids is the same
+    for any number of ranks exactly when they read the same samples. Mixtures of experts add balance loss and busiest expert
     (`parallel.routing`).
     """
 
@@ -43,11 +43,14 @@ def train_step(
     *,
     learning_rate: float,
     clip_norm: float | None,
-    stop_flag: int,
     recorder: Recorder,
+    stop_flag: Callable[[], int] = lambda: 0,
 ) -> StepFigures:
-    """Run one step on this rank's micro-batches. Collective; nothing waits for the device."""
-    valid = count_valid(micro_batches, stop_flag, mesh)
+    """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
+
+    `stop_flag` is asked at the step's end, and its answers are summed over ranks.
+    """
+    valid = count_valid(micro_batches, mesh)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def measure() -> None:
@@ -59,20 +62,19 @@ def train_step(
     closing: Closing = {"norm_barrier": measure, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)
     routing = engine.executor.routing
+    routed = [] if routing is None else [routing.sums.flatten()]
+    sums = mesh.sum_over_all(torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], *routed]))
     if routing is None:
-        mesh.sum_over_all(loss)
-        return StepFigures(torch.stack([loss, norm, *valid]))
-    both = mesh.sum_over_all(torch.cat([loss[None], routing.sums.flatten()]))
-    routing.sums.copy_(both[1:].view_as(routing.sums))
-    return StepFigures(torch.stack([both[0], norm, *valid, *routing.figures()]))
+        return StepFigures(torch.stack([sums[0], norm, *valid, sums[1]]))
+    routing.sums.copy_(sums[2:].view_as(routing.sums))
+    return StepFigures(torch.stack([sums[0], norm, *valid, sums[1], *routing.figures()]))
 
 
-def count_valid(micro_batches: Sequence[MicroBatch], stop_flag: int, mesh: Mesh) -> torch.Tensor:
-    """[valid tokens, stop flag, sum of token ids] summed over all ranks, float64. Ranks that read the same samples count them once."""
-    sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-    sums[1] = stop_flag
+def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor:
+    """[valid tokens, sum of token ids] summed over all ranks, float64. Ranks that read the same samples count them once."""
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if not any(place for axis, place in mesh.coordinates.items() if axis not in DATA_AXES):
         sums[0] = sum(batch.valid_tokens for batch in micro_batches)
         for batch in micro_batches:
-            sums[2] += batch.tokens.sum()
+            sums[1] += batch.tokens.sum()
     return mesh.sum_over_all(sums)

@@ -1,14 +1,19 @@
 """Being asked to stop: SIGTERM and USR1 mean preempted, the first Ctrl-C means interrupted, the second stops at once.
 
-A signal only sets a flag. The flag travels with the step's token count to every rank, so all ranks stop after the same step.
+A signal only sets a flag. At the end of each step the flags of all ranks are summed with its loss, so all ranks stop after the same step.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
+from meshwright.checkpoint.verify import where_it_continues
 from meshwright.spec.errors import EXIT_INTERRUPTED
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -17,18 +22,56 @@ NOT_ASKED, PREEMPT, INTERRUPT = 0, 1, 1 << 20
 
 
 class StopRequest:
-    """Whether this rank was asked to stop, and how."""
+    """Whether this rank was asked to stop, and how. What it hears it tells people by `show`, which may be replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, show: Callable[[str], object] = lambda text: None) -> None:
         self.flag = NOT_ASKED
+        self.show = show
+        self.folder: Path | None = None
+        """The run's, once it is known."""
+
+    @classmethod
+    def of_rank(cls, rank: int) -> StopRequest:
+        """One that listens; the first rank's tells the terminal."""
+        stop = cls() if rank else cls(_to_terminal)
+        stop.listen()
+        return stop
 
     def listen(self) -> None:
-        """Take over the process's stop signals, also those that a launcher blocked until now and that came meanwhile."""
+        """Take over the process's stop signals, also those that a launcher blocked until now and that came meanwhile.
+
+        A thread hears them, so that they count and are answered while the main thread waits for a device or a peer.
+        """
+        heard, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
+            signal.signal(number, _heard_elsewhere)
+        threading.Thread(target=self._listen_to, args=(heard,), name="stop", daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.flag == INTERRUPT:
+    def _listen_to(self, pipe: int) -> None:
+        while number := os.read(pipe, 1):
+            if number[0] in STOP_SIGNALS:
+                self._asked(signal.Signals(number[0]))
+
+    def _asked(self, number: signal.Signals) -> None:
+        before = self.flag
+        self.flag = max(before, INTERRUPT if number == signal.SIGINT else PREEMPT)
+        if number == signal.SIGINT and before == INTERRUPT:
+            self.show("ended at once" + (f"; {where_it_continues(self.folder)}" if self.folder else ""))
             os._exit(EXIT_INTERRUPTED)
-        self.flag = max(self.flag, INTERRUPT if number == signal.SIGINT else PREEMPT)
+        if number == signal.SIGINT:
+            self.show(
+                "Ctrl-C: ending after the running step; a second one ends at once, and leaves the last checkpoint"
+            )
+        elif before == NOT_ASKED:
+            self.show(f"{number.name}: ending after the running step")
+
+
+def _to_terminal(text: str) -> None:
+    sys.stderr.write(f"meshwright: {text}\n")
+
+
+def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
+    """A handler of Python's must be there for the signal's number to be written to the pipe."""

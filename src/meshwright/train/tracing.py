@@ -8,14 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshwright.train.reporting import Reporter
 from meshwright.train.session import Session
 
 
 class _Trace:
     """Starts the profiler before the first step asked for and writes the trace after the last."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, reporter: Reporter) -> None:
+        self._session, self._reporter = session, reporter
         self._profiler: profile | None = None
         self.end_step(session.step)
 
@@ -41,12 +42,13 @@ class _Trace:
         folder.mkdir(exist_ok=True)
         self._profiler.export_chrome_trace(str(folder / f"rank-{self._session.world.rank:05d}.json.gz"))
         self._profiler = None
+        self._reporter.event(self._session.step, f"one trace a rank in {folder}, for https://ui.perfetto.dev")
 
 
 @contextmanager
-def step_trace(session: Session) -> Iterator[_Trace]:
+def step_trace(session: Session, reporter: Reporter) -> Iterator[_Trace]:
     """The session's trace, written at the latest when the block ends."""
-    trace = _Trace(session)
+    trace = _Trace(session, reporter)
     try:
         yield trace
     finally:

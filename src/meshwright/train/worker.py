@@ -42,18 +42,17 @@ from meshwright.train.stop import STOP_SIGNALS, StopRequest
 log = logging.getLogger("meshwright")
 
 
-def main(file: Path, clock: StartClock | None = None) -> NoReturn:
-    """Be the locally launched rank of the assignment in `file`; `clock` has counted its start so far."""
+def main(file: Path, clock: StartClock | None = None, stop: StopRequest | None = None) -> NoReturn:
+    """Be the locally launched rank of the assignment in `file`; `clock` has counted its start so far, and `stop` listens already."""
     die_with_parent()
     if clock is None:
         clock = StartClock.of_rank()
         clock.end("imports")
     assignment = Assignment.read(file)
     folder, rank = Path(assignment.folder), Place.from_environment().rank
+    stop = stop or StopRequest.of_rank(rank)
     log_to(folder, rank)
     clock.end("plan")
-    stop = StopRequest()
-    stop.listen()
     end_process(guarded(lambda: _joined(assignment, stop, clock), folder, rank))
 
 
@@ -97,12 +96,13 @@ def _joined(assignment: Assignment, stop: StopRequest, clock: StartClock) -> Non
 
 def run_rank(assignment: Assignment, world: World, stop: StopRequest, clock: StartClock) -> None:
     """Train on this rank of a joined job, whose start `clock` has counted so far; rank 0 writes metrics, summary and report."""
-    folder = Path(assignment.folder)
+    folder = stop.folder = Path(assignment.folder)
     started = time.perf_counter()
     if assignment.run.train.keep_cores:
         keep_to_own_cores(world)
     session = open_session(assignment, world, clock)
     with Reporter.open(session) as reporter:
+        stop.show = reporter.say
         if session.step >= session.run.train.steps:
             reporter.event(session.step, f"{folder} is finished: {session.step} of {session.run.train.steps} steps")
             return

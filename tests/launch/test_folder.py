@@ -1,0 +1,86 @@
+"""The folder of a run: one job at a time works in it, and what an attempt left that never began stands in nobody's way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from tests.train.tiny import make_tiny, tiny_run
+
+from meshwright.launch.folder import continues, held, renamed
+from meshwright.spec.errors import BadInput
+from meshwright.spec.load import resolved_yaml
+
+
+def test_a_second_job_is_refused_by_the_process_that_has_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    refusal = rf"run: process {os.getpid()} on \S+ is writing here; wait for it, or give this run another name \(name=…, or --fresh\)"
+    with held(folder):
+        with pytest.raises(BadInput, match=refusal), held(folder):
+            pass
+        (folder / "config.yaml").touch()
+    with held(folder):
+        pass
+    assert [file.name for file in folder.iterdir()] == ["config.yaml"]
+
+
+def test_a_job_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with held(tmp_path):
+                os.write(theirs, b"held")
+                signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(ours, 4) == b"held"
+    with pytest.raises(BadInput, match=f"process {child} "), held(tmp_path):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (tmp_path / ".lock").exists()
+    with held(tmp_path):
+        pass
+
+
+def test_a_start_that_fails_leaves_no_empty_folders(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), held(tmp_path / "runs" / "run"):
+        raise ZeroDivisionError
+    assert not (tmp_path / "runs").exists()
+
+
+def test_where_a_file_system_has_no_locks_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(file: TextIO, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with held(tmp_path), held(tmp_path):
+        assert "nothing keeps other processes out: No locks available" in caplog.text
+
+
+def test_a_run_continues_once_it_has_begun(tmp_path: Path) -> None:
+    run = replace(tiny_run(make_tiny(tmp_path / "tiny")), name="run")
+    folder = tmp_path / "run"
+    assert not continues(run, folder) and renamed(run, tmp_path).name == "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(resolved_yaml(run), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text('{"kind": "event", "step": 0, "text": "failed"}\n', encoding="utf-8")
+    other = replace(run, seed=1)
+    assert not continues(run, folder) and not continues(other, folder)
+    assert renamed(run, tmp_path).name == "run-2"
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert continues(run, folder)
+    (folder / "checkpoints" / "step-00000001").rmdir()
+    (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n', encoding="utf-8")
+    assert continues(run, folder)
+    with pytest.raises(BadInput, match="seed: 0 there, 1 now"):
+        continues(other, folder)
