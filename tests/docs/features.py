@@ -198,6 +198,7 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
     for given in given_to(test_copy_engine.test_float64_equals_one_device):
         spec, chosen = test_copy_engine.CASES[given["name"]]
         yield test_copy_engine.copying(chosen), spec
+    yield test_copy_engine.copying(test_copy_engine.IN_FP8), test_equality.LLAMA
     for given in given_to(test_gradient_exchange.test_float64_equals_one_device):
         spec, chosen = test_gradient_exchange.CASES[given["name"]]
         yield test_gradient_exchange.exchanging(chosen), spec

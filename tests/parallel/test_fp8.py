@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
+from meshwright.parallel import fp8
 from meshwright.parallel.fp8 import multiply_low
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import LayerStrategy, Plan, Precision
@@ -39,15 +41,28 @@ def test_linear_layers_of_blocks_and_nothing_else() -> None:
     assert {name[:8]: scaling for name, scaling in scalings(mixed).items()} == {"layers.0": None, "layers.1": "rowwise"}
 
 
-@pytest.mark.parametrize(("name", "capability"), [("NVIDIA A100-SXM4-80GB", (8, 0)), ("NVIDIA H200", (9, 0))])
-def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "capability", "wrong", "said"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "NVIDIA A100-SXM4-80GB has no fp8 products.*compute capability 8.9"),
+        ("NVIDIA H200", (9, 0), None, None),
+        (
+            "NVIDIA H200",
+            (9, 0),
+            "fp8_swiglu",
+            "fp8_swiglu gives wrong bytes as /mine assembles it; expected TRITON_PTXAS",
+        ),
+    ],
+)
+def test_a_gpu_that_would_compute_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], wrong: str | None, said: str | None
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fp8, "miscompiled", lambda device: wrong)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine")
     with torch.device("meta"):
         model = Decoder(SPEC)
     multiply_low(model, plan("none"), torch.device("cuda", 0))
-    if capability >= (8, 9):
-        multiply_low(model, LOW, torch.device("cuda", 0))
-        return
-    with pytest.raises(BadInput, match=f"{name} has no fp8 products.*compute capability 8.9"):
+    with nullcontext() if said is None else pytest.raises(BadInput, match=said):
         multiply_low(model, LOW, torch.device("cuda", 0))
