@@ -9,6 +9,7 @@ never come.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,9 +29,15 @@ def recomputing(forward: Forward, mode: Recompute, chooses: bool = False) -> For
     if mode == "none":
         return forward
     again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_tells)  # the same filter once more adds nothing
     if mode == "full":
         return partial(again, context_fn=_choosing_contexts) if chooses else again
     return partial(again, context_fn=_selective_contexts if mode == "selective" else _attention_contexts)
+
+
+def _tells(record: logging.LogRecord) -> bool:
+    """False for what every rank's compiler says of blocks that choose what they keep: that they must not work in place. None does."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _choosing_contexts() -> Any:
