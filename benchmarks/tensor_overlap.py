@@ -177,11 +177,13 @@ class Bench:
 
         x, weight, grad = self.part(HIDDEN), self.normal(out, HIDDEN), self.all(out)
         whole, name = self.all(HIDDEN), (self.name, self.ranks)
+
+        def backward() -> tuple[Tensor, Tensor]:
+            x_grad, (weight_grad,) = ops.gathered_gradients(x, [weight], [grad], *name)
+            return x_grad, weight_grad
+
         return (
-            (
-                lambda: (ops.gathered_product(x, weight, None, *name),),
-                lambda: ops.gathered_gradients(x, weight, grad, *name),
-            ),
+            (lambda: ops.gathered_products(x, [weight], [None], *name), backward),
             (lambda: whole @ weight.t(), lambda: (grad @ weight, grad.flatten(0, 1).t() @ whole.flatten(0, 1))),
             (
                 lambda: ops.gathered_tokens(x, *name),
@@ -197,11 +199,11 @@ class Bench:
         whole, name = self.all(HIDDEN), (self.name, self.ranks)
 
         def backward() -> tuple[Tensor, Tensor]:
-            x_grad, gathered = ops.scattered_input_gradient(grad, weight, *name)
+            (x_grad,), gathered = ops.scattered_input_gradients(grad, [weight], *name)
             return x_grad, gathered.flatten(0, 1).t() @ x.flatten(0, 1)
 
         return (
-            (lambda: (ops.scattered_product(x, weight, *name),), backward),
+            (lambda: (ops.scattered_products([x], [weight], *name),), backward),
             (lambda: x @ weight.t(), lambda: (whole @ weight, whole.flatten(0, 1).t() @ x.flatten(0, 1))),
             (lambda: ops.scattered_sum(whole, *name), lambda: ops.gathered_tokens(grad, *name)),
         )

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costs.collectives import all_to_all, by_copies, gather, group
+from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, Constants, aged, constants
 from meshwright.costs.families import by_name, shape
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, side_by_side
 from meshwright.costs.machine import machine_of
-from meshwright.costs.step import context_traffic, step_cost
+from meshwright.costs.step import context_traffic, step_cost, waits
 from meshwright.spec.cluster import ClusterSpec
 
 MODEL = shape(by_name("Llama-3-8B"))
@@ -104,6 +105,24 @@ def test_crossing_nodes_costs_more_than_staying() -> None:
     h800 = step_cost(MODEL, replace(machine_of(CLUSTER), domain=4.0), layout(tensor=8, data=1), K).exposed["tensor"]
     assert float(h800) > float(inside)
     assert float(across) >= float(inside)
+
+
+def test_a_parallel_block_s_tensor_ranks_wait_half_as_long() -> None:
+    for mode in (0, FULL):
+        plan = layout(tensor=8, data=1, recompute=mode)
+        apart, beside = (
+            float(
+                waits(
+                    replace(MODEL, parallel=one),
+                    machine_of(CLUSTER),
+                    plan,
+                    K,
+                    layer_times(MODEL, machine_of(CLUSTER), plan, K),
+                ).tensor
+            )
+            for one in (0.0, 1.0)
+        )
+        assert beside == pytest.approx(apart / 2) and apart > 0
 
 
 def test_layered_accumulation_gathers_once_a_step() -> None:

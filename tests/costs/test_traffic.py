@@ -164,6 +164,8 @@ def test_tensor_ranks_divide_weights_and_messages_and_send_tokens_inside_of_laye
     across = crossing(MODEL, plan(("tensor", 2), ("shard", 4), recompute="full"))
     collectives = 8 * (4 + 6 + 4) + 2 + 2
     assert across["tensor"] == 8 * 4 * 2 * (1 / 2 * message) * collectives
+    beside = crossing(replace(MODEL, parallel_block=True), plan(("tensor", 2), ("shard", 4), recompute="full"))
+    assert beside["tensor"] == 8 * 4 * 2 * (1 / 2 * message) * (8 * (2 + 3 + 2) + 2 + 2)
 
 
 def test_tokens_travel_to_experts_and_their_weights_among_those_that_hold_the_same() -> None:

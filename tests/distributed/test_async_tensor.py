@@ -17,13 +17,14 @@ from meshwright.spec.plan import Plan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_BOUND, LLAMA, compare, one_device, sharded
 from tests.distributed.test_schedules import STEPS, Case
-from tests.distributed.test_tensor import GPT4, PARALLEL, QWEN, bf16, named
+from tests.distributed.test_tensor import GATED, GPT4, PARALLEL, QWEN, bf16, named
 from tests.slow import quick_first
 
 CASES = [
     (QWEN, Case("zb_h1", tensor=2, pipeline=2, micro=2, recompute="selective")),
     (GPT4, Case("1f1b", tensor=2, shard=2, micro=2)),
     (PARALLEL, Case("1f1b", tensor=4, micro=4, recompute="full")),
+    (GATED, Case("zb_h1", tensor=2, pipeline=2, micro=2, recompute="selective")),
     (LLAMA, Case("breadth_first", tensor=2, shard=2, recompute="selective")),
     (QWEN, Case("zbv", tensor=2, pipeline=2, recompute="full")),
     (LLAMA, Case("1f1b", tensor=2, replicate=2, micro=2)),
@@ -66,14 +67,25 @@ def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, t
 
     x, x_grad, y = normal(batch, part, wide), normal(batch, part, wide), normal(batch, ranks * part, narrow)
     rows, columns, bias = normal(narrow, wide), normal(wide, narrow), normal(narrow)
-    name = group, ranks
+    name, two, ys = (group, ranks), [rows, normal(4, wide)], [y, normal(batch, ranks * part, 4)]
+    two_columns = [columns, normal(wide, 4)]
+
+    def backward(weights: list[torch.Tensor], grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        summed, made = products.gathered_gradients(x, weights, grads, *name)
+        return summed, *made
+
+    y_grads, whole = products.scattered_input_gradients(x_grad, two_columns, *name)
     return {
-        "gathered": (products.gathered_product(x, rows, None, *name),),
-        "gathered with bias": (products.gathered_product(x, rows, bias, *name),),
-        "gathered backward": products.gathered_gradients(x, rows, y, *name),
-        "gathered backward, split": products.gathered_input_gradient(x, rows, y, *name),
-        "scattered": (products.scattered_product(y, columns, *name),),
-        "scattered backward": products.scattered_input_gradient(x_grad, columns, *name),
+        "gathered": (*products.gathered_products(x, [rows], [None], *name),),
+        "gathered with bias": (*products.gathered_products(x, [rows], [bias], *name),),
+        "gathered for two": (*products.gathered_products(x, two, [bias, None], *name),),
+        "gathered backward": backward([rows], [y]),
+        "gathered backward of two": backward(two, ys),
+        "gathered backward, split": products.gathered_input_gradient(x, [rows], [y], *name),
+        "gathered backward of two, split": products.gathered_input_gradient(x, two, ys, *name),
+        "scattered": (products.scattered_products([y], [columns], *name),),
+        "sum of two scattered": (products.scattered_products(ys, two_columns, *name),),
+        "scattered backward of two": (*y_grads, whole),
     }
 
 

@@ -5,6 +5,8 @@ The oracle is that of test_equality. Heads, documents and the vocabulary divide 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import torch
 
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.parallel.world import World
+from meshwright.spec.layout import token_exchanges
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import Plan, Precision
+from meshwright.spec.plan import Engine, Plan, Precision
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
@@ -33,10 +36,13 @@ QWEN = replace(LLAMA, family="qwen3", qk_norm=True, tied=True, layers=4)
 GPT4 = replace(GPT, heads=4, kv_heads=4, layers=4)
 PARALLEL = replace(GPT, heads=4, kv_heads=1, parallel_block=True, tied=False, positions="rope")
 """One key/value head for all ranks, biases, attention and feed-forward network beside one norm."""
+GATED = replace(LLAMA, parallel_block=True, layers=4)
 OUTSIDE = ("tensor", "pipeline", "replicate", "shard")
 CASES = [
     (LLAMA, Case("1f1b", tensor=2, micro=4)),
     (LLAMA, Case("1f1b", tensor=4)),
+    (GATED, Case("zb_h1", tensor=2, pipeline=2, micro=2, recompute="selective")),
+    (GATED, Case("1f1b", tensor=2, shard=2, micro=2)),
     (QWEN, Case("1f1b", tensor=4, micro=2, recompute="selective")),
     (PARALLEL, Case("1f1b", tensor=4, micro=2)),
     (GPT4, Case("1f1b", tensor=2, shard=2, micro=2)),
@@ -56,10 +62,14 @@ LARGE = [
     (DEEP_TIED, Case("zbv", tensor=2, pipeline=2, shard=2, gradients="whole", stages=UNEVEN_V)),
     (QWEN, Case("1f1b", tensor=2, shard=2, replicate=2, micro=2)),
 ]
-COMPILED = [(QWEN, Case("zb_h1", tensor=2, micro=4, recompute="selective", compile=True))]
+COMPILED = [
+    (QWEN, Case("zb_h1", tensor=2, micro=4, recompute="selective", compile=True)),
+    (GATED, Case("zb_h1", tensor=2, micro=4, recompute="selective", compile=True)),
+    (PARALLEL, Case("1f1b", tensor=2, micro=4, compile=True)),
+]
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, rows=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(3, CASES, rows=True), ids=named)
 def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
@@ -167,18 +177,8 @@ def test_validation_and_initial_weights_are_those_of_one_rank(pool: Pool, tiny: 
         assert got.loss == pytest.approx(truth.loss, rel=1e-9) and got.tokens == truth.tokens
 
 
-def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
+def kept_by_a_block(world: World, spec: ModelSpec, plan: Plan) -> set[tuple[int, ...]]:
     """Shapes of what a block's forward leaves for its backward."""
-    from meshwright.data.loader import MicroBatch
-    from meshwright.parallel.apply import build_engine
-    from meshwright.parallel.mesh import build_mesh
-
-    engine = build_engine(LLAMA, plan, build_mesh(plan, world), loss_chunk=5, seed=0)
-    block, tokens = engine.executor.stages[0][1], torch.zeros(2, 12, dtype=torch.int64)
-    block.sharded.unshard()
-    block.sharded.wait()
-    shared = engine.model.shared(tokens, None, None, torch.float64)
-    x = torch.randn(2, 12 // plan.axis_size("tensor"), 16, dtype=torch.float64, requires_grad=True)
     shapes = set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,13 +186,71 @@ def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = block.run(x, MicroBatch(tokens, None, None, None, 0), shared)
-    assert y.shape == x.shape
+        through_a_block(world, spec, plan)
     return shapes
 
 
-def test_a_block_keeps_its_own_part_of_the_sequence(pool: Pool) -> None:
+def exchanges_of_a_block(world: World, spec: ModelSpec, plan: Plan) -> list[tuple[int, int]]:
+    """Gathers and sums of tokens in a block's forward, and in its backward."""
+    from meshwright.parallel import peers, products
+
+    copied = plan.tensor_engine == "copy"
+    owner, names = (peers.Messages, ("fetch", "collect")) if copied else (products, ("_gather", "_scatter"))
+    with ExitStack() as stack:
+        counts = [stack.enter_context(counting(owner, name)) for name in names]
+        y = through_a_block(world, spec, plan)
+        forward = tuple(map(len, counts))
+        y.sum().backward()
+    return [forward, tuple(len(calls) - before for calls, before in zip(counts, forward, strict=True))]
+
+
+@contextmanager
+def counting(owner: Any, name: str) -> Iterator[list[None]]:
+    """Grows by an entry with every call."""
+    calls: list[None] = []
+    real = getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return real(*args, **options)
+
+    setattr(owner, name, counted)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, real)
+
+
+def through_a_block(world: World, spec: ModelSpec, plan: Plan) -> torch.Tensor:
+    """What the first block gives of a rank's part of two sequences of 12 tokens."""
+    from meshwright.data.loader import MicroBatch
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+
+    engine = build_engine(spec, plan, build_mesh(plan, world), loss_chunk=5, seed=0)
+    block, tokens = engine.executor.stages[0][1], torch.zeros(2, 12, dtype=torch.int64)
+    block.sharded.unshard()
+    block.sharded.wait()
+    shared = engine.model.shared(tokens, None, None, torch.float64)
+    x = torch.randn(2, 12 // plan.axis_size("tensor"), spec.hidden, dtype=torch.float64, requires_grad=True)
+    y = block.run(x, MicroBatch(tokens, None, None, None, 0), shared)
+    assert y.shape == x.shape
+    return y
+
+
+@pytest.mark.parametrize("engine", ["kernel", "copy"])
+def test_a_parallel_block_exchanges_once_where_another_does_twice(pool: Pool, engine: Engine) -> None:
+    """Forward a gather and a sum; backward as many, and the gather for weights' gradients again."""
+    for spec, times in ((LLAMA, 2), (GATED, 1), (PARALLEL, 1)):
+        plan = replace(Case("1f1b", tensor=2).plan, tensor_engine=engine)
+        assert token_exchanges(spec, 0) == times
+        expected = [(times, times), (2 * times, times)]
+        assert pool.run(exchanges_of_a_block, 2, spec, plan) == [expected] * 2
+
+
+@pytest.mark.parametrize("spec", [LLAMA, GATED], ids=["one after another", "beside each other"])
+def test_a_block_keeps_its_own_part_of_the_sequence(pool: Pool, spec: ModelSpec) -> None:
     """The stream is kept as this rank's tokens; all tokens only as this rank's features (its queries are 8 wide, its gates 12)."""
-    for shapes in pool.run(kept_by_a_block, 2, Case("1f1b", tensor=2).plan):
+    for shapes in pool.run(kept_by_a_block, 2, spec, Case("1f1b", tensor=2).plan):
         assert (2, 6, 16) in shapes
         assert not {shape for shape in shapes if shape[:2] == (2, 12) and shape[2:] == (16,)}

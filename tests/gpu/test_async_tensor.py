@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,17 +134,24 @@ def all_of(
 
     x, y, rows, columns = (given[key] for key in ("x", "y", "rows", "columns"))
     found: dict[str, tuple[torch.Tensor, ...]] = {}
+    biases, pair = [given["bias"], None], [rows, rows.flip(0)]
     for what, operator, inputs in (
-        ("gathered", products.gathered_product, (x, rows, given["bias"])),
-        ("gathered backward", products.gathered_gradients, (x, rows, y)),
-        ("scattered", products.scattered_product, (y, columns)),
-        ("gathered backward, split", products.gathered_input_gradient, (x, rows, y)),
-        ("scattered backward", products.scattered_input_gradient, (x, columns)),
+        ("gathered", products.gathered_products, (x, [rows], biases[:1])),
+        ("gathered backward", products.gathered_gradients, (x, [rows], [y])),
+        ("scattered", products.scattered_products, ([y], [columns])),
+        ("gathered backward, split", products.gathered_input_gradient, (x, [rows], [y])),
+        ("scattered backward", products.scattered_input_gradients, (x, [columns])),
+        ("gathered for two", products.gathered_products, (x, pair, biases)),
+        ("gathered backward of two", products.gathered_gradients, (x, pair, [y, y])),
+        ("sum of two scattered", products.scattered_products, ([y, y], [columns, columns.flip(1)])),
     ):
         before()
-        made = operator(*inputs, name, GPUS)
-        found[what] = made if isinstance(made, tuple) else (made,)
+        found[what] = tuple(leaves(operator(*inputs, name, GPUS)))
     return found
+
+
+def leaves(made: Any) -> list[torch.Tensor]:
+    return [made] if isinstance(made, torch.Tensor) else [leaf for part in made for leaf in leaves(part)]
 
 
 if __name__ == "__main__":

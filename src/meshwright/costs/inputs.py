@@ -61,6 +61,8 @@ class Shape:
     """1 when a feed-forward layer has a gate matrix beside up and down."""
     tied: Array
     """1 when the head shares the embedding's weights."""
+    parallel: Array = 0.0
+    """1 when all layers are dense and attention and feed-forward network share what tensor ranks exchange."""
 
     @property
     def dense_params(self) -> Array:

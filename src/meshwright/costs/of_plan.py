@@ -259,6 +259,7 @@ def _shape(model: ModelSpec, seq_len: int) -> Shape:
         ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
         expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),
+        parallel=float(model.parallel_block and not routed),
     )  # fmt: skip
 
 

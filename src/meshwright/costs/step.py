@@ -153,12 +153,14 @@ def _stalls(machine: Machine, layout: Layouts, k: Constants, filled: Array) -> A
 
 
 def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Two all-reduces (or gather-scatter pairs) per layer and direction, two more when the forward is repeated; tokens of several sequences
-    are put in order behind kernels."""
+    """Two all-reduces (or gather-scatter pairs) per layer and direction, two more when the forward is repeated; half of it in parallel
+    blocks. Tokens of several sequences are put in order behind kernels."""
     tokens = layout.micro_batch * layout.seq / layout.context
     where = group(machine, k, layout.tensor, layout.tensor_step, crowding(machine, layout, k))
     each = all_reduce(where, k, tokens * shape.hidden * 2)
-    count = np.where(layout.recompute >= ALL_BUT_ATTENTION, 6.0, 4.0) - 2.0 * (shape.moe_layers > 0)
+    count = np.where(layout.recompute >= ALL_BUT_ATTENTION, 6.0, 4.0) / (1 + shape.parallel) - 2.0 * (
+        shape.moe_layers > 0
+    )
     ordered = tokens * shape.hidden * k.token_passes / (machine.hbm * k.hbm / k.slow) / 4
     ordered = np.where((layout.tensor > 1) & (np.asarray(layout.micro_batch) > 1), ordered, 0.0)
     by_kernels = each * k.tensor_exposed + ordered

@@ -16,7 +16,7 @@ from math import prod
 
 from meshwright.costs.memory import bytes_of, gathered_width, sent_width
 from meshwright.costs.of_plan import context_size, shard_size
-from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table
+from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import REPEATING, SHARD_AXES, Plan
 
@@ -193,16 +193,16 @@ def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
 
 
 def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
-    """Collectives over all tokens of a micro-batch: four of a block's forward, six of its backward, which gathers anew what it did not
-    keep, two of the embedding and two of the head."""
+    """Collectives over all tokens of a micro-batch: two for each exchange of a block's forward, three of its backward, which gathers anew
+    what it did not keep, two of the embedding and two of the head."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     borders = _ring_borders(layout, layout.groups("tensor"))
     collectives = 0
     for rank, stages in enumerate(table):
         for layer in (layer for stage in stages for layer in stage):
-            again = 4 if plan.strategy(layer, model.layers).recompute in REPEATING else 0
+            each = 7 if plan.strategy(layer, model.layers).recompute in REPEATING else 5
             ends = 2 * (layer == 0) + 2 * (layer == model.layers - 1)
-            collectives += borders[rank] * (10 + again + ends)
+            collectives += borders[rank] * (each * token_exchanges(model, layer) + ends)
     return plan.batch.accumulate * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len) * collectives
 
 

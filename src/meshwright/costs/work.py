@@ -16,7 +16,7 @@ from meshwright.costs.memory import added_up, bytes_of, sent_width
 from meshwright.costs.of_plan import context_size, experts_over, shard_size
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import gradients_stay
+from meshwright.spec.layout import gradients_stay, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
@@ -228,8 +228,9 @@ def _token_collectives(model: ModelSpec, plan: Plan, tokens: int) -> Iterator[Co
     layers = plan.batch.accumulate * model.layers / plan.axis_size("pipeline")
     routed = layers * sum(model.routed(number) for number in range(model.layers)) / model.layers
     if width > 1:
-        # Forward two gathers and two sums; backward as many, and two gathers again for the weights' gradients.
-        stream, pairs = float(tokens * model.hidden * size), 2 * layers - routed * (not model.shared_expert_hidden)
+        # Forward a gather and a sum an exchange; backward as many, and the gather again for the weights' gradients.
+        exchanges = sum(token_exchanges(model, number) for number in range(model.layers))
+        stream, pairs = float(tokens * model.hidden * size), layers / model.layers * exchanges
         yield CollectiveWork("all_gather", width, stream, 3 * pairs)
         yield CollectiveWork("reduce_scatter", width, stream, 2 * pairs)
     queries, keys = (number * model.head_dim / width for number in (model.heads, model.kv_heads))

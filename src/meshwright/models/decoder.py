@@ -159,8 +159,11 @@ class Table(nn.Module):
 class Block(nn.Module):
     """Norm and attention, norm and feed-forward network, each added to the stream; or both beside one norm.
 
-    A `routed` block has a mixture of experts for its feed-forward network, and returns what the router did beside its output.
+    A `routed` block has a mixture of experts for its feed-forward network, and returns what the router did beside its output. `beside` is
+    where tensor ranks let both branches of a parallel block share their exchanges (`parallel.tensor`).
     """
+
+    beside: Callable[[Block, Tensor, Tables | None, AttentionMask | None], Tensor]
 
     def __init__(self, spec: ModelSpec, plain: bool, *, routed: bool = False) -> None:
         super().__init__()
@@ -173,10 +176,13 @@ class Block(nn.Module):
             self.moe = MixtureOfExperts(spec, plain)
         else:
             self.mlp = feed_forward(spec, spec.ffn_hidden, plain)
+        self.beside = side_by_side
 
     def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor | Routed:
         """x `(batch, seq, hidden)` and what all blocks share: the rotary tables and the attention mask."""
         normed = self.attention_norm(x)
+        if self.parallel and not self.routed:
+            return x + self.beside(self, normed, rope, mask)
         x = x + self.attention(normed, rope, mask)
         if not self.parallel:
             normed = self.mlp_norm(x)
@@ -184,6 +190,11 @@ class Block(nn.Module):
             return x + self.mlp(normed)
         routed = self.moe(normed)
         return Routed(x + routed.x, routed.balance, routed.load)
+
+
+def side_by_side(block: Block, normed: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+    """What attention and the feed-forward network of a parallel block add to the stream."""
+    return block.attention(normed, rope, mask) + block.mlp(normed)
 
 
 class Attention(nn.Module):
@@ -207,13 +218,17 @@ class Attention(nn.Module):
         self.attend = attention
 
     def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        return self.out(self.attended(self.qkv(x), rope, mask))
+
+    def attended(self, qkv: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+        """`(batch, seq, heads · head_dim)` of queries, keys and values as they were projected."""
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        return self.out(self.attend(q, k, v, mask, plain=self.plain).flatten(-2))
+        return self.attend(q, k, v, mask, plain=self.plain).flatten(-2)
 
 
 class Norm(nn.Module):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
+from meshwright.kernels.swiglu import swiglu
 from meshwright.spec.model import ModelSpec
 
 
@@ -22,6 +23,10 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return gated_mlp(x, self.gate_up, self.down, plain=self.plain)
 
+    def activated(self, projected: Tensor) -> Tensor:
+        """silu(gate) · up of what `gate_up` gave."""
+        return swiglu(projected, plain=self.plain)
+
 
 class MLP(nn.Module):
     """down(gelu(up)), with GPT-2's tanh approximation."""
@@ -32,7 +37,11 @@ class MLP(nn.Module):
         self.down = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.activated(self.up(x)))
+
+    def activated(self, projected: Tensor) -> Tensor:
+        """gelu of what `up` gave."""
+        return F.gelu(projected, approximate="tanh")
 
 
 def feed_forward(spec: ModelSpec, width: int, plain: bool) -> GatedMLP | MLP:

@@ -26,47 +26,61 @@ PIECE_ROWS = 2048
 one's are fewer."""
 
 
-def gathered_product(peers: Peers, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """gathered(x) · weightᵀ + bias."""
-    return _Tokens(peers, x).product(weight.t(), bias)
+def gathered_products(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    """gathered(x) · weightᵀ + bias of each."""
+    return _Tokens(peers, x).products([weight.t() for weight in weights], biases)
 
 
-def gathered_gradients(peers: Peers, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight, of a gathered product's output gradient."""
+def gathered_gradients(
+    peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of x and of the weights, of gathered products' output gradients."""
     tokens, sums = _Tokens(peers, x), _Sums(peers, x.shape, x)
-    x_grads = grad @ weight  # beside the gather
+    x_grads = sum_of_products(grads, weights)  # beside the gather
     for sequence, x_grad in enumerate(x_grads):
         sums.add(sequence, range(peers.ranks), x_grad)
-    weight_grad = grad.flatten(0, -2).t() @ tokens.whole().flatten(0, -2)  # beside the sum
-    return sums.total(), weight_grad
+    whole = tokens.whole()
+    weight_grads = [weight_gradient(grad, whole) for grad in grads]  # beside the sum
+    return sums.total(), weight_grads
 
 
-def gathered_input_gradient(peers: Peers, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the gathered tokens that the weight's will need."""
+def gathered_input_gradient(
+    peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and the gathered tokens that the weights' will need."""
     tokens = _Tokens(peers, x)
-    return _scattered(peers, grad, weight), tokens.whole()
+    return scattered_products(peers, grads, weights), tokens.whole()
 
 
-def scattered_product(peers: Peers, x: Tensor, weight: Tensor) -> Tensor:
-    """This rank's tokens of the ranks' sum of x · weightᵀ."""
-    return _scattered(peers, x, weight.t())
-
-
-def scattered_input_gradient(peers: Peers, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a scattered product's input, and the gathered output gradient that the weight's will need."""
+def scattered_input_gradients(peers: Peers, grad: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The gradients of scattered products' inputs, and the gathered output gradient that the weights' will need."""
     tokens = _Tokens(peers, grad)
-    return tokens.product(weight, None), tokens.whole()
+    return tokens.products(weights, [None] * len(weights)), tokens.whole()
 
 
-def _scattered(peers: Peers, x: Tensor, by: Tensor) -> Tensor:
-    part = x.shape[1] // peers.ranks
-    sums = _Sums(peers, torch.Size((x.shape[0], part, by.shape[1])), x)
+def scattered_products(peers: Peers, xs: list[Tensor], by: list[Tensor]) -> Tensor:
+    """This rank's tokens of the ranks' sum of every x · by."""
+    batch, part = xs[0].shape[0], xs[0].shape[1] // peers.ranks
+    sums = _Sums(peers, torch.Size((batch, part, by[0].shape[1])), xs[0])
     own, *others = pieces(peers, part)
     for ranks in (*others, own):
-        for sequence in range(x.shape[0]):
-            rows = x[sequence, ranks.start * part : ranks.stop * part]
-            sums.add(sequence, ranks, torch.mm(rows, by, out=sums.room(sequence, ranks)))
+        for sequence in range(batch):
+            rows = [x[sequence, ranks.start * part : ranks.stop * part] for x in xs]
+            sums.add(sequence, ranks, sum_of_products(rows, by, out=sums.room(sequence, ranks)))
     return sums.total()
+
+
+def sum_of_products(xs: list[Tensor], by: list[Tensor], out: Tensor | None = None) -> Tensor:
+    """Σ x · by, of x `(…, in)` and by `(in, out)`."""
+    total = torch.matmul(xs[0], by[0], out=out)
+    for x, other in zip(xs[1:], by[1:], strict=True):
+        total.view(-1, total.shape[-1]).addmm_(x.flatten(0, -2), other)
+    return total
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """dYᵀ · X over all tokens."""
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def pieces(peers: Peers, rows: int) -> list[range]:
@@ -101,16 +115,18 @@ class _Tokens:
         self._arriving = peers.fetch(self._x, self._whole, order)
         self._own_placed = False
 
-    def product(self, by: Tensor, bias: Tensor | None) -> Tensor:
-        """Times `by` `(width, out)`, piece by piece as they arrive."""
-        y = self._x.new_empty((*self._whole.shape[:2], by.shape[1]))
+    def products(self, by: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+        """Times every `by` `(width, out)`, piece by piece as they arrive."""
+        made = [self._x.new_empty((*self._whole.shape[:2], one.shape[1])) for one in by]
         for ranks in self._pieces:
             for peer in in_turn(self._peers, ranks):
                 self._arriving.wait(peer)
-            for sequence, target in enumerate(y):
-                rows, out = self._rows(sequence, ranks), target[self._place(ranks)]
-                torch.mm(rows, by, out=out) if bias is None else torch.addmm(bias, rows, by, out=out)
-        return y
+            for sequence in range(len(self._x)):
+                rows = self._rows(sequence, ranks)
+                for y, one, bias in zip(made, by, biases, strict=True):
+                    out = y[sequence, self._place(ranks)]
+                    torch.mm(rows, one, out=out) if bias is None else torch.addmm(bias, rows, one, out=out)
+        return made
 
     def whole(self) -> Tensor:
         """All of them, in order."""

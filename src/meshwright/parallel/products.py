@@ -6,12 +6,16 @@ compiler neither moves nor keeps what was gathered. Backward gathers the tokens 
 sequence only. In backward a collective runs beside the product that does not wait for it. Where the ranks' group has peers
 (`parallel.peers`), an operator has its asynchronous twin do the work (`parallel.async_tensor`).
 
+Products of one input share its gather, and products that are added up share their scatter: operators take as many as there are.
+
 Shapes: x `(batch, seq / ranks, in)` becomes `(batch, seq, out)` behind a gathered product; behind a scattered one `(batch, seq, in)`
 becomes `(batch, seq / ranks, out)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +26,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from meshwright.kernels.linear import Linear
 from meshwright.parallel import async_tensor
+from meshwright.parallel.async_tensor import sum_of_products, weight_gradient
 from meshwright.parallel.peers import Peers, peers_of
 
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,10 +53,7 @@ class GatheredLinear(GroupedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, seq, out)` of x `(batch, seq / ranks, in)`."""
-        if not torch.is_grad_enabled():
-            return gathered_product(x, self.weight, self.bias, self.group, self.spread)
-        output_tap, input_tap = self.taps or (None, None)
-        return _Gathered.apply(x, self.weight, self.bias, input_tap, output_tap, self.group, self.spread)
+        return gathered([self], x)[0]
 
 
 class ScatteredLinear(GroupedLinear):
@@ -59,55 +61,77 @@ class ScatteredLinear(GroupedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, seq / ranks, out)` of x `(batch, seq, in)`."""
-        if not torch.is_grad_enabled():
-            y = scattered_product(x, self.weight, self.group, self.spread)
-        else:
-            output_tap, input_tap = self.taps or (None, None)
-            y = _Scattered.apply(x, self.weight, input_tap, output_tap, self.group, self.spread)
-        return y if self.bias is None else y + self.bias
+        return scattered([self], [x])
+
+
+def gathered(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence[Tensor]:
+    """What each of `linears` makes of x, `(batch, seq, out)` of `(batch, seq / ranks, in)`, from one gather."""
+    group, ranks = linears[0].group, linears[0].spread
+    if not torch.is_grad_enabled():
+        return gathered_products(x, [one.weight for one in linears], [one.bias for one in linears], group, ranks)
+    parts = ((one.weight, one.bias, *(one.taps or (None, None))) for one in linears)
+    return _Gathered.apply(x, group, ranks, *chain.from_iterable(parts))
+
+
+def scattered(linears: Sequence[GroupedLinear], xs: Sequence[Tensor]) -> Tensor:
+    """The sum of what `linears` make of an x `(batch, seq, in)` each, `(batch, seq / ranks, out)`, by one scatter."""
+    group, ranks = linears[0].group, linears[0].spread
+    if torch.is_grad_enabled():
+        parts = ((x, one.weight, *(one.taps or (None, None))) for one, x in zip(linears, xs, strict=True))
+        y = _Scattered.apply(group, ranks, *chain.from_iterable(parts))
+    else:
+        y = scattered_products(list(xs), [one.weight for one in linears], group, ranks)
+    for one in linears:
+        y = y if one.bias is None else y + one.bias
+    return y
 
 
 class _Gathered(torch.autograd.Function):
-    """With taps (`kernels.linear`) their gradients are the gathered tokens and dY, in place of the weight's."""
+    """Of x and of each product's weight, bias, output tap and input tap. With taps (`kernels.linear`) their gradients are dY and the
+    gathered tokens, in place of the weight's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_tap: Tensor | None, output_tap: Tensor | None,
-        group: str, ranks: int,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight)
-        ctx.tapped, ctx.biased, ctx.group, ctx.ranks = input_tap is not None, bias is not None, group, ranks
-        return gathered_product(x, weight, bias, group, ranks)
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int, *parts: Any) -> tuple[Tensor, ...]:
+        weights, biases = parts[::4], parts[1::4]
+        ctx.save_for_backward(x, *weights)
+        ctx.tapped, ctx.biased, ctx.group, ctx.ranks = parts[2] is not None, biases[0] is not None, group, ranks
+        return tuple(gathered_products(x, list(weights), list(biases), group, ranks))
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        bias_grad = grad.flatten(0, -2).sum(0) if ctx.biased else None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        bias_grads = [grad.flatten(0, -2).sum(0) if ctx.biased else None for grad in grads]
         if ctx.tapped:
-            x_grad, gathered = gathered_input_gradient(x, weight, grad, ctx.group, ctx.ranks)
-            return x_grad, None, bias_grad, gathered, grad, None, None
-        x_grad, weight_grad = gathered_gradients(x, weight, grad, ctx.group, ctx.ranks)
-        return x_grad, weight_grad, bias_grad, None, None, None, None
+            x_grad, tokens = gathered_input_gradient(x, weights, list(grads), ctx.group, ctx.ranks)
+            parts = [(None, bias, grad, tokens) for bias, grad in zip(bias_grads, grads, strict=True)]
+        else:
+            x_grad, weight_grads = gathered_gradients(x, weights, list(grads), ctx.group, ctx.ranks)
+            parts = [(weight, bias, None, None) for weight, bias in zip(weight_grads, bias_grads, strict=True)]
+        return x_grad, None, None, *chain.from_iterable(parts)
 
 
 class _Scattered(torch.autograd.Function):
+    """Of each product's x, weight, output tap and input tap."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, input_tap: Tensor | None, output_tap: Tensor | None, group: str, ranks: int
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tapped, ctx.group, ctx.ranks = input_tap is not None, group, ranks
-        return scattered_product(x, weight, group, ranks)
+    def forward(ctx: Any, group: str, ranks: int, *parts: Any) -> Tensor:
+        xs, weights = parts[::4], parts[1::4]
+        ctx.save_for_backward(*chain.from_iterable(zip(xs, weights, strict=True)))
+        ctx.tapped, ctx.group, ctx.ranks = parts[2] is not None, group, ranks
+        return scattered_products(list(xs), list(weights), group, ranks)
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        x_grad, whole = scattered_input_gradient(grad, weight, ctx.group, ctx.ranks)
+        kept = ctx.saved_tensors  # once: what a checkpoint made again it gives once
+        xs, weights = kept[::2], kept[1::2]
+        x_grads, whole = scattered_input_gradients(grad, list(weights), ctx.group, ctx.ranks)
         if ctx.tapped:
-            return x_grad, None, x, whole, None, None
-        return x_grad, whole.flatten(0, -2).t() @ x.flatten(0, -2), None, None, None, None
+            parts = [(x_grad, None, whole, x) for x_grad, x in zip(x_grads, xs, strict=True)]
+        else:
+            parts = [(x_grad, weight_gradient(whole, x), None, None) for x_grad, x in zip(x_grads, xs, strict=True)]
+        return None, None, *chain.from_iterable(parts)
 
 
 @torch.library.custom_op("meshwright::gathered_tokens", mutates_args=())
@@ -132,75 +156,87 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
     return _shorter(x, x.shape[-1], ranks)
 
 
-@torch.library.custom_op("meshwright::gathered_product", mutates_args=())
-def gathered_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, ranks: int) -> Tensor:
-    """gathered(x) · weightᵀ + bias."""
+@torch.library.custom_op("meshwright::gathered_products", mutates_args=())
+def gathered_products(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], group: str, ranks: int
+) -> list[Tensor]:
+    """gathered(x) · weightᵀ + bias of each."""
     if peers := peers_of(group):
-        return async_tensor.gathered_product(peers, x, weight, bias)
-    return F.linear(_gather(x, group, ranks).wait(), weight, bias)
+        return async_tensor.gathered_products(peers, x, weights, biases)
+    tokens = _gather(x, group, ranks).wait()
+    return [F.linear(tokens, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-@gathered_product.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, ranks: int) -> Tensor:
-    return _longer(x, weight.shape[0], ranks)
+@gathered_products.register_fake
+def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], group: str, ranks: int) -> list[Tensor]:
+    return [_longer(x, weight.shape[0], ranks) for weight in weights]
 
 
 @torch.library.custom_op("meshwright::gathered_gradients", mutates_args=())
-def gathered_gradients(x: Tensor, weight: Tensor, grad: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight, of a gathered product's output gradient."""
+def gathered_gradients(
+    x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of x and of the weights, of gathered products' output gradients."""
     if peers := peers_of(group):
-        return async_tensor.gathered_gradients(peers, x, weight, grad)
+        return async_tensor.gathered_gradients(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, aside=True)
-    x_grad = _scatter(grad @ weight, group, ranks, aside=True)  # the product beside the gather
-    weight_grad = grad.flatten(0, -2).t() @ tokens.wait().flatten(0, -2)  # and this one beside the scatter
-    return x_grad.wait(), weight_grad
+    x_grad = _scatter(sum_of_products(grads, weights), group, ranks, aside=True)  # the products beside the gather
+    whole = tokens.wait()
+    weight_grads = [weight_gradient(grad, whole) for grad in grads]  # and these beside the scatter
+    return x_grad.wait(), weight_grads
 
 
 @gathered_gradients.register_fake
-def _(x: Tensor, weight: Tensor, grad: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    return _shorter(grad, x.shape[-1], ranks), torch.empty_like(weight, memory_format=torch.contiguous_format)
+def _(x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int) -> tuple[Tensor, list[Tensor]]:
+    made = [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
+    return _shorter(grads[0], x.shape[-1], ranks), made
 
 
 @torch.library.custom_op("meshwright::gathered_input_gradient", mutates_args=())
-def gathered_input_gradient(x: Tensor, weight: Tensor, grad: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the gathered tokens that the weight's will need."""
+def gathered_input_gradient(
+    x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and the gathered tokens that the weights' will need."""
     if peers := peers_of(group):
-        return async_tensor.gathered_input_gradient(peers, x, weight, grad)
+        return async_tensor.gathered_input_gradient(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, aside=True)
-    x_grad = _scatter(grad @ weight, group, ranks)
+    x_grad = _scatter(sum_of_products(grads, weights), group, ranks)
     return x_grad.wait(), tokens.wait()
 
 
 @gathered_input_gradient.register_fake
-def _(x: Tensor, weight: Tensor, grad: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    return _shorter(grad, x.shape[-1], ranks), _longer(x, x.shape[-1], ranks)
+def _(x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int) -> tuple[Tensor, Tensor]:
+    return _shorter(grads[0], x.shape[-1], ranks), _longer(x, x.shape[-1], ranks)
 
 
-@torch.library.custom_op("meshwright::scattered_product", mutates_args=())
-def scattered_product(x: Tensor, weight: Tensor, group: str, ranks: int) -> Tensor:
-    """This rank's tokens of the ranks' sum of x · weightᵀ."""
+@torch.library.custom_op("meshwright::scattered_products", mutates_args=())
+def scattered_products(xs: list[Tensor], weights: list[Tensor], group: str, ranks: int) -> Tensor:
+    """This rank's tokens of the ranks' sum of every x · weightᵀ."""
+    turned = [weight.t() for weight in weights]
     if peers := peers_of(group):
-        return async_tensor.scattered_product(peers, x, weight)
-    return _scatter(F.linear(x, weight), group, ranks).wait()
+        return async_tensor.scattered_products(peers, xs, turned)
+    return _scatter(sum_of_products(xs, turned), group, ranks).wait()
 
 
-@scattered_product.register_fake
-def _(x: Tensor, weight: Tensor, group: str, ranks: int) -> Tensor:
-    return _shorter(x, weight.shape[0], ranks)
+@scattered_products.register_fake
+def _(xs: list[Tensor], weights: list[Tensor], group: str, ranks: int) -> Tensor:
+    return _shorter(xs[0], weights[0].shape[0], ranks)
 
 
-@torch.library.custom_op("meshwright::scattered_input_gradient", mutates_args=())
-def scattered_input_gradient(grad: Tensor, weight: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    """The gradient of a scattered product's input, and the gathered output gradient that the weight's will need."""
+@torch.library.custom_op("meshwright::scattered_input_gradients", mutates_args=())
+def scattered_input_gradients(
+    grad: Tensor, weights: list[Tensor], group: str, ranks: int
+) -> tuple[list[Tensor], Tensor]:
+    """The gradients of scattered products' inputs, and the gathered output gradient that the weights' will need."""
     if peers := peers_of(group):
-        return async_tensor.scattered_input_gradient(peers, grad, weight)
+        return async_tensor.scattered_input_gradients(peers, grad, weights)
     whole = _gather(grad, group, ranks).wait()
-    return whole @ weight, whole
+    return [whole @ weight for weight in weights], whole
 
 
-@scattered_input_gradient.register_fake
-def _(grad: Tensor, weight: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    return _longer(grad, weight.shape[1], ranks), _longer(grad, grad.shape[-1], ranks)
+@scattered_input_gradients.register_fake
+def _(grad: Tensor, weights: list[Tensor], group: str, ranks: int) -> tuple[list[Tensor], Tensor]:
+    return [_longer(grad, weight.shape[1], ranks) for weight in weights], _longer(grad, grad.shape[-1], ranks)
 
 
 class _Moving(NamedTuple):

@@ -88,6 +88,6 @@ _KEPT = {
     _aten._scaled_mm.default,
     GROUPED_OPERATOR,
     torch.ops.meshwright.exchanged_rows.default,
-    torch.ops.meshwright.gathered_product.default,
-    torch.ops.meshwright.scattered_product.default,
+    torch.ops.meshwright.gathered_products.default,
+    torch.ops.meshwright.scattered_products.default,
 }

@@ -3,6 +3,7 @@
 Which weight is cut how is data (`spec.layout.TENSOR_CUTS`); this file reads it. A module whose weight is cut by rows gathers its tokens
 before the product, one cut by columns sums its ranks' products and scatters the tokens behind it, so that from the embedding on each rank
 has its part of every sequence, and all of it inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022).
+Both of a parallel block share one gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
 What several ranks hold, each has seen with its own tokens or heads: norms, biases behind a sum, learned positions, and key/value heads
 where there are fewer than ranks. Their gradients are added up once a step (`CopySums`).
 """
@@ -13,14 +14,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
+from meshwright.kernels.rope import Tables
 from meshwright.models.decoder import Attention, Block, Decoder
+from meshwright.models.mlp import GatedMLP
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.peers import Peers, close_peers, open_peers
-from meshwright.parallel.products import GatheredLinear, ScatteredLinear
+from meshwright.parallel.products import GatheredLinear, ScatteredLinear, gathered, scattered
 from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import TENSOR_CUTS, Box, check_tensor, even_rows
@@ -63,6 +67,17 @@ def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> 
             product = PRODUCTS[TENSOR_CUTS[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(owner), last, product)
     _divide_heads(block.attention, ranks)
+    block.beside = _beside
+
+
+def _beside(block: Block, normed: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+    """`models.decoder.side_by_side` of this rank's tokens: gathered once for both branches, whose sum is scattered."""
+    attention, mlp = block.attention, block.mlp
+    first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
+    assert isinstance(attention.qkv, GatheredLinear) and isinstance(first, GatheredLinear)
+    assert isinstance(attention.out, ScatteredLinear) and isinstance(mlp.down, ScatteredLinear)
+    qkv, inner = gathered([attention.qkv, first], normed)
+    return scattered([attention.out, mlp.down], [attention.attended(qkv, rope, mask), mlp.activated(inner)])
 
 
 def _divide_heads(attention: Attention, ranks: int) -> None:

@@ -278,6 +278,14 @@ blocks for themselves, and input features by columns. What is not listed every r
 biases behind a product whose sum is taken over ranks. Routed experts are whole and on different ranks (`Layout.expert_groups`)."""
 
 
+def token_exchanges(spec: ModelSpec, layer: int) -> int:
+    """Gathers of tokens, each with a scattered sum behind, in one forward of block `layer` over tensor ranks: attention's and the
+    feed-forward network's, one for both where they stand beside each other; routed experts' rows travel by themselves."""
+    if spec.routed(layer):
+        return 1 + bool(spec.shared_expert_hidden)
+    return 1 if spec.parallel_block else 2
+
+
 @dataclass(frozen=True)
 class Box:
     """A rectangular part of a parameter: where it begins in the whole and how large it is, in elements by dimension.
