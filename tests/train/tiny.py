@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 from meshwright.data.prepare import prepare
-from meshwright.launch.prepare import Prepared, prepare_run
+from meshwright.launch import prepare as launching
+from meshwright.launch.prepare import Prepared
 from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
 
@@ -53,7 +55,8 @@ def tiny_run(file: Path, *overrides: str) -> RunSpec:
 
 
 def prepared(file: Path, runs: Path, *overrides: str, profile: tuple[int, int] | None = None) -> Prepared:
-    """The folder of a tiny run, made or reopened as `meshwright train` does, without starting ranks."""
-    made = prepare_run(tiny_run(file, *overrides), runs, profile=profile, note=lambda text: None)
-    assert made is not None, "the run is finished"
+    """The folder of a tiny run, made or reopened as `meshwright train` does, also where it is finished; without starting ranks."""
+    with patch.object(launching, "is_finished", return_value=False):
+        made = launching.prepare_run(tiny_run(file, *overrides), runs, profile=profile, note=lambda text: None)
+    assert made is not None
     return made
