@@ -17,6 +17,8 @@ import typer
 from meshwright import __version__
 from meshwright.cli import generate
 from meshwright.cli.main import app_for
+from meshwright.launch.prepare import prepare_run
+from meshwright.spec.load import load_run
 from meshwright.train.generate import _Text
 from tests.cli.command import meshwright
 from tests.cli.conftest import ONE
@@ -169,6 +171,28 @@ def test_a_plan_file_that_copies_across_nodes_is_refused_before_ranks_start(
         assert answer.code == 2 and f"{file}: plan.{engine} = copy: the 2 ranks of the {axis} axis" in answer.err
         assert "run " not in answer.err and not (tmp_path / "runs").exists()
     assert meshwright("check", tiny, f"plan={file}").code == 0
+
+
+def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: Path, tmp_path: Path) -> None:
+    """By `check`, `plan` and `train`, of plan files and pins alike."""
+    file, copies = tmp_path / "plan.yaml", "plan.reduce_replicas = fp32 gains nothing: one replica\n"
+    file.write_text(
+        "mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 8, micro_batch: 1, accumulate: 8}\ncompile: false\n"
+        "schedule: {name: gpipe}\nlayers: [{gradients: whole}]\nprecision: {compute: fp32, reduce_replicas: fp32}\n"
+        "gather_engine: copy\nreduce_engine: exchange\ntensor_engine: copy\n"
+    )
+    words = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
+    checked, planned = (meshwright(*which, f"plan={file}") for which in (("check", *words), ("plan", *words[:2])))
+    said = [line for line in planned.err.splitlines() if "gains nothing" in line]
+    idle = {"schedule = gpipe": "pipeline rank", "gradients = whole": "shard", "gather_engine = copy": "shard",
+            "reduce_engine = exchange": "shard", "reduce_replicas = fp32": "replica", "tensor_engine = copy": "tensor rank"}  # fmt: skip
+    assert said == [f"plan.{key} gains nothing: one {axis}" for key, axis in idle.items()]
+    assert checked.code == 0 and [*checked.err.splitlines()] == [*said, "ok"]
+    pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *words[2:])
+    assert pinned.code == 0 and pinned.err == f"{copies}ok\n", "two shards, and one copy of them"
+    heard: list[str] = []
+    run = load_run(tiny, ["plan.shard=2", "plan.reduce_replicas=fp32"])
+    assert prepare_run(run, tmp_path / "runs", profile=None, note=heard.append) and f"{heard[-1]}\n" == copies
 
 
 def test_a_plan_file_that_does_not_fit_is_refused_before_ranks_start(tiny: Path, tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.plan_answer import Wishes, answer_of
-from meshwright.cli.plan_words import layers_line, machines_line
+from meshwright.cli.plan_words import facts, layers_line, machines_line
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import prepare_run
 from meshwright.spec.cluster import ClusterSpec
@@ -76,6 +77,19 @@ def test_layers_with_a_number_format_of_their_own_say_so() -> None:
     )
     same = "recompute none, reshard"
     assert layers_line(plan) == f"{same}, linear compute (layers 0-1); {same} (layers 2-7)"
+
+
+def test_many_layer_ranges_are_a_row_for_each_strategy() -> None:
+    kinds = [LayerStrategy(range=text, recompute=kind) for text, kind in (
+        ("0", "full"), ("1-3", "none"), ("4", "full"), ("5", "full"), ("6", "none"), ("7", "full"),
+    )]  # fmt: skip
+    plan = Plan(
+        mesh=(MeshAxis(axis="shard", size=2),), batch=BatchPlan(global_batch=2, micro_batch=1, accumulate=1), layers=tuple(kinds)
+    )  # fmt: skip
+    told = [text for key, text in facts(load_run(None, [*ONE, "model.layers=8"]), plan) if key == "layers"]
+    assert told == ["0, 4-5, 7: recompute full, reshard", "1-3, 6: recompute none, reshard"]
+    alike = replace(plan, layers=(LayerStrategy(range="0-3"), LayerStrategy(range="4-7")))
+    assert ("layers", "recompute none, reshard") in facts(load_run(None, [*ONE, "model.layers=8"]), alike)
 
 
 def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from meshwright.costs.work import step_work
-from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
@@ -122,10 +121,12 @@ def test_an_exchange_moves_half_the_bytes_and_widens_nothing() -> None:
     assert alone[0] == alone[1]
 
 
-def test_what_is_not_counted_is_refused() -> None:
-    train = TrainSpec(steps=1, global_batch=2, seq_len=SEQ)
-    with pytest.raises(BadInput, match="sliding window"):
-        step_work(replace(model_of("llama3-1b"), sliding_window=512), train, plan_of())
+def test_a_sliding_window_is_another_attention_and_the_rest_is_the_same() -> None:
+    model, train = model_of("llama3-1b"), TrainSpec(steps=1, global_batch=2, seq_len=SEQ)
+    full, windowed, wide = (
+        step_work(replace(model, sliding_window=window), train, plan_of()) for window in (None, 512, SEQ)
+    )
+    assert windowed == replace(full, attention=replace(full.attention, window=512)) and wide == full
 
 
 def test_experts_on_ranks_of_their_own_get_the_rows_of_all_and_move_them() -> None:

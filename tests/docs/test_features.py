@@ -34,6 +34,6 @@ def test_every_run_of_the_tests_compares_axes_two_and_three_at_a_time() -> None:
 
 @pytest.mark.parametrize("row", table(PAGE, "asked"), ids=lambda row: codes(row["asked"])[0])
 def test_what_is_refused_is_refused_before_the_start(row: dict[str, str]) -> None:
-    training_plan(load_run(None, [*BASE, "plan.pipeline=2"]))
+    training_plan(load_run(None, [*BASE, "plan.pipeline=2"]), print)
     with pytest.raises(BadInput):
-        training_plan(load_run(None, [*BASE, *codes(row["asked"])[0].split()]))
+        training_plan(load_run(None, [*BASE, *codes(row["asked"])[0].split()]), print)

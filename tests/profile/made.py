@@ -53,7 +53,7 @@ def made_profile() -> MachineProfile:
         date="2026-01-02T03:04:05Z", gpu="H200", device="NVIDIA H200", devices=8, nodes=2, cores=96, memory_bytes=150 << 30,
         link_bytes_per_s=number(machine.link), port_bytes_per_s=number(machine.nic), versions={"torch": "2.11.0"},
         products=tuple(_product(shape, kind, k) for shape in SHAPES for kind in FORMATS),
-        attention=tuple(_attention(seq, head, machine) for seq in (2048, 8192) for head in (64, 128)),
+        attention=tuple(_attention(8192, head, machine, window) for window in (None, 1024) for head in (64, 128)),
         copy_bytes_per_s=hbm * 1.02, pass_bytes_per_s=hbm, adamw_parameters_per_s=hbm / TRUE["update"], launch_seconds=5e-6,
         collectives=tuple(_rings(k, machine)),
         host_links=(HostLink(devices=1, to_host=50e9, to_device=51e9), HostLink(devices=8, to_host=22e9, to_device=21e9)),
@@ -68,12 +68,13 @@ def _product(shape: tuple[int, int, int], kind: Literal["bf16", "fp8"], k: Const
     return ProductTime(format=kind, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)
 
 
-def _attention(seq: int, head: int, machine: Machine) -> AttentionTime:
-    """Causal: half of 4 × tokens × seq × width, short heads slower, backward 2.5 forwards."""
+def _attention(seq: int, head: int, machine: Machine, window: int | None) -> AttentionTime:
+    """Causal: half of 4 × tokens × seq × width, less what is out of a window; short heads slower, backward 2.5 forwards."""
     tokens, heads = 16384, 32
-    forward = 2 * tokens * seq * heads * head / (machine.half_peak * TRUE["attention"]) * (1 + 32 / head)
+    seen = 1 - (1 - window / seq) ** 2 if window else 1.0
+    forward = 2 * tokens * seq * seen * heads * head / (machine.half_peak * TRUE["attention"]) * (1 + 32 / head)
     return AttentionTime(
-        format="bf16", seq=seq, heads=heads, kv_heads=8, head_dim=head, tokens=tokens, forward_seconds=forward,
+        format="bf16", seq=seq, heads=heads, kv_heads=8, head_dim=head, tokens=tokens, window=window, forward_seconds=forward,
         backward_seconds=2.5 * forward,
     )  # fmt: skip
 

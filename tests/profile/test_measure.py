@@ -90,10 +90,13 @@ def test_every_kind_holds_every_rank_once_and_spans_what_it_says(ranks: int, per
         assert {len({rank // per_node for rank in part}) for part in kind.parts} == {kind.nodes}
 
 
-def test_a_runs_own_shapes_are_measured_so_that_its_work_is_priced(tmp_path: Path) -> None:
-    model = from_plain(
-        ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 128, "layers": 1, "hidden": 64, "ffn_hidden": 96}
-    )
+@pytest.mark.parametrize(("window", "seen"), [(16, None), (5, 5)])
+def test_a_runs_own_shapes_are_measured_so_that_its_work_is_priced(
+    tmp_path: Path, window: int, seen: int | None
+) -> None:
+    """A window as long as the sequence leaves attention plain."""
+    sizes = {"vocab_size": 128, "layers": 1, "hidden": 64, "ffn_hidden": 96, "sliding_window": window}
+    model = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], **sizes})
     plan = Plan(
         mesh=(MeshAxis(axis="shard", size=1),),
         batch=BatchPlan(global_batch=2, micro_batch=2, accumulate=1),
@@ -104,7 +107,7 @@ def test_a_runs_own_shapes_are_measured_so_that_its_work_is_priced(tmp_path: Pat
     assert {(row.m, row.k, row.n, row.format) for row in found.products} == {(32, 64, 512, "fp32"), (32, 256, 64, "fp32"),
                                                                              (32, 64, 192, "fp32"), (32, 96, 64, "fp32"),
                                                                              (32, 64, 128, "fp32")}  # fmt: skip
-    assert [(row.seq, row.tokens, row.heads) for row in found.attention] == [(16, 32, 4)]
+    assert [(row.seq, row.tokens, row.heads, row.window) for row in found.attention] == [(16, 32, 4, seen)]
     seconds = needed(work, found)
     assert seconds["gemm"] == pytest.approx(3 * sum(row.seconds for row in found.products), rel=1e-4)
     assert all(seconds[kind] > 0 for kind in ("attention", "elementwise", "loss", "optimizer", "copies"))
@@ -119,6 +122,6 @@ def test_every_product_of_an_fp8_layer_is_asked_for() -> None:
     )
     products, attention = cases_of(step_work(model, TrainSpec(steps=1, global_batch=1, seq_len=16), plan))
     assert [shape for shape, kind in products if kind == "fp8"][:3] == [(16, 256, 512), (16, 512, 256), (512, 16, 256)]
-    assert len(products) == 3 * 4 - 1 + 1 and attention == (16, 4, 2, 64, 16), (
+    assert len(products) == 3 * 4 - 1 + 1 and attention == (16, 4, 2, 64, 16, None), (
         "two of the square layer are alike, and there is the head"
     )

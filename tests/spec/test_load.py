@@ -359,8 +359,6 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
             load_plan(write("plan.yaml", PLAN.replace(*edit)))
     with pytest.raises(BadConfig, match=r"mesh\.1\.axis: expected each axis once, got shard again"):
         load_plan(write("plan.yaml", PLAN.replace("size: 2}]", "size: 2}, {axis: shard, size: 1}]")))
-    with pytest.raises(BadConfig, match=r"tensor_engine: expected kernel, as `mesh` has one tensor rank, got copy"):
-        load_plan(write("plan.yaml", PLAN + "\ntensor_engine: copy\n"))
 
 
 @pytest.mark.usefixtures("here")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.cli.options import Json, Runs, Words, load
+from meshwright.cli.options import Json, Runs, Words, load, say
 from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightErr
     named = "a new name, or a run with the same configuration"
     if not known or (attempt("name", named, lambda: continues(resolved, folder)) and not continues(resolved, folder)):
         attempt("model.init", "weights of this model", lambda: prepare.check_init(complete))
-    attempt("plan", "a plan that fits the cluster", lambda: prepare.training_plan(complete))
+    attempt("plan", "a plan that fits the cluster", lambda: prepare.training_plan(complete, say))
     attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(complete, folder))
     return wrong
 

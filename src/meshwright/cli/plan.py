@@ -86,6 +86,7 @@ def plan(
     from meshwright.cli.plan_answer import Wishes, answer_of, as_plain
     from meshwright.cli.plan_words import remarks
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
+    from meshwright.planner.candidate import idle_fields
 
     wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price, probe)
     check_place("--out", out)
@@ -94,6 +95,8 @@ def plan(
     for remark in remarks(words, run):
         say(remark)
     answer = answer_of(run if probe else with_vocabulary(run), wishes, note=say)
+    for remark in idle_fields(answer.plan):
+        say(remark)
     if out is not None:
         out.write_text(plan_yaml(answer.plan), encoding="utf-8")
     if html is not None:

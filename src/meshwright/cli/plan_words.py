@@ -14,7 +14,7 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.nodes import node_kinds
-from meshwright.spec.plan import LayerStrategy, Plan
+from meshwright.spec.plan import LayerStrategy, Plan, layer_numbers, layer_range
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
@@ -74,14 +74,27 @@ def short_line(plan: Plan) -> str:
 
 
 def layers_line(plan: Plan) -> str:
-    """The strategies, each with its layers where there are several."""
-    grouped: dict[str, list[LayerStrategy]] = {}
-    for strategy in plan.layers:
-        grouped.setdefault(_strategy(strategy), []).append(strategy)
+    """The strategies, each with its layers where there are several, or how many they are."""
+    grouped = _by_strategy(plan)
     if len(grouped) == 1:
         return next(iter(grouped))
     total = 1 + max(int(strategy.range.split("-")[-1]) for strategy in plan.layers)
     return "; ".join(f"{text} ({on_layers(held, total)})" for text, held in grouped.items())
+
+
+def _layer_rows(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str]]:
+    """The same as rows of a table, with every layer's number."""
+    for text, held in _by_strategy(plan).items():
+        layers = {layer for strategy in held for layer in layer_range(strategy.range, run.model.layers)}
+        yield "layers", text if len(layers) == run.model.layers else f"{layer_numbers(layers)}: {text}"
+
+
+def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
+    """Strategies by their words."""
+    grouped: dict[str, list[LayerStrategy]] = {}
+    for strategy in plan.layers:
+        grouped.setdefault(_strategy(strategy), []).append(strategy)
+    return grouped
 
 
 def machines_line(cluster: ClusterSpec) -> str:
@@ -107,7 +120,7 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     rows = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {cut}")]
     if plan.axis_size("pipeline") > 1 or plan.layered:
         rows.append(("schedule", plan.schedule.name))
-    rows.append(("layers", layers_line(plan)))
+    rows += _layer_rows(run, plan)
     replicas = f", over replicas in {precision.reduce_replicas}" if precision.reduce_replicas else ""
     low = "" if precision.linear == "compute" else f", linear layers in {precision.linear}"
     low += "" if precision.gather == "compute" else f", gathered in {precision.gather}"

@@ -37,7 +37,7 @@ def _rate(row: ProductTime, *, burst: bool = False) -> float:
 def _attention(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     if profile.attention:
         rates = [
-            7.0 * row.tokens * row.seq * row.heads * row.head_dim / (row.forward_seconds + row.backward_seconds)
+            14.0 * row.tokens * row.span * row.heads * row.head_dim / (row.forward_seconds + row.backward_seconds)
             for row in profile.attention
         ]
         yield (

@@ -161,7 +161,7 @@ def _low_products(rows: Sequence[ProductTime], peak: float, gemm: float, narrow:
 
 def _attention(rows: Sequence[AttentionTime], peak: float) -> Fit:
     """`attention`, of forward and backward together: causal FLOPs, short heads at their discount."""
-    flops = np.array([2.0 * row.tokens * row.seq * row.heads * row.head_dim for row in rows])
+    flops = np.array([4.0 * row.tokens * row.span * row.heads * row.head_dim for row in rows])
     ideal = (1 + BACKWARD) * flops * (1 + SHORT / np.array([row.head_dim for row in rows])) / peak
     taken = np.array([row.forward_seconds + row.backward_seconds for row in rows])
     (constant,), residual = _fitted(ideal[:, None], taken)

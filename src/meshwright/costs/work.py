@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from meshwright.costs.memory import added_up, bytes_of, sent_width
 from meshwright.costs.of_plan import context_size, experts_over, shard_size
-from meshwright.spec.errors import BadInput
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_stay, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
@@ -56,7 +55,8 @@ class LinearWork:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """`count` causal attentions, forward and backward, over `tokens` tokens in sequences of `seq`; a rank of a ring does a part of each."""
+    """`count` causal attentions, forward and backward, over `tokens` tokens in sequences of `seq`; a rank of a ring does a part of each.
+    A token sees `window` tokens, itself included, or all before it."""
 
     seq: int
     heads: int
@@ -64,6 +64,7 @@ class AttentionWork:
     head_dim: int
     tokens: int
     count: float
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,7 @@ class Work:
 
 
 def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
-    """What one training step of `plan` asks of a rank. Raises BadInput for a model with a sliding window."""
-    if model.sliding_window:
-        raise BadInput(
-            "a step's work is counted for full causal attention; this model's layers see a sliding window of the sequence"
-        )
+    """What one training step of `plan` asks of a rank."""
     width, stages, times = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
     whole = plan.batch.micro_batch * train.seq_len
     tokens = whole // context_size(plan)
@@ -122,6 +119,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         attention=AttentionWork(
             train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), model.head_dim, whole,
             times * model.layers / stages / ring,
+            model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
         ),
         elementwise_bytes=seen * _elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=seen * _rounded(model, plan) * ROUND,

@@ -22,6 +22,7 @@ from meshwright.planner.candidate import (
     HOST_HEADROOM,
     Candidate,
     host_budget,
+    idle_fields,
     over_by_rank,
     over_host,
     untrainable,
@@ -143,11 +144,14 @@ def on_this_host(run: RunSpec) -> RunSpec:
     return replace(run, cluster=replace(run.cluster, host_memory_gib=host_memory_bytes() / GiB))
 
 
-def training_plan(run: RunSpec) -> Plan:
-    """The plan of a run that will train. Raises BadInput and OutOfResources as `refuse_untrainable` does."""
+def training_plan(run: RunSpec, note: Note) -> Plan:
+    """The plan of a run that will train; `note` hears what of it gains nothing. Raises BadInput and OutOfResources as `refuse_untrainable`
+    does."""
     run = on_this_host(run)
     plan, _ = plan_for(run, trainable=True)
     refuse_untrainable(run, plan)
+    for said in idle_fields(plan):
+        note(said)
     return plan
 
 
@@ -197,7 +201,7 @@ def prepare_run(
     if not resumes:
         check_init(run)
     # What the run is held to; a plan file's own figures may be of another machine.
-    plan = repriced(run, training_plan(run))
+    plan = repriced(run, training_plan(run, note))
     check_disk(run, folder)
     check_host_memory(run, plan)
     folder.mkdir(parents=True, exist_ok=True)

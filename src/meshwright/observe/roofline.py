@@ -134,9 +134,9 @@ def _product(profile: MachineProfile, shape: tuple[int, int, int], number_format
 
 def _attention_seconds(work: Work, profile: MachineProfile) -> float:
     one = work.attention
-    shape = (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens)
+    shape = (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens, one.window)
     for row in profile.attention:
-        if (row.seq, row.heads, row.kv_heads, row.head_dim, row.tokens) == shape:
+        if (row.seq, row.heads, row.kv_heads, row.head_dim, row.tokens, row.window) == shape:
             return one.count * (row.forward_seconds + row.backward_seconds)
     raise BadInput(
         f"the profile has no attention of {one.seq} tokens, {one.heads} heads; measure with `meshwright profile --shapes-of FOLDER`"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+from meshwright.costs.of_plan import shard_size
 from meshwright.schedules.registry import entry_of
 from meshwright.simulator.of_plan import host_bytes, memory_of
 from meshwright.spec.chips import CHIPS, GiB
@@ -85,6 +86,21 @@ def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
     if not parts:
         return _uncopyable(plan)
     return f"this release cannot train {', '.join(parts)}: it plans and simulates that"
+
+
+def idle_fields(plan: Plan) -> Iterator[str]:
+    """What of the plan gains nothing on the mesh it has, a sentence for each field: no mistakes, as plans are carried from mesh to mesh."""
+    shards, own_sums = shard_size(plan), any(layer.gradients == "whole" for layer in plan.layers)
+    for key, value, idle, ranks, where in (
+        ("schedule", plan.schedule.name, not plan.layered and plan.schedule.name != "1f1b", plan.axis_size("pipeline"), "pipeline rank"),
+        ("gradients", "whole", own_sums, shards, "shard"),
+        ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
+        ("reduce_engine", "exchange", plan.reduce_engine == "exchange", shards, "shard"),
+        ("reduce_replicas", plan.precision.reduce_replicas, plan.precision.reduce_replicas, plan.axis_size("replicate"), "replica"),
+        ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
+    ):  # fmt: skip
+        if idle and ranks == 1:
+            yield f"plan.{key} = {value} gains nothing: one {where}"
 
 
 def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:

@@ -98,7 +98,7 @@ def cases_of(work: Work) -> tuple[list[products.Case], attention.Case]:
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
         asked += [(shape, number_format) for shape in shapes]
     one = work.attention
-    return list(dict.fromkeys(asked)), (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens)
+    return list(dict.fromkeys(asked)), (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens, one.window)
 
 
 def facts(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:

@@ -15,7 +15,7 @@ from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fp8 import MULTIPLE, WIDTHS, sides
 from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfit, stage_table, tensor_misfit
-from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_range
+from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_numbers, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
 from meshwright.spec.yaml_positions import Document, KeyPath, say
@@ -217,9 +217,6 @@ def _tensor(run: _Run) -> Iterator[Mistake]:
     if ranks and (expected := _tensor_misfit(run, ranks)):
         nearest_below = next(size for size in range(ranks - 1, 0, -1) if not _tensor_misfit(run, size))
         yield run.broken("plan.tensor", expected, str(nearest_below))
-    if run("plan.tensor_engine") == "copy" and (ranks or 1) == 1:
-        expected = "kernel where `tensor` is not pinned to 2 or more: one rank has no peers to copy from"
-        yield run.broken("plan.tensor_engine", expected, "kernel")
 
 
 def _tensor_misfit(run: _Run, ranks: int) -> str | None:
@@ -401,21 +398,14 @@ def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistak
             yield document.mistake(where, expected, say(text))
             continue
         if covered.intersection(chosen):
-            twice = _spans(covered.intersection(chosen))
+            twice = layer_numbers(covered.intersection(chosen))
             yield document.mistake(where, "layers that no earlier range covers", f"layers {twice} again")
         covered.update(chosen)
     left = set(range(layers)) - covered
     if left and readable:
         place = document.key_place(path)
-        expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {_spans(left)}"
+        expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {layer_numbers(left)}"
         yield Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got)
-
-
-def _spans(layers: set[int]) -> str:
-    """`{0, 1, 2, 5}` as "0-2, 5"."""
-    starts = sorted(layer for layer in layers if layer - 1 not in layers)
-    ends = sorted(layer for layer in layers if layer + 1 not in layers)
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _fp64(run: _Run) -> Iterator[Mistake]:

@@ -198,16 +198,18 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
         _active(spec, row) for row in parameters(spec) if row.name.startswith("layers.") and len(row.shape) > 1
     )
     matmul += spec.vocab_size * spec.hidden
-    return 6.0 * matmul + 12.0 * spec.layers * spec.heads * spec.head_dim * mean_span(spec, seq_len, causal)
+    return 6.0 * matmul + 12.0 * spec.layers * spec.heads * spec.head_dim * mean_span(
+        spec.sliding_window, seq_len, causal
+    )
 
 
 def _active(spec: ModelSpec, row: ParameterSpec) -> int:
     return row.count * spec.experts_per_token // spec.experts if row.expert else row.count
 
 
-def mean_span(spec: ModelSpec, seq_len: int, causal: bool) -> float:
-    """Positions one token's scores are counted over, on average."""
-    window = min(spec.sliding_window or seq_len, seq_len)
+def mean_span(window: int | None, seq_len: int, causal: bool) -> float:
+    """Positions one token's scores are counted over, on average, where it sees no more than `window`, itself included."""
+    window = min(window or seq_len, seq_len)
     if not causal:
         return float(window)
     return window - window * window / (2.0 * seq_len)

@@ -6,6 +6,7 @@ before a run starts (`planner.candidate.untrainable`).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Annotated, Literal, get_args
@@ -68,8 +69,8 @@ class SchedulePlan:
     """In which order a rank runs its stages and micro-batches."""
 
     name: ScheduleName = "1f1b"
-    """The schedule (docs/schedules.md). On one pipeline rank all but breadth_first run one micro-batch after another; breadth_first runs
-    all micro-batches through a layer before the next (layered accumulation)."""
+    """The schedule (docs/schedules.md). On one pipeline rank 1f1b runs one micro-batch after another, breadth_first all of them
+    through a layer before the next (layered accumulation), and the others gain nothing over 1f1b."""
     stages: tuple[tuple[str, ...], ...] = ()
     """By pipeline rank, the layer ranges of its virtual stages in the order a micro-batch visits them; left out, stages are even."""
 
@@ -313,7 +314,7 @@ class PlanPins:
     reduce_engine: ReduceEngine | None = None
     """What sums gradients over shard and context ranks; left out, kernels, as an exchange is not measured on GPUs yet."""
     tensor_engine: Engine | None = None
-    """What moves tokens along the tensor axis; `copy` where `tensor` is pinned too."""
+    """What moves tokens along the tensor axis."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 
@@ -339,3 +340,10 @@ def layer_range(text: str, layers: int) -> range:
     if not chosen or chosen.stop > layers:
         raise ValueError(f"{text!r} is not inside layers 0-{layers - 1}")
     return chosen
+
+
+def layer_numbers(layers: Collection[int]) -> str:
+    """The numbers of layers, neighbours joined: `{0, 1, 2, 5}` as "0-2, 5"."""
+    starts = sorted(layer for layer in layers if layer - 1 not in layers)
+    ends = sorted(layer for layer in layers if layer + 1 not in layers)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -18,10 +18,6 @@ def plan_rules(plan: Document) -> list[Mistake]:
         if axis["axis"] in seen:
             mistakes.append(plan.mistake(("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
         seen.add(axis["axis"])
-    tensor = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "tensor"), 1)
-    if tensor == 1 and plan.has(("tensor_engine",)) and plan.get(("tensor_engine",)) == "copy":
-        expected = "kernel, as `mesh` has one tensor rank"
-        mistakes.append(plan.mistake(("tensor_engine",), expected, "copy", "kernel"))
     return [*mistakes, *_batch_sum(plan), *_fold(plan)]
 
 

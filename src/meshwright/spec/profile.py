@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Bound, from_plain, hints_of, to_plain
+from meshwright.spec.model import mean_span
 from meshwright.spec.schema import annotation_at, expected_text, section_of, validate
 from meshwright.spec.yaml_positions import KeyPath, dotted, say
 
@@ -51,6 +52,13 @@ class AttentionTime:
     """Of all sequences together."""
     forward_seconds: Seconds
     backward_seconds: Seconds
+    window: Count | None = None
+    """Tokens that each sees, itself included; none is all before it."""
+
+    @property
+    def span(self) -> float:
+        """Tokens that each sees, on average."""
+        return mean_span(self.window, self.seq, causal=True)
 
 
 @dataclass(frozen=True, kw_only=True)
