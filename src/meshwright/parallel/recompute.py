@@ -29,7 +29,6 @@ def recomputing(forward: Forward, mode: Recompute, chooses: bool = False) -> For
     if mode == "none":
         return forward
     again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_tells)  # the same filter once more adds nothing
     if mode == "full":
         return partial(again, context_fn=_choosing_contexts) if chooses else again
     return partial(again, context_fn=_selective_contexts if mode == "selective" else _attention_contexts)
@@ -91,3 +90,4 @@ _KEPT = {
     torch.ops.meshwright.gathered_products.default,
     torch.ops.meshwright.scattered_products.default,
 }
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(_tells)
