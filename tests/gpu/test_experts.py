@@ -27,7 +27,7 @@ CASES = {
     "recompute full": (1, ["plan.recompute=full"]),
     "recompute selective, accumulate": (1, ["plan.recompute=selective", "plan.micro_batch=2"]),
     "fp32 on a processor": (1, ["cluster.gpu=cpu"]),
-    "shard 2": (2, ["plan.expert=1"]),
+    "shard 2": (2, ["plan.shard=2", "plan.expert=1"]),
     "expert 2": (2, ["plan.expert=2"]),
     "expert 2, not compiled, recompute full": (2, ["plan.expert=2", "plan.compile=false", "plan.recompute=full"]),
     "expert 2, recompute selective": (2, ["plan.expert=2", "plan.recompute=selective", "plan.micro_batch=2"]),

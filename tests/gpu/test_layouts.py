@@ -11,10 +11,15 @@ from tests.gpu.runs import LAYOUT_BOUND, LLAMA, RUNS_LIMIT, figures, needs, trai
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 CASES = {
-    "shard 2": (2, ["plan.reshard=true"]),
-    "shard 2, kept, accumulate 2": (2, ["plan.reshard=false", "plan.micro_batch=2"]),
-    "shard 4": (4, []),
+    "shard 2": (2, ["plan.shard=2", "plan.reshard=true"]),
+    "shard 2, kept, accumulate 2": (2, ["plan.shard=2", "plan.reshard=false", "plan.micro_batch=2"]),
+    "shard 4": (4, ["plan.shard=4"]),
     "replicate 2 x shard 2": (4, ["plan.replicate=2", "plan.micro_batch=1"]),
+    "pipeline 2, one micro-batch": (2, ["plan.pipeline=2", "plan.schedule=1f1b", "plan.micro_batch=8"]),
+    "pipeline 2, one micro-batch, split backward": (
+        2,
+        ["plan.pipeline=2", "plan.schedule=zb_h1", "plan.micro_batch=8"],
+    ),
     "tensor 2": (2, ["plan.tensor=2"]),
     "tensor 2, several sequences, not compiled": (2, ["plan.tensor=2", "plan.micro_batch=4", "plan.compile=false"]),
     "tensor 2 x shard 2, recompute selective": (4, ["plan.tensor=2", "plan.shard=2", "plan.recompute=selective"]),

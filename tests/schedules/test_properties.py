@@ -59,6 +59,25 @@ def test_both_ends_of_a_channel_issue_the_same_messages_in_the_same_order(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+def test_no_receive_waits_while_its_rank_still_has_to_compute_what_the_message_is_made_of(name):
+    """On a device the waiting may keep that compute from being launched (docs/log.md)."""
+    for ranks, batches, stages in sizes(name, range(1, 6), range(1, 11)):
+        schedule = build(name, ranks, batches, stages)
+        last = 2 * len(schedule.rank_of) - 1
+        for row in schedule.actions:
+            waited_for = set()
+            for action in row:
+                if action.kind == "recv":  # of what its sender made
+                    back = action.payload == "gradient"
+                    waited_for.add((action.micro_batch, last - action.peer if back else action.peer))
+                for part in action.parts:
+                    if part.kind in COMPUTE and part.kind != "backward_weight":
+                        link = part.stage if part.kind == "forward" else last - part.stage
+                        due = {made for batch, made in waited_for if batch == part.micro_batch}
+                        assert all(made <= link for made in due), (ranks, batches, stages, str(action))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_memory_stays_within_the_published_bound(name):
     for ranks, batches, stages in sizes(name):
         peaks = peak_in_flight(build(name, ranks, batches, stages))

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Runs, Words, load
-from meshwright.cli.train import say, start_ranks
+from meshwright.cli.options import Runs, Words, load, say
+from meshwright.cli.train import start_ranks
 
 PROMPTS = ["def read_lines(path):\n", "class Queue:\n    def __init__(self", "import os\nimport sys\n\n"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.cli.options import Runs, Words, load
+from meshwright.cli.options import Runs, Words, load, say
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, Interrupted
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ def _prepared(
 
 def announce(assignment: Assignment, resumes: bool) -> None:
     """What is about to run, before any rank starts."""
+    from meshwright.observe.figures import short
     from meshwright.spec.model import flops_per_token, parameter_count
 
     run, plan = assignment.run, assignment.plan
@@ -173,7 +174,7 @@ def announce(assignment: Assignment, resumes: bool) -> None:
     seq = run.train.seq_len
     say(f"{'resume' if resumes else 'run'} {assignment.folder}")
     say(
-        f"  {parameter_count(run.model) / 1e6:,.1f} M parameters, {flops_per_token(run.model, seq, causal=True) / 1e9:.3g} GFLOP a token "
+        f"  {short(parameter_count(run.model))} parameters, {flops_per_token(run.model, seq, causal=True) / 1e9:.3g} GFLOP a token "
         f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.global_batch * seq:,} tokens a step, "
         f"{run.train.steps} steps"
     )
@@ -219,7 +220,3 @@ def parse_steps(option: str, text: str | None) -> tuple[int, int] | None:
     if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
         raise BadInput(f"{option} {text}: expected A:B with 1 ≤ A ≤ B, e.g. 10:12")
     return int(first), int(last)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr)

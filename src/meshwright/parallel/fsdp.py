@@ -150,7 +150,8 @@ class ShardedUnit:
         added = any(parameter.sharded_param.grad is not None for parameter in group.fsdp_params)
         if group.device.type != "cuda" or added or group._reduce_dtype != group._orig_dtype:
             return nullcontext()
-        return _replaced(group, "_reduce_scatter_comm", _Kept(group._reduce_scatter_comm, torch.cuda.current_stream()))
+        compute = torch.cuda.stream(torch.cuda.current_stream())
+        return _replaced(group, "_reduce_scatter_comm", _Inside(group._reduce_scatter_comm, allocating=compute))
 
     def finish(self) -> None:
         """Let compute wait for every reduction that was started."""
@@ -366,30 +367,26 @@ class Streams:
             self._context.all_gather_stream.wait_stream(current)
 
 
-class _Around:
-    """A collective of FSDP2's inside a context: called on the stream that runs it, behind all that stream waits for."""
+class _Inside:
+    """A collective of FSDP2's that asks for buffers inside one context and is called inside another: on the stream that runs it, behind all
+    that stream waits for."""
 
-    def __init__(self, collective: Any, context: AbstractContextManager[None]) -> None:
-        self.allocate = collective.allocate
-        self._collective, self._context = collective, context
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        with self._context:
-            return self._collective(*args, **options)
-
-
-class _Kept:
-    """A collective of FSDP2's whose buffers come from one stream's memory, on whichever stream they are asked for."""
-
-    def __init__(self, collective: Any, stream: torch.cuda.Stream) -> None:
-        self._collective, self._stream = collective, stream
+    def __init__(
+        self,
+        collective: Any,
+        *,
+        allocating: AbstractContextManager[Any] = nullcontext(),
+        calling: AbstractContextManager[Any] = nullcontext(),
+    ) -> None:
+        self._collective, self._allocating, self._calling = collective, allocating, calling
 
     def allocate(self, *args: Any, **options: Any) -> Any:
-        with torch.cuda.stream(self._stream):
+        with self._allocating:
             return self._collective.allocate(*args, **options)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._collective(*args, **options)
+        with self._calling:
+            return self._collective(*args, **options)
 
 
 class _Exchanged:
@@ -425,7 +422,7 @@ def _made_in(parameter: Any) -> torch.dtype | None:
 
 
 def _around(group: Any, name: str, context: AbstractContextManager[None] | None) -> AbstractContextManager[None]:
-    return nullcontext() if context is None else _replaced(group, name, _Around(getattr(group, name), context))
+    return nullcontext() if context is None else _replaced(group, name, _Inside(getattr(group, name), calling=context))
 
 
 @contextmanager
