@@ -20,6 +20,7 @@ CASES = {
         2,
         ["plan.pipeline=2", "plan.schedule=zb_h1", "plan.micro_batch=8"],
     ),
+    "pipeline 2": (2, ["plan.pipeline=2", "plan.schedule=1f1b", "plan.micro_batch=2"]),
     "tensor 2": (2, ["plan.tensor=2"]),
     "tensor 2, several sequences, not compiled": (2, ["plan.tensor=2", "plan.micro_batch=4", "plan.compile=false"]),
     "tensor 2 x shard 2, recompute selective": (4, ["plan.tensor=2", "plan.shard=2", "plan.recompute=selective"]),
@@ -57,6 +58,15 @@ def test_layouts_agree(name: str, one_gpu: list[float], tmp_path: Path) -> None:
     gpus, overrides = CASES[name]
     needs(gpus)
     assert figures(trained(tmp_path, LLAMA, "run", gpus, overrides)) == pytest.approx(one_gpu, rel=LAYOUT_BOUND)
+
+
+def test_stages_in_a_v_agree_with_one_gpu(tmp_path: Path) -> None:
+    """Both ranks send to each other at once, in which order is up to the schedule."""
+    needs(2)
+    words = ["model.layers=4", "plan.micro_batch=1"]
+    alone = figures(trained(tmp_path, LLAMA, "alone", 1, words))
+    in_a_v = figures(trained(tmp_path, LLAMA, "v", 2, [*words, "plan.pipeline=2", "plan.schedule=zbv"]))
+    assert in_a_v == pytest.approx(alone, rel=LAYOUT_BOUND)
 
 
 def masked(folder: Path, name: str, gpus: int, *overrides: str) -> list[float]:

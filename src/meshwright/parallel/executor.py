@@ -69,6 +69,7 @@ class Executor:
         self._streams, self._channels, self._replicas, self._tied = streams, channels, replicas, tied
         self._copies, self.context = copies, context
         self._scales, self.host = scales, host
+        self._has_trained = False
 
     def play(
         self,
@@ -81,8 +82,11 @@ class Executor:
         """Run this rank's row of an expanded schedule and return its share of the loss (float64; 0 without the last stage).
 
         `batches` are the step's micro-batches by number. With `valid`, the number of valid tokens over all ranks, losses are divided by it.
-        Without, they are sums. Collective over every rank that the schedule or the mesh joins this one with.
+        Without, they are sums. Collective over every rank that the schedule or the mesh joins this one with. The first step that trains
+        goes in turns, for its kernels are still to be loaded.
         """
+        if schedule.trains and not self._has_trained:
+            schedule, self._has_trained = schedule.in_turns(), True
         return _Play(self, schedule, batches, recorder, valid, closing or {}).run()
 
     def logits(self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder) -> dict[int, Tensor]:

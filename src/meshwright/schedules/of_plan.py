@@ -36,7 +36,8 @@ def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule
     strategies = _strategies(plan, layers)
     gather = [[_gather(one) for one in row] for row in strategies]
     stages = forward_only(stage_schedule(plan, layers).placement, micro_batches)
-    return expand(stages, [len(row) for row in strategies], order=_order(plan), gather=gather, reduce="never")
+    passes = expand(stages, [len(row) for row in strategies], order=_order(plan), gather=gather, reduce="never")
+    return passes.in_turns()
 
 
 def stage_schedule(plan: Plan, layers: int) -> Schedule:

@@ -7,10 +7,10 @@ and the end of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.schedules.action import COMPUTE, Action
-from meshwright.schedules.transfers import with_transfers
+from meshwright.schedules.transfers import in_turns, with_transfers
 
 Placement = tuple[tuple[int, ...], ...]
 """By pipeline rank, its virtual stages in the order a micro-batch visits them."""
@@ -56,6 +56,10 @@ class Schedule:
     def compute(self, rank: int) -> tuple[Action, ...]:
         """What occupies the rank's device, in order: no transfers, no collectives."""
         return tuple(action for action in self.actions[rank] if action.kind in COMPUTE)
+
+    def in_turns(self) -> Schedule:
+        """The same step with every message exchanged when it is needed: for compute that runs for the first time (`transfers`)."""
+        return replace(self, actions=in_turns(self.rank_of, self.actions))
 
     def __str__(self) -> str:
         return "\n".join(f"{rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))

@@ -4,19 +4,24 @@ A pair of ranks has one channel for each direction, and a channel moves its mess
 are issued, as an NCCL communicator does; so both ends must issue them in one order. Here the sender's order decides: a
 send stands right after the compute that made its payload (and is waited for by nobody: its buffer lives until it is
 through), and the receiver posts its receives in the same order, each early enough to be under way while the compute
-before its consumer runs, and none before the compute of its own that the message is made of: a receive that waits on a
-device may keep that compute from being launched, as CUDA may wait for the device when it loads a kernel for the first
-time. The order of compute alone decides whether the whole can run; transfers add no deadlock.
+before its consumer runs. The order of compute alone decides whether the whole can run; transfers add no deadlock.
+
+That holds while a rank can give its device more compute behind a message that it waits for. What runs for the first time
+may not be given: to load a kernel CUDA can wait for the whole device. There messages go `in_turns`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from itertools import accumulate
 
-from meshwright.schedules.action import FORWARD, GRADIENT, Action
+from meshwright.schedules.action import COMPUTE, FORWARD, GRADIENT, Action
 
+Input = tuple[bool, int, int]
+"""What a stage is given: (is activation, stage, micro-batch)."""
+
+_CONSUMES = FORWARD | GRADIENT
+_CLOSING = ("norm_barrier", "optim")
 AHEAD = 1
 """Compute actions a receive is posted before the one that consumes it. More would hold buffers, and on NCCL a waiting
 receive occupies multiprocessors."""
@@ -36,6 +41,54 @@ def with_transfers(rank_of: Sequence[int], compute: Sequence[Sequence[Action]]) 
     )
 
 
+def in_turns(rank_of: Sequence[int], rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """The same rows with each message sent and received when its receiver needs it, and no sooner.
+
+    They are cut from one order of everything, in which both ends of a message stand at one place. So they run to their end
+    even if each action holds its host until all that was given to its device is through.
+    """
+    left = [deque(action for action in row if action.kind not in _CLOSING) for row in rows]
+    cut: list[list[Action]] = [[] for _ in rows]
+    expected: list[dict[Input, Action]] = [{} for _ in rows]
+    sendable: set[Action] = set()
+
+    def compute(rank: int, action: Action) -> bool:
+        """Put in what the action needs of other ranks and then itself, or nothing where some of it is still to be made."""
+        inputs = [_input(part) for part in action.parts if part.kind in _CONSUMES]
+        needed = [expected[rank][one] for one in inputs if one in expected[rank]]
+        sends = [one._replace(kind="send", stage=one.peer, peer=one.stage) for one in needed]
+        if not sendable.issuperset(sends):
+            return False
+        for send, receive in zip(sends, needed, strict=True):
+            cut[rank_of[send.stage]].append(send)
+            cut[rank].append(receive)
+            del expected[rank][_input(receive)]
+        cut[rank].append(action)
+        return True
+
+    while any(left):
+        before = sum(map(len, left))
+        for rank, row in enumerate(left):
+            while row:
+                action = row[0]
+                computes = action.kind in COMPUTE
+                if computes and not compute(rank, action):
+                    break
+                row.popleft()
+                if computes:
+                    break  # the next rank's turn, as devices compute beside each other
+                if action.kind == "send":
+                    sendable.add(action)
+                elif action.kind == "recv":
+                    expected[rank][_input(action)] = action
+                else:
+                    cut[rank].append(action)
+        assert sum(map(len, left)) < before, "the order of compute cannot run"
+    # All ranks meet in the closing, so it comes behind all messages.
+    ends = [[action for action in row if action.kind in _CLOSING] for row in rows]
+    return tuple((*mine, *end) for mine, end in zip(cut, ends, strict=True))
+
+
 def _sends(rank_of: Sequence[int], rank: int, action: Action) -> tuple[Action, ...]:
     found = []
     for part in action.parts:
@@ -51,7 +104,6 @@ def _receives(
 ) -> list[dict[int, list[Action]]]:
     """By rank: the receives to post before the compute action at each place."""
     needed = [_places(mine) for mine in compute]
-    own = [_own_links(mine, len(rank_of)) for mine in compute]
     channels: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, mine in enumerate(sends):
         for sent in mine:
@@ -59,39 +111,21 @@ def _receives(
                 channels[rank, rank_of[send.peer]].append(send)
     posted: list[dict[int, list[Action]]] = [defaultdict(list) for _ in compute]
     for (_, receiver), queue in channels.items():
-        # What a message is made of must be under way before those behind it too.
-        begun = accumulate((_begun(own[receiver], send, len(rank_of)) for send in queue), max)
         latest = len(compute[receiver])
-        for send, earliest in zip(reversed(queue), reversed([*begun]), strict=True):
+        for send in reversed(queue):
             need = needed[receiver][send.payload == "activation", send.peer, send.micro_batch]
-            latest = min(latest, max(earliest, need - AHEAD))
+            latest = min(latest, max(0, need - AHEAD))
             receive = Action("recv", send.peer, send.micro_batch, None, send.stage, send.payload)
             posted[receiver][latest].append(receive)
     return [{place: found[::-1] for place, found in mine.items()} for mine in posted]
 
 
-def _own_links(compute: Sequence[Action], stages: int) -> dict[int, list[tuple[int, int]]]:
-    """By micro-batch: the links of its chain, through all stages and back, that this rank computes, each with its place in the order."""
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for place, action in enumerate(compute):
-        for part in action.parts:
-            if part.kind in FORWARD or part.kind in GRADIENT:
-                link = part.stage if part.kind in FORWARD else 2 * stages - 1 - part.stage
-                found[part.micro_batch].append((link, place))
-    return found
+def _places(compute: Sequence[Action]) -> dict[Input, int]:
+    """Where each input is consumed in the order of compute."""
+    parts = ((part, place) for place, action in enumerate(compute) for part in action.parts)
+    return {_input(part): place for part, place in parts if part.kind in _CONSUMES}
 
 
-def _begun(own: dict[int, list[tuple[int, int]]], send: Action, stages: int) -> int:
-    """The first place behind all of the receiver's own compute that the message is made of."""
-    link = send.stage if send.payload == "activation" else 2 * stages - 1 - send.stage
-    return max((place + 1 for one, place in own[send.micro_batch] if one < link), default=0)
-
-
-def _places(compute: Sequence[Action]) -> dict[tuple[bool, int, int], int]:
-    """Where each input is consumed: (is activation, stage, micro-batch) → place in the compute order."""
-    return {
-        (part.kind in FORWARD, part.stage, part.micro_batch): place
-        for place, action in enumerate(compute)
-        for part in action.parts
-        if part.kind in FORWARD or part.kind in GRADIENT
-    }
+def _input(action: Action) -> Input:
+    """What a compute action consumes, or a receive brings."""
+    return action.kind in FORWARD or action.payload == "activation", action.stage, action.micro_batch
