@@ -171,12 +171,13 @@ def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: floa
     wide, inner, routed = _feed_forward(model, layer)
     if recompute == "selective":
         return 2 * model.hidden + query + joined + wide + routed
+    # Each norm with what it reads and makes: a parallel block has one, and nothing keeps the sums of its two branches.
     norms = 1 if model.parallel_block else 2
     # Values are a view into the joined projection, which therefore stays whole beside the turned queries and keys.
     turned = query + kv if model.positions == "rope" else 0
     # Attention keeps its own result as it is: in fp8 the product behind it has a copy.
     again = low * query if low < 1 else 0
-    return (2 + low * norms) * model.hidden + query + again + joined + turned + wide + low * inner + routed
+    return (1 + low) * norms * model.hidden + query + again + joined + turned + wide + low * inner + routed
 
 
 def travelled_per_token(model: ModelSpec, layer: int, recompute: Recompute, ranks: int) -> float:

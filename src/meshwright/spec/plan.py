@@ -312,7 +312,7 @@ class PlanPins:
     gather_engine: Engine | None = None
     """What gathers weights over shard and context ranks."""
     reduce_engine: ReduceEngine | None = None
-    """What sums gradients over shard and context ranks; left out, kernels, as an exchange is not measured on GPUs yet."""
+    """What sums gradients over shard and context ranks; left out, kernels, as an exchange gained nothing on two GPUs."""
     tensor_engine: Engine | None = None
     """What moves tokens along the tensor axis."""
     compile: bool | None = None
