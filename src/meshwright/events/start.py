@@ -60,14 +60,14 @@ class StartClock:
 
 def process_began() -> float:
     """The monotonic clock's seconds at which this process began, to 10 ms; now where the system does not say."""
-    now = time.monotonic()
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        since_boot = ticks / os.sysconf("SC_CLK_TCK")
+        # Both clocks at once, for between this and the file the process may have had to wait.
+        return time.monotonic() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
     except (OSError, AttributeError, ValueError, IndexError):
-        return now
-    return now - max(0.0, age)
+        return time.monotonic()
 
 
 def start_line(phases: Mapping[str, float], compiler: Mapping[str, float]) -> str:
