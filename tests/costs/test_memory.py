@@ -32,6 +32,8 @@ HEAD = 1024 * VOCAB * 2 + 2 * 4 * TABLE + 2 * TOKENS * HIDDEN * 2
 """A chunk's logits, the head's gradient in fp32 and the product that is added to it, hidden states and their gradient."""
 STREAM = TOKENS * HIDDEN * 2
 """One micro-batch's residual stream in bf16."""
+AGAIN = TOKENS * KEPT - STREAM
+"""What a block that kept its input makes again."""
 
 
 def plan(mesh: dict[str, int], schedule: str = "1f1b", stages=(), **layer) -> Plan:
@@ -124,7 +126,7 @@ def test_activations_by_virtual_stage() -> None:
 def test_the_first_backward_may_be_the_fuller_moment() -> None:
     """One block whole again and its gradients, while the head's are reduced: in fp32, whole and a fourth, beside a block's in bf16."""
     found = kinds(plan({"shard": 4}, recompute="full"))
-    assert found["activations"] == LAYERS * STREAM + TOKENS * KEPT + MADE + SCRATCH
+    assert found["activations"] == LAYERS * STREAM + AGAIN + MADE + SCRATCH
     assert found["gathered"] == 2 * (2 * BLOCK + 2 * (TABLE + HIDDEN)) + 4 * (TABLE + HIDDEN) * 5 // 4 + 2 * BLOCK
     assert found["logits"] == STREAM
 
@@ -133,7 +135,7 @@ def test_layered_accumulation_keeps_every_micro_batch_and_two_units() -> None:
     found = kinds(plan({"shard": 4}, "breadth_first", reshard=True, recompute="full"))
     kept = MICRO_BATCHES * LAYERS * STREAM  # each block's input
     between = MICRO_BATCHES * STREAM  # each micro-batch's gradient between two units
-    assert found["activations"] == kept + between + TOKENS * KEPT + MADE + SCRATCH
+    assert found["activations"] == kept + between + AGAIN + MADE + SCRATCH
     # A block's gradients are summed in fp32 until its last micro-batch.
     assert found["gathered"] == kinds(plan({"shard": 4}, recompute="full"))["gathered"] + 4 * BLOCK
     assert found["logits"] == MICRO_BATCHES * STREAM
@@ -220,7 +222,7 @@ def test_layers_may_differ() -> None:
         layers=(LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-7", reshard=False)),
     )
     found, plain = kinds(mixed), kinds(plan({"shard": 4}, recompute="full"))
-    assert found["activations"] == 4 * STREAM + 4 * TOKENS * KEPT + TOKENS * KEPT + MADE + SCRATCH
+    assert found["activations"] == 4 * STREAM + 4 * TOKENS * KEPT + AGAIN + MADE + SCRATCH
     assert found["gathered"] - plain["gathered"] == 2 * (
         2 * BLOCK + TABLE
     )  # two blocks more, and the embedding beside the head

@@ -9,12 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
+from meshwright.events.span import NullRecorder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, BF16_BOUND, GPT, LLAMA, compare, one_device, sharded
+from tests.distributed.test_equality import (
+    BATCH,
+    BF16_BOUND,
+    GPT,
+    LLAMA,
+    RATE,
+    TRAIN,
+    batch,
+    compare,
+    one_device,
+    sharded,
+)
 from tests.slow import quick_first
 
 DEEP = replace(LLAMA, layers=8, hidden=8, heads=2, kv_heads=1)
@@ -193,6 +206,46 @@ def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
     results = [steps[:1] for steps in pool.run(sharded, 4, DEEP, case.plan, 2.0)]
     with pytest.raises(AssertionError):
         compare(results, one_device(DEEP)[:1], 1e-9, weights=False)
+
+
+def left_to_the_collector(world, plan: Plan) -> list[str]:
+    """Tensors of a step, its batches among them, that lie in cycles behind it: nothing frees them but Python's collector."""
+    import gc
+
+    from meshwright.data.loader import MicroBatch
+    from meshwright.optim.adamw import AdamW
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.train.step import train_step
+
+    mesh = build_mesh(plan, world)
+    engine = build_engine(DEEP, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    optimizer = AdamW(engine.model, DEEP, TRAIN, engine.away)
+
+    def one_step(number: int) -> None:
+        mine = [tensor[: BATCH // mesh.data_ranks].split(plan.batch.micro_batch) for tensor in batch(number, DEEP)]
+        batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+        train_step(
+            engine, optimizer, mesh, batches, learning_rate=RATE, clip_norm=1.0, recorder=NullRecorder(), stop_flag=lambda: 0
+        )  # fmt: skip
+
+    one_step(0)
+    gc.collect()
+    gc.disable()
+    try:
+        one_step(1)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [str(tuple(found.shape)) for found in gc.garbage if isinstance(found, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("case", [Case("1f1b", shard=2), Case("zb_h1", pipeline=2), Case("zbv", pipeline=2)], ids=str)
+def test_a_step_leaves_no_tensor_to_the_collector(pool: Pool, case: Case) -> None:
+    assert pool.run(left_to_the_collector, case.plan.ranks, case.plan) == [[]] * case.plan.ranks
 
 
 def refused(world, plan: Plan) -> str:

@@ -1,14 +1,21 @@
-"""What recompute leaves unsaid."""
+"""What recompute leaves unsaid, and what a block keeps under it."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch._logging import warning_once
 
+from meshwright.costs.memory import kept_per_token
+from meshwright.parallel.apply import COMPILER
 from meshwright.parallel.recompute import recomputing
+from meshwright.spec.plan import Recompute
+from tests.models.tiny import LLAMA, QWEN3_MOE, built
+from tests.slow import quick_first
 
 
 def test_a_compiler_s_remark_on_every_block_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
@@ -18,3 +25,39 @@ def test_a_compiler_s_remark_on_every_block_is_not_repeated(caplog: pytest.LogCa
         block(torch.eye(3, requires_grad=True)).backward()
         logging.getLogger("torch._higher_order_ops.wrap").warning("another remark")
     assert [record.getMessage() for record in caplog.records] == ["another remark"]
+
+
+KEEPING = {
+    "qwen3 moe": replace(
+        QWEN3_MOE, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, first_dense_layers=0, experts=16, experts_per_token=8,
+        expert_hidden=104,
+    ),
+    "llama": replace(LLAMA, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, ffn_hidden=300),
+}  # fmt: skip
+MODES: tuple[Recompute, ...] = ("selective", "none", "all_but_attention")
+SMALL, CHOSEN = 0.05, 32
+"""What the account leaves out: of what is kept at most statistics of norms and attention, and bytes of each choice of a router: which
+expert, two places, a weight."""
+
+
+@pytest.mark.parametrize("kind, mode", quick_first(2, product(KEEPING, MODES), rows=True))
+def test_a_compiled_block_keeps_what_the_account_says(kind: str, mode: Recompute) -> None:
+    model = built(KEEPING[kind]).bfloat16()
+    block, tokens = model.layers["0"], torch.zeros(2, 64, dtype=torch.long)
+    shared = model.shared(tokens, None, None, torch.bfloat16)
+    others = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *(shared.rope or ())]}
+    seen: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in others:
+            seen[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    run = torch.compile(recomputing(block.forward, mode, block.routed), fullgraph=True, dynamic=False, options=COMPILER)
+    x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run(x, shared.rope, shared.mask)
+    told = 2 * tokens.numel() * kept_per_token(KEEPING[kind], 0, mode)
+    chosen = CHOSEN * tokens.numel() * KEEPING[kind].experts_per_token
+    assert told <= sum(seen.values()) <= (1 + SMALL) * told + chosen

@@ -60,11 +60,12 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     products = products + _expert_products(shape, layout, speed, k, tokens)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory)
     passes = tokens * shape.hidden * shape.layers * k.passes / memory / width
-    routed = shape.moe_layers * tokens * shape.top_k * shape.hidden * k.moe_passes / memory / width
+    moved = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
+    routed = shape.moe_layers * tokens * shape.top_k * shape.hidden * moved / memory / width
     lowered = np.where(machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory / width, 0.0)
     tails = KERNELS * shape.layers * k.tail_us * 1e-6
     forward = products + core_forward + passes + routed + lowered + tails
-    backward = 2 * products + core_backward + 1.5 * passes + 2 * routed + 1.5 * lowered + 1.5 * tails
+    backward = 2 * products + core_backward + 1.5 * passes + k.moe_back * routed + 1.5 * lowered + 1.5 * tails
     again = _recomputed(
         shape, layout, k, forward, np.where(k.compiled > 0, passes + tails / 2, core_forward), core_forward, speed
     )

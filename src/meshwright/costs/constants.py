@@ -119,6 +119,10 @@ class Constants:
     benchmarks/results/2026-11-21-gathers-2xH200.json). Of more devices a guess."""
     copy_link: Array = 1.34
     """Bandwidth of a gather on copy engines over that of one by kernels (387 over 289 GB/s, as above)."""
+    moe_back: Array = 2.0
+    """What permuting and combining cost in a backward, over a forward."""
+    moe_spread: Array = 0.0
+    """Bytes as `moe_passes` that are added where experts are on several ranks: rows are sorted there again."""
     token_passes: Array = 0.0
     """Bytes that a layer's exchanges between tensor ranks cost beside the wire, per token and hidden element, where kernels gather several
     sequences: they arrive by rank and are put in order, and back. Own engine: what two runs of Llama-3-8B on 2 H200s took beyond products

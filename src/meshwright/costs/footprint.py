@@ -16,7 +16,7 @@ import numpy as np
 from meshwright.costs.account import LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.constants import table
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, Array, Layouts, Shape
-from meshwright.costs.memory import exchanged_per_token, kept_per_token, made_per_token, travelled_per_token
+from meshwright.costs.memory import exchanged_per_token, kept_per_token, travelled_per_token, worked_per_token
 from meshwright.costs.stages import stage_layers
 from meshwright.spec.layout import balanced_stages
 from meshwright.spec.model import ModelSpec, parameters
@@ -52,7 +52,7 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, head: float, *, last: b
     forwards, forwards_first = _forwards(layout, last)
     staying = np.minimum(LAYERS_STAYING + (np.asarray(layout.pipeline) > 1), layers)
     alive = np.where(np.asarray(layout.offload_activations) > 0, staying, forwards * layers)
-    working = sizes.made + np.where(mode > 0, sizes.kept[0], 0.0) + exchanged_per_token(model, width, layout.context)
+    working = np.choose(mode, np.broadcast_arrays(*sizes.worked)) + exchanged_per_token(model, width, layout.context)
     piled = np.where(layout.layered > 0, m, 0.0)
     whole = (np.asarray(layout.reduce_once) > 0) & (m > 1)
     sums = np.where(whole & (shards > 1), (layers * block + ends) * f.reduce, owned * f.stored)
@@ -107,8 +107,8 @@ class _Sizes:
     """Those of the embedding's unit."""
     kept: tuple[float, ...]
     """Elements a token that a block keeps, by recompute mode."""
-    made: float
-    """Elements a token of gradients in its backward."""
+    worked: tuple[float, ...]
+    """Those that its backward holds beside them."""
     travelled: float
     """Elements a token that selective recompute keeps besides where its experts are on several ranks."""
 
@@ -128,7 +128,9 @@ def _sizes(model: ModelSpec, low: float) -> _Sizes:
         kept=tuple(
             sum(kept_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTES
         ),
-        made=sum(made_per_token(model, layer) for layer in layers) / model.layers,
+        worked=tuple(
+            sum(worked_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTES
+        ),
         travelled=sum(travelled_per_token(model, layer, "selective", 2) for layer in layers) / model.layers,
     )
 

@@ -170,7 +170,8 @@ def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: floa
         return model.hidden + (query if recompute == "all_but_attention" else 0)
     wide, inner, routed = _feed_forward(model, layer)
     if recompute == "selective":
-        return 2 * model.hidden + query + joined + wide + routed
+        # What experts are given is gathered again; what they gave is the result of a product.
+        return 2 * model.hidden + query + joined + wide + routed - _copied(model, layer)
     # Each norm with what it reads and makes: a parallel block has one, and nothing keeps the sums of its two branches.
     norms = 1 if model.parallel_block else 2
     # Values are a view into the joined projection, which therefore stays whole beside the turned queries and keys.
@@ -183,23 +184,34 @@ def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: floa
 def travelled_per_token(model: ModelSpec, layer: int, recompute: Recompute, ranks: int) -> float:
     """Elements of one token that are kept besides where its experts are on `ranks` ranks: selective recompute does not ask for rows twice,
     and keeps what the experts gave as it left and as it arrived."""
-    again = recompute == "selective" and model.routed(layer) and ranks > 1
-    return model.experts_per_token * model.hidden if again else 0.0
+    again = recompute == "selective" and ranks > 1
+    return 2 * _copied(model, layer) if again else 0.0
 
 
-def made_per_token(model: ModelSpec, layer: int) -> float:
-    """Elements of gradients in a block's backward over what it has let go: those of the feed-forward's wide half and of the stream."""
-    wide, _, routed = _feed_forward(model, layer)
-    return wide + routed + model.hidden
+def worked_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
+    """Elements of one token that a block's backward holds over what its forward kept: gradients of the feed-forward's wide half and of the
+    stream beyond what it has let go, and what is computed again. Of an expert's input and output one is there: with the gradient of the
+    output the output goes, and then the input is gathered again."""
+    wide, _, _ = _feed_forward(model, layer)
+    made = wide + model.hidden
+    if recompute == "none":
+        return made
+    again = kept_per_token(model, layer, "none", low) - kept_per_token(model, layer, recompute, low)
+    return made + again - _copied(model, layer)
 
 
 def _feed_forward(model: ModelSpec, layer: int) -> tuple[float, float, float]:
-    """Elements of one token before the activation, behind it, and of copies that routing makes: each expert's input and output."""
-    width, copies = model.ffn_hidden, 0
+    """Elements of one token before the activation, behind it, and of what routing makes: copies for and of its experts, and choices."""
+    width, routed = model.ffn_hidden, 0.0
     if model.routed(layer):
         width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
-        copies = 2 * model.experts_per_token * model.hidden + model.experts
-    return (2 * width if model.mlp == "swiglu" else width), width, copies
+        routed = 2 * _copied(model, layer) + model.experts
+    return (2 * width if model.mlp == "swiglu" else width), width, routed
+
+
+def _copied(model: ModelSpec, layer: int) -> float:
+    """Elements of a token's copies, one for each of its experts; 0 in a block without."""
+    return float(model.experts_per_token * model.hidden) if model.routed(layer) else 0.0
 
 
 def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Array:
@@ -316,7 +328,7 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
         if strategy.activations_away
     ]
     working = max(
-        made_per_token(model, layer) + (strategy.recompute != "none" and kept(layer, "none"))
+        worked_per_token(model, layer, strategy.recompute, low_share(plan.precision, plan.linear(layer, model.layers)))
         for layer, strategy in zip(part.layers, strategies, strict=True)
     )
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -137,23 +138,9 @@ class _Play:
         visits = {place: self.visits(action) for place, action in enumerate(self.row)} if offloads else {}
         self.begins = {place: found for place, found in visits.items() if found}
         moved = {visit for found in self.begins.values() for visit in found if self.unit_at(visit).offloads}
-        self.moves = Moves(executor.host, tuple(self.begins.values()), moved, self.copying)
+        self.moves = Moves(executor.host, tuple(self.begins.values()), moved, partial(_copying, recorder))
         # Counted by what is sharded together, which for tied ends is two units.
         self.reductions_left = Counter(self.unit(a).sharded for a in self.row if a.kind == "reduce_grad")
-        self.do: dict[Kind, Callable[[Action], None]] = {
-            "forward": self.forward,
-            "forward_only": self.forward,
-            "backward": self.backward,
-            "backward_input": self.backward_input,
-            "backward_weight": self.backward_weight,
-            "send": self.send,
-            "recv": self.receive,
-            "unshard": lambda action: self.unit(action).sharded.unshard(self.aside(action, "unshard")),
-            "reshard": lambda action: self.unit(action).sharded.reshard(),
-            "reduce_grad": self.reduce,
-            "norm_barrier": self.norm_barrier,
-            "optim": self.optim,
-        }
 
     def run(self) -> Tensor:
         if self.on._scales is not None:
@@ -168,7 +155,7 @@ class _Play:
             if place in self.begins:
                 self.moves.begin()
             for part in action.parts:
-                self.do[part.kind](part)
+                _DO[part.kind](self, part)
                 if self.makes_gradients(part) and place not in taken_as_it_is:
                     with self.recorder.span(part.label, "compute"):  # adding up is part of making them
                         self.unit(part).sharded.accumulate()
@@ -180,10 +167,6 @@ class _Play:
     def aside(self, action: Action, lane: str) -> AbstractContextManager[None] | None:
         """What a collective's span is taken with, in steps whose communication is recorded."""
         return self.recorder.aside(action.label, lane) if self.recorder.detail else None
-
-    def copying(self, name: str, lane: str) -> AbstractContextManager[None] | None:
-        """What a copy to or from host memory is taken with, likewise."""
-        return self.recorder.aside(name, lane) if self.recorder.detail else None
 
     def visits(self, action: Action) -> tuple[Visit, ...]:
         """The visits whose forward or backward the action is; none for the loss's backward, which its forward has done, and for the weight
@@ -372,6 +355,12 @@ class _Play:
         if self.recorder.detail:
             self.recorder.message(action.label, f"{action.kind} {self.rank_of[action.peer]}", transfer.travel)
 
+    def unshard(self, action: Action) -> None:
+        self.unit(action).sharded.unshard(self.aside(action, "unshard"))
+
+    def reshard(self, action: Action) -> None:
+        self.unit(action).sharded.reshard()
+
     def reduce(self, action: Action) -> None:
         sharded = self.unit(action).sharded
         self.reductions_left[sharded] -= 1
@@ -406,3 +395,25 @@ def _nothing() -> None:
 def _gradient_of(x: Tensor) -> Tensor:
     assert x.grad is not None, "every unit's output depends on its input"
     return x.grad
+
+
+def _copying(recorder: Recorder, name: str, lane: str) -> AbstractContextManager[None] | None:
+    """What a copy to or from host memory is taken with, in steps whose communication is recorded."""
+    return recorder.aside(name, lane) if recorder.detail else None
+
+
+# Not the play's own: held by itself it would keep its step's tensors until Python collects garbage, many steps later.
+_DO: dict[Kind, Callable[[_Play, Action], None]] = {
+    "forward": _Play.forward,
+    "forward_only": _Play.forward,
+    "backward": _Play.backward,
+    "backward_input": _Play.backward_input,
+    "backward_weight": _Play.backward_weight,
+    "send": _Play.send,
+    "recv": _Play.receive,
+    "unshard": _Play.unshard,
+    "reshard": _Play.reshard,
+    "reduce_grad": _Play.reduce,
+    "norm_barrier": _Play.norm_barrier,
+    "optim": _Play.optim,
+}

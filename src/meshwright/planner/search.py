@@ -28,7 +28,7 @@ from meshwright.spec.run import RunSpec
 
 KEPT = 256
 """Points that the sweep hands on."""
-FINALISTS, ALIKE = 18, 4
+FINALISTS, ALIKE = 32, 4
 """Plans that are estimated by whole stages, and how many of them may be of one kind: the closed form may be wrong about all of that."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
 """Of the memory that may be filled, what the closed form is asked for: it strays a little from the exact account, which judges. The next is

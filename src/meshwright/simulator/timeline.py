@@ -51,7 +51,7 @@ class Timeline:
             **self.exposed,
             "closing": sum(self.closing_seconds) / ranks,
         }
-        return {**parts, "idle": self.step_seconds - sum(parts.values())}
+        return {**parts, "idle": max(0.0, self.step_seconds - sum(parts.values()))}  # but for rounding
 
     @property
     def peak_in_flight(self) -> tuple[float, ...]:
