@@ -16,6 +16,15 @@ LONG = ("distributed", "docs", "train", "cli", "planner", "kernels")
 """Rooms whose tests take long, the longest first: of several workers none is left alone with one of them at the end."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-xdist 3.8 marks groups in a place that pytest 9.2 does not read: a file would be spread over the workers, each with a pool of
+    ranks of its own."""
+    if config.getoption("dist", "no") == "loadgroup" and pytest.version_tuple >= (9, 2):
+        raise pytest.UsageError(
+            f"pytest {pytest.__version__} keeps no groups of tests; expected the one of constraints.txt"
+        )
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file stay in one worker, and so do all that share the pool of ranks."""
