@@ -55,7 +55,12 @@ def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
     """A plan in one line: mesh, schedule, batch, layer strategies. Takes the plan or its plain form."""
     known = from_plain(Plan, plan) if isinstance(plan, dict) else plan
     cut = f"{known.batch.accumulate} micro-batches of {known.batch.micro_batch} × {run.train.seq_len} tokens"
-    return f"{mesh_line(known)}{_order(known)}, {cut}, {layers_line(known)}"
+    return f"{axes_line(known)}, {cut}, {layers_line(known)}"
+
+
+def axes_line(plan: Plan) -> str:
+    """The mesh, and the schedule where there is one to choose."""
+    return mesh_line(plan) + (f", {plan.schedule.name}" if plan.axis_size("pipeline") > 1 or plan.layered else "")
 
 
 def mesh_line(plan: Plan) -> str:
@@ -70,7 +75,7 @@ def mesh_line(plan: Plan) -> str:
 
 def short_line(plan: Plan) -> str:
     """What sets a plan apart from its neighbours."""
-    return f"{mesh_line(plan)}{_order(plan)}, micro-batch {plan.batch.micro_batch}, {layers_line(plan)}"
+    return f"{axes_line(plan)}, micro-batch {plan.batch.micro_batch}, {layers_line(plan)}"
 
 
 def layers_line(plan: Plan) -> str:
@@ -175,10 +180,6 @@ def seconds_text(seconds: float) -> str:
 def bytes_text(count: float) -> str:
     """93.1 GB, 268 MB, 3.04 MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
-
-
-def _order(plan: Plan) -> str:
-    return f", {plan.schedule.name}" if plan.axis_size("pipeline") > 1 or plan.layered else ""
 
 
 def _strategy(strategy: LayerStrategy) -> str:

@@ -166,11 +166,12 @@ def _prepared(
 
 def announce(assignment: Assignment, resumes: bool) -> None:
     """What is about to run, before any rank starts."""
+    from meshwright.cli.plan_words import axes_line, layers_line
     from meshwright.observe.figures import short
     from meshwright.spec.model import flops_per_token, parameter_count
 
     run, plan = assignment.run, assignment.plan
-    mesh = " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh)
+    spared = any(layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
     seq = run.train.seq_len
     say(f"{'resume' if resumes else 'run'} {assignment.folder}")
     say(
@@ -180,10 +181,14 @@ def announce(assignment: Assignment, resumes: bool) -> None:
     )
     say(f"  on {_devices(run.cluster)}")
     batch = plan.batch
-    say(
-        f"  plan: {mesh}; micro-batch {batch.micro_batch} × {batch.accumulate}; {_formats(run, plan)}; "
-        + "; ".join(plan.why[:1])
-    )
+    parts = [
+        axes_line(plan),
+        f"micro-batch {batch.micro_batch} × {batch.accumulate}",
+        _formats(run, plan),
+        *([layers_line(plan)] if spared else []),
+        *plan.why[:1],
+    ]
+    say(f"  plan: {'; '.join(parts)}")
 
 
 def _devices(cluster: ClusterSpec) -> str:
