@@ -42,7 +42,6 @@ def test_generate_by_the_plan_is_that_of_one_device(run: Path, drawn: list[objec
     assert spread.json == one.json
 
 
-@pytest.mark.slow  # and in tests/distributed/test_training.py, without a command line around it
 def test_eval_by_the_plan_is_that_of_one_device(run: Path) -> None:
     one, spread = (meshwright("eval", run, "--json", *by) for by in ([], ["--plan", run / "plan.yaml"]))
     assert spread.code == 0, spread.err

@@ -25,7 +25,7 @@ DOCUMENTS = {"context-2xH200 1b-32k-docs-shard"}
 """Masked between documents, which the cost model does not price; its steps take from 0.69 to 1.22 s by what they read."""
 OVER_TCP = {f"tcp-13b-8xH200 {name}" for name in ("zero3-384", "pp2-zbv-b32")}
 """13B over two emulated nodes of four: 4.6% and 4.1% too fast, so held to `STEP` alone."""
-QUICK = {"one-gpu-update-H200 1b-bf16", "levers-recompute-H200 planned"}
+QUICK = {"one-gpu-update-H200 1b-bf16", "levers-recompute-H200 planned-gpu-0"}
 """5.2 and 5.3% too slow: on a GPU on which torchtitan took 2 to 3% less than the day before too, and on the quicker one of two of a host,
 3.2% ahead of the other."""
 SHORT_CHUNKS = {"levers-one-gpu-H200 loss-chunk-1024"}

@@ -10,7 +10,7 @@ import torch
 from tests.gpu.runs import RUNS_LIMIT, Record, figures, needs, steps, trained
 from tests.models.tiny import MIXTURES, built
 
-from meshwright.kernels.grouped import from_groups, order_by_expert
+from meshwright.kernels.grouped import order_by_expert, summed
 from meshwright.parallel.apply import COMPILER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
@@ -75,15 +75,13 @@ def test_a_tokens_experts_are_summed_at_a_copys_rate() -> None:
     chosen = torch.rand(tokens, 64, device="cuda").topk(copies).indices
     order = order_by_expert(chosen, chosen.flatten().bincount(minlength=64))
     rows = torch.randn(tokens * copies, width, device="cuda", dtype=torch.bfloat16)
-    weights = torch.rand(tokens, copies, 1, device="cuda")
-    summed = torch.compile(
-        lambda rows, weights: (from_groups(rows, order) * weights).sum(1).bfloat16(), fullgraph=True, options=COMPILER
-    )
-    exact = (rows[order.places].double() * weights).sum(1)
-    torch.testing.assert_close(summed(rows, weights).double(), exact, rtol=1e-2, atol=1e-2)
+    weights = torch.rand(tokens, copies, device="cuda")
+    run = torch.compile(lambda: summed(rows, weights, order).bfloat16(), fullgraph=True, options=COMPILER)
+    exact = (rows[order.places].double() * weights[..., None]).sum(1)
+    torch.testing.assert_close(run().double(), exact, rtol=1e-2, atol=1e-2)
     other = torch.empty_like(rows)
     # Read once, where a copy reads and writes.
-    assert seconds(lambda: summed(rows, weights)) < seconds(lambda: other.copy_(rows))
+    assert seconds(run) < seconds(lambda: other.copy_(rows))
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -105,7 +103,7 @@ def test_the_fast_path_equals_the_plain_one_and_never_waits(kind: str, compiled:
     """Given the same choices: x is such that bf16 decides as fp64 does for all but a few tokens, which are left out."""
     exact = built(MIXTURES[kind], plain=True).layers["1"].moe.cuda()
     fast = built(MIXTURES[kind]).layers["1"].moe.bfloat16().cuda()
-    run = torch.compile(fast, fullgraph=True, dynamic=False) if compiled else fast
+    run = torch.compile(fast, fullgraph=True, dynamic=False, options=COMPILER) if compiled else fast
     x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0)).cuda()
     run(x.bfloat16().requires_grad_()).x.sum().backward()  # compiles, and makes cuBLAS's workspaces
     fast.zero_grad()

@@ -15,6 +15,7 @@ from meshwright.kernels.grouped import (
     grouped_linear,
     looped_gradients,
     order_by_expert,
+    summed,
     to_groups,
 )
 from meshwright.spec.errors import BadInput
@@ -98,6 +99,8 @@ def test_rows_are_sorted_by_expert_and_come_back(experts: int) -> None:
     assert torch.equal(from_groups(rows, order), tokens[:, None].expand(-1, copies, -1))
     assert torch.autograd.gradcheck(lambda x: to_groups(x, order), tokens)
     assert torch.autograd.gradcheck(lambda x: from_groups(x, order), rows.detach().requires_grad_())
+    weights = torch.rand(11, copies, generator=draw, dtype=torch.float64)
+    torch.testing.assert_close(summed(rows, weights, order), tokens * weights.sum(1, keepdim=True))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")

@@ -27,12 +27,8 @@ from meshwright.spec.run import ModelSection, RunSpec
 @st.composite
 def questions(draw: st.DrawFn) -> RunSpec:
     """Models of a few wide layers on one to eight GPUs, with more or less memory than they want."""
-    heads = draw(st.sampled_from([4, 8]))
-    model = ModelSection(
-        family="llama", layers=draw(st.integers(2, 6)), hidden=heads * 128, heads=heads, kv_heads=draw(st.sampled_from([2, 4])),
-        head_dim=128, ffn_hidden=heads * 384, vocab_size=32000, max_seq_len=8192, norm="rmsnorm", mlp="swiglu",
-        positions="rope", tied=draw(st.booleans()),
-    )  # fmt: skip
+    heads, kv_heads = draw(st.sampled_from([4, 8])), draw(st.sampled_from([2, 4]))
+    model = model_of(draw(st.integers(2, 6)), heads, kv_heads, tied=draw(st.booleans()))
     per_node = draw(st.sampled_from([1, 2, 4]))
     network = draw(st.sampled_from([None, NetworkSpec(fabric="tcp", port_gb_per_s=1.0)]))
     cluster = ClusterSpec(
@@ -47,6 +43,22 @@ def questions(draw: st.DrawFn) -> RunSpec:
         steps=1, global_batch=draw(st.sampled_from([4, 8, 16])), seq_len=draw(st.sampled_from([1024, 4096]))
     )
     return RunSpec(name="x", model=model, train=train, cluster=cluster, plan=pins)
+
+
+def model_of(layers: int, heads: int, kv_heads: int, *, tied: bool) -> ModelSection:
+    return ModelSection(
+        family="llama", layers=layers, hidden=heads * 128, heads=heads, kv_heads=kv_heads, head_dim=128, ffn_hidden=heads * 384,
+        vocab_size=32000, max_seq_len=8192, norm="rmsnorm", mlp="swiglu", positions="rope", tied=tied,
+    )  # fmt: skip
+
+
+def test_gradients_reduced_in_every_micro_batch_may_need_more() -> None:
+    """Here the fastest plan fits with gradients kept whole only: buffers of reductions are larger than what that keeps."""
+    cluster = ClusterSpec(
+        gpu="H200", nodes=2, gpus_per_node=4, memory_gib=4.5, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0)
+    )
+    train, model = TrainSpec(steps=1, global_batch=16, seq_len=4096), model_of(3, 8, 2, tied=True)
+    check(RunSpec(name="x", model=model, train=train, cluster=cluster, plan=PlanPins(pipeline=2)))
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))

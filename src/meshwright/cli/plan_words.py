@@ -1,4 +1,4 @@
-"""A plan in words: one line of it, its facts, and its mesh on the cluster's links. What `plan`, `simulate` and the HTML page share."""
+"""A plan in words, for `plan`, `simulate`, `train` and the HTML page: one line of it, its facts, and its mesh on the cluster's links."""
 
 from __future__ import annotations
 

@@ -120,9 +120,11 @@ class Constants:
     copy_link: Array = 1.34
     """Bandwidth of a gather on copy engines over that of one by kernels (387 over 289 GB/s, as above)."""
     moe_back: Array = 2.0
-    """What permuting and combining cost in a backward, over a forward."""
+    """What permuting and combining cost in a backward, over a forward. Own engine: with `moe_passes`, what eight runs of Qwen3-30B-A3B on
+    one and two H200s took (benchmarks/results/2026-11-23-mixture-1xH200.json and -2xH200.json)."""
     moe_spread: Array = 0.0
-    """Bytes as `moe_passes` that are added where experts are on several ranks: rows are sorted there again."""
+    """Bytes that are added to `moe_passes` where experts are on several ranks: rows are sorted there again, and the device waits for
+    the host. Own engine: what two runs on 2 H200s took (benchmarks/results/2026-11-22-experts-2xH200.json, `expert-12` and `tensor-12`)."""
     token_passes: Array = 0.0
     """Bytes that a layer's exchanges between tensor ranks cost beside the wire, per token and hidden element, where kernels gather several
     sequences: they arrive by rank and are put in order, and back. Own engine: what two runs of Llama-3-8B on 2 H200s took beyond products

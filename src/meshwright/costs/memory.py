@@ -222,27 +222,26 @@ def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Arra
 
 
 def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int], *, away: bool = False) -> float:
-    strategies, kept = plan.strategies(model.layers), _keeping(model, plan)
-    elements = sum(
-        kept(layer, strategies[layer].recompute) for layer in layers if strategies[layer].activations_away == away
-    )
+    strategies, per_token = plan.strategies(model.layers), _per_token(model, plan)
+    elements = sum(per_token(layer)[0] for layer in layers if strategies[layer].activations_away == away)
     return _tokens(train, plan) * elements * bytes_of(plan.precision.compute)
 
 
-def _keeping(model: ModelSpec, plan: Plan) -> Callable[[int, Recompute], float]:
-    """Says how many elements of one token a block keeps; counted once for blocks alike."""
+def _per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[float, float]]:
+    """Says how many elements of one token a block keeps, and how many its backward holds beside them; counted once for blocks alike."""
     spread, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
-    known = dict[tuple[bool, Recompute, Linear | None], float]()
+    known = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
 
-    def kept(layer: int, mode: Recompute) -> float:
+    def per_token(layer: int) -> tuple[float, float]:
+        mode = strategies[layer].recompute
         kind = model.routed(layer), mode, strategies[layer].linear
         if kind not in known:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
-            travelled = travelled_per_token(model, layer, mode, spread)
-            known[kind] = kept_per_token(model, layer, mode, low) + travelled
+            kept = kept_per_token(model, layer, mode, low) + travelled_per_token(model, layer, mode, spread)
+            known[kind] = kept, worked_per_token(model, layer, mode, low)
         return known[kind]
 
-    return kept
+    return per_token
 
 
 def _tokens(train: TrainSpec, plan: Plan) -> float:
@@ -318,19 +317,16 @@ def block_count(model: ModelSpec, layer: int, width: int, expert: int) -> int:
 
 
 def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: float) -> dict[str, float]:
-    every, kept = plan.strategies(model.layers), _keeping(model, plan)
+    every, per_token = plan.strategies(model.layers), _per_token(model, plan)
     strategies = [every[layer] for layer in part.layers]
     tokens, compute, accumulate = _tokens(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
     size = tokens * compute
     waiting = [
-        size * kept(layer, strategy.recompute)
+        size * per_token(layer)[0]
         for layer, strategy in zip(part.layers, strategies, strict=True)
         if strategy.activations_away
     ]
-    working = max(
-        worked_per_token(model, layer, strategy.recompute, low_share(plan.precision, plan.linear(layer, model.layers)))
-        for layer, strategy in zip(part.layers, strategies, strict=True)
-    )
+    working = max(per_token(layer)[1] for layer in part.layers)
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
     whole = shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16"
     host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_away)

@@ -48,6 +48,11 @@ def from_groups(rows: Tensor, order: Order) -> Tensor:
     return _FromGroups.apply(rows, order.sorted, order.places)
 
 
+def summed(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """Each token's copies times their weights `(tokens, copies)`, added up: `(tokens, width)`, in the wider format of both."""
+    return (from_groups(rows, order) * weights[..., None]).sum(1)
+
+
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
     """Each row of x `(rows, in)` times its group's matrix, transposed: `(rows, out)`, with weight `(groups, out, in)`.
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.grouped import Order, from_groups, grouped_linear, order_by_expert, to_groups
+from meshwright.kernels.grouped import Order, grouped_linear, order_by_expert, summed, to_groups
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.swiglu import swiglu
@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
         load = loads.sum(0)
         order = order_by_expert(chosen.flatten(0, 1), load)
         rows = self.experts(to_groups(x.flatten(0, 1), order), order)
-        y = (from_groups(rows, order) * weights.flatten(0, 1)[..., None]).sum(1).to(x.dtype).view_as(x)
+        y = summed(rows, weights.flatten(0, 1), order).to(x.dtype).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
         return Routed(y, _balance(likely, self.of_sequences(loads), self.per_token), load)

@@ -138,7 +138,7 @@ class _Play:
         visits = {place: self.visits(action) for place, action in enumerate(self.row)} if offloads else {}
         self.begins = {place: found for place, found in visits.items() if found}
         moved = {visit for found in self.begins.values() for visit in found if self.unit_at(visit).offloads}
-        self.moves = Moves(executor.host, tuple(self.begins.values()), moved, partial(_copying, recorder))
+        self.moves = Moves(executor.host, tuple(self.begins.values()), moved, partial(_aside, recorder))
         # Counted by what is sharded together, which for tied ends is two units.
         self.reductions_left = Counter(self.unit(a).sharded for a in self.row if a.kind == "reduce_grad")
 
@@ -166,7 +166,7 @@ class _Play:
 
     def aside(self, action: Action, lane: str) -> AbstractContextManager[None] | None:
         """What a collective's span is taken with, in steps whose communication is recorded."""
-        return self.recorder.aside(action.label, lane) if self.recorder.detail else None
+        return _aside(self.recorder, action.label, lane)
 
     def visits(self, action: Action) -> tuple[Visit, ...]:
         """The visits whose forward or backward the action is; none for the loss's backward, which its forward has done, and for the weight
@@ -397,8 +397,8 @@ def _gradient_of(x: Tensor) -> Tensor:
     return x.grad
 
 
-def _copying(recorder: Recorder, name: str, lane: str) -> AbstractContextManager[None] | None:
-    """What a copy to or from host memory is taken with, in steps whose communication is recorded."""
+def _aside(recorder: Recorder, name: str, lane: str) -> AbstractContextManager[None] | None:
+    """The span of a collective or of a copy to or from host memory, in steps whose communication is recorded."""
     return recorder.aside(name, lane) if recorder.detail else None
 
 

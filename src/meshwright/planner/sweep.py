@@ -163,19 +163,19 @@ def _fastest(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
 
 def _least(run: RunSpec, points: Points) -> np.ndarray:
     """For every point, bytes that no strategy undercuts."""
-    end, gradients = _leanest(run)
-    # Recomputing may need more than it saves: a block's activations whole, of a rank that has few. So may an optimizer in host memory:
-    # room for its chunks.
+    end, _ = _leanest(run)
+    # Recomputing may need more than it saves: a block's activations whole, of a rank that has few. So may an optimizer in host memory: room
+    # for its chunks. And gradients reduced in every micro-batch: buffers beside all activations.
     kinds = [
         LayerStrategy(reshard=end.reshard, recompute=mode, gradients=gradients, offload=offload)
-        for mode, offload in product(recomputes(run), points.offloads)
+        for mode, gradients, offload in product(recomputes(run), _sums(run), points.offloads)
     ]
     return bytes_of_rank(run, _under(layouts(run, points, kinds[0]), kinds)).min(axis=0)
 
 
 def _leanest(run: RunSpec) -> tuple[End, Gradients]:
     pins = pins_of(run)
-    return End(_reshards(pins)[-1], recomputes(run)[-1]), pins.gradients or "shard"
+    return End(_reshards(pins)[-1], recomputes(run)[-1]), _sums(run)[0]
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,9 @@ class _Ways:
 
 
 def _ways(run: RunSpec, points: Points) -> _Ways:
-    pins, pairs = pins_of(run), _pairs(run)
+    pairs = _pairs(run)
     strategies: list[Strategy] = []
-    kept: tuple[Gradients, ...] = ("shard", "whole") if pins.gradients is None else (pins.gradients,)
-    for gradients, offload in product(kept, points.offloads):
+    for gradients, offload in product(_sums(run), points.offloads):
         strategies += [Strategy(rich, lean, gradients, offload) for rich, lean in pairs]
     ends = [[one.layer(one.rich), one.layer(one.lean)] for one in strategies]
     kinds = tuple(dict.fromkeys(kind for pair in ends for kind in pair))
@@ -303,6 +302,12 @@ def leaner_than(run: RunSpec, strategy: Strategy) -> list[Strategy]:
     if leaner == [end]:
         leaner = [replace(end, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :]]
     return [replace(strategy, rich=end, lean=one) for one in leaner]
+
+
+def _sums(run: RunSpec) -> tuple[Gradients, ...]:
+    """What may be kept of gradients between micro-batches."""
+    pinned = pins_of(run).gradients
+    return ("shard", "whole") if pinned is None else (pinned,)
 
 
 def _reshards(pins: PlanPins) -> list[bool]:
