@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.costs.of_plan import Pricing
@@ -52,17 +52,18 @@ def model_of(layers: int, heads: int, kv_heads: int, *, tied: bool) -> ModelSect
     )  # fmt: skip
 
 
-def test_gradients_reduced_in_every_micro_batch_may_need_more() -> None:
-    """Here the fastest plan fits with gradients kept whole only: buffers of reductions are larger than what that keeps."""
-    cluster = ClusterSpec(
+WHOLE_IS_LESS = RunSpec(
+    name="x", model=model_of(3, 8, 2, tied=True), train=TrainSpec(steps=1, global_batch=16, seq_len=4096), plan=PlanPins(pipeline=2),
+    cluster=ClusterSpec(
         gpu="H200", nodes=2, gpus_per_node=4, memory_gib=4.5, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0)
-    )
-    train, model = TrainSpec(steps=1, global_batch=16, seq_len=4096), model_of(3, 8, 2, tied=True)
-    check(RunSpec(name="x", model=model, train=train, cluster=cluster, plan=PlanPins(pipeline=2)))
+    ),
+)  # fmt: skip
+"""The fastest plan fits with gradients kept whole only: buffers of reductions in every micro-batch are larger than what that keeps."""
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(questions())
+@example(WHOLE_IS_LESS)
 def test_pruning_and_shares_keep_the_optimum(run: RunSpec) -> None:
     check(run)
 
