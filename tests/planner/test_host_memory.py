@@ -13,7 +13,7 @@ from meshwright.planner.candidate import HOST_HEADROOM, fits, host_budget, host_
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.search import search
 from meshwright.planner.space import points
-from meshwright.planner.sweep import PLAIN, layouts
+from meshwright.planner.sweep import PLAIN, Strategy, layouts
 from meshwright.simulator.of_plan import host_bytes, priced_or_refused
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.load import load_run
@@ -72,7 +72,8 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
         f"plan.offload={offload}", f"plan.schedule={schedule}", "plan.pipeline=2", "plan.shard=4", "plan.micro_batch=1",
     ])  # fmt: skip
     space = points(run)
-    strategy = replace(PLAIN, offload=offload)
+    end = replace(PLAIN.rich, offload=offload)
+    strategy = Strategy(end, end)
     for row in range(len(space)):
         plan = plan_at(run, space, row, strategy, None)
         priced = priced_or_refused(run.model, run.train, plan, run.cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -13,7 +14,7 @@ from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
-from meshwright.planner.sweep import PLAIN, bytes_of_rank, layouts, ranked_seconds, recomputes, sweep
+from meshwright.planner.sweep import AWAY, PLAIN, bytes_of_rank, layouts, ranked_seconds, recomputes, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -117,6 +118,24 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
             shares = np.arange(layers + 1)[:, None] / layers
             seconds, memory = ((1 - shares) * a + shares * b for a, b in zip(first, second, strict=True))
             best = min(best, seconds[legal & (memory <= room)].min(initial=np.inf))
+        if offload not in ("activations", "both"):
+            continue
+        # Some layers moved and others not: the fewer, the longer the forward is that each copy may hide behind.
+        here: Offload = "none" if offload == "activations" else "optimizer"
+        for reshard, mode in product(reshards, modes):
+            kept, away = (
+                LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=one) for one in (here, offload)
+            )
+            rich, lean = layouts(run, space, kept), layouts(run, space, away)
+            legal = sharded | (not reshard) | (pins.reshard is not None)
+            if gradients == "whole":
+                legal = legal & sharded & (space.accumulate > 1) & ~layered
+            for count in range(1, layers + 1):
+                share = count / layers
+                moved = ranked_seconds(priced, replace(lean, offload_activations=share))
+                seconds = AWAY * (1 - share) * ranked_seconds(priced, rich) + share * moved
+                memory = (1 - share) * bytes_of_rank(run, rich) + share * bytes_of_rank(run, lean)
+                best = min(best, seconds[legal & (memory <= room)].min(initial=np.inf))
     return best
 
 

@@ -163,7 +163,7 @@ class Layouts:
     state_bytes: Array = 12.0
     """Of a parameter in host memory then: two moments, and the master weight where weights are gathered in a narrower format."""
     offload_activations: Array = 0.0
-    """1 when what backward needs waits in host memory, two layers excepted."""
+    """Share of layers of which what backward needs waits in host memory: two of them stay; 0 for a layer that is none of them."""
     slowest: Array = 1.0
     """Compute time of the slowest rank over the mean (`stragglers.expected_slowest`): all others wait for it."""
     ulysses: Array = 1.0

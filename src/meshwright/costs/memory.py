@@ -221,6 +221,12 @@ def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Arra
     return gathered + np.where(np.asarray(context) > 1, heads, 0)
 
 
+def elements_kept(model: ModelSpec, plan: Plan) -> list[float]:
+    """By layer, elements of one token that a forward leaves for its backward, on the device or in host memory."""
+    per_token = _per_token(model, plan)
+    return [per_token(layer)[0] for layer in range(model.layers)]
+
+
 def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int], *, away: bool = False) -> float:
     strategies, per_token = plan.strategies(model.layers), _per_token(model, plan)
     elements = sum(per_token(layer)[0] for layer in layers if strategies[layer].activations_away == away)

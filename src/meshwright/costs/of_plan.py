@@ -217,7 +217,8 @@ def experts_over(plan: Plan) -> int:
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
     """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
     counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
-    costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled) for layer in counts]
+    moved = sum(count for layer, count in counts.items() if layer.activations_away) / model.layers
+    costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled, moved) for layer in counts]
     shares = [count / model.layers for count in counts.values()]
 
     def mean(parts: Sequence[Array]) -> Array:
@@ -231,21 +232,21 @@ def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, 
     return StepCost(**plain, exposed={axis: mean([cost.exposed[axis] for cost in costs]) for axis in costs[0].exposed})
 
 
-def _uniform_cost(priced: Pricing, layer: LayerStrategy, filled: float) -> StepCost:
-    """The step's cost if all layers were as `layer` is."""
-    layout = replace(priced.layout, **strategy_columns(layer))
+def _uniform_cost(priced: Pricing, layer: LayerStrategy, filled: float, moved: float) -> StepCost:
+    """The step's cost if all layers were as `layer` is; activations of the share `moved` of them wait in host memory."""
+    layout = replace(priced.layout, **strategy_columns(layer, moved))
     return step_cost(priced.shape, priced.machine, layout, priced.constants, filled)
 
 
-def strategy_columns(layer: LayerStrategy) -> dict[str, float]:
-    """What a strategy sets in a layout."""
+def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, float]:
+    """What a strategy sets in a layout, of which the share `moved` of all layers have their activations in host memory where it has."""
     return {
         "recompute": float(RECOMPUTES.index(layer.recompute)),
         "keep_gathered": float(not layer.reshard),
         "gather_once": float(not layer.reshard),
         "reduce_once": float(layer.gradients == "whole"),
         "offload": float(layer.optimizer_away),
-        "offload_activations": float(layer.activations_away),
+        "offload_activations": moved * layer.activations_away,
     }
 
 

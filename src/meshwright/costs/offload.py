@@ -1,8 +1,8 @@
 """What host memory holds and what that costs: activations, copied behind other layers' compute, and the optimizer's state.
 
-A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device: the
-one that computes and the one on the link. So a layer takes the longer of its compute and its copy, and only the difference shows. What
-is copied is what fused blocks keep (`costs.memory.kept_per_token`): residuals and norms' outputs, the joined projection with turned queries
+A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device. The link
+has the forwards of all layers for the copies of those that are moved, and their backwards (`parallel.offload.timetable`): only what is
+longer than that shows. What is copied is what fused blocks keep (`costs.memory.kept_per_token`): residuals and norms' outputs, the joined projection with turned queries
 and keys, attention's output, the feed-forward's halves and their product; with selective recompute residuals and what products and
 attention gave; with full recompute the layer's input alone, with all_but_attention also what attention gave.
 """
@@ -62,10 +62,16 @@ def waiting_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
 
 
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
-    """Seconds of all layers' copies of one micro-batch that their compute (`forward`, `backward`, over all layers) does not hide."""
-    each = shape.layers * copied_bytes(shape, layout) / host_rate(machine)
-    shown = np.maximum(0.0, each - forward) + np.maximum(0.0, each - backward)
-    return np.where(layout.offload_activations > 0, shown, 0.0)
+    """Seconds of copies of one micro-batch that compute (`forward`, `backward`, over all layers) does not hide, were every layer moved and
+    each hidden as where `offload_activations` of them are."""
+    each, moved = shape.layers * copied_bytes(shape, layout) / host_rate(machine), np.asarray(layout.offload_activations)
+    late = late_copies(moved * each, forward, backward)
+    return np.where(moved > 0, sum(late) / np.maximum(moved, 1e-9), 0.0)
+
+
+def late_copies(copied: Array, forward: Array, backward: Array) -> tuple[Array, Array]:
+    """Seconds by which copies that take `copied` each way are longer than the forwards and the backwards beside them."""
+    return np.maximum(0.0, copied - forward), np.maximum(0.0, copied - backward)
 
 
 def host_optimizer(machine: Machine, owned: Array, state_bytes: Array, sweep: Array) -> Array:

@@ -11,7 +11,6 @@ Method: Ren et al. 2021 (ZeRO-Offload) for what waits where; Maurya et al. 2024 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor
 
 from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.kernels.pinned import pinned
 from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
-from meshwright.spec.errors import OutOfResources
 
 MASTER = "weight"
 STAGED_ON_CPU = 1 << 10
@@ -110,15 +109,15 @@ class HostAdamW:
         usual = STAGED_ELEMENTS if self._device.type == "cuda" else STAGED_ON_CPU
         self._chunks = lay_out(groups, chunk or usual)
         length = sum(one.size for one in self._chunks)
-        self._line = torch.zeros(len(self._kinds), length, dtype=like.dtype)
+        cuda, size = self._device.type == "cuda", len(self._kinds) * length
+        line = pinned(self, size * like.itemsize, "the optimizer").view(like.dtype) if cuda else like.new_zeros(size)
+        self._line = line.view(len(self._kinds), length)
         widest = max((one.size for one in self._chunks), default=0)
         self._ring = torch.zeros(STAGING_BUFFERS, len(self._kinds), widest, dtype=like.dtype, device=self._device)
         self._places = {s.name: one.start + s.at for one in self._chunks for s in one.segments if not s.first}
         self._counts = {name: new_count(self._device) for name in parts}
         self._here: dict[str, Tensor] = {}
         self._links = _Links(self._device, len(self._ring))
-        if self._device.type == "cuda":
-            _pin(self, self._line)
 
     @property
     def host_bytes(self) -> int:
@@ -258,18 +257,3 @@ def _on(
     if span is not None:
         stack.enter_context(span)
     return stack
-
-
-def _pin(owner: object, line: Tensor) -> None:
-    """Lock the pages of `line` while `owner` lives. Torch's own pinned buffers are rounded up to a power of two: twice as much at worst."""
-    runtime: Any = torch.cuda.cudart()
-    size = line.nbytes
-    if not size:
-        return
-    if int(runtime.cudaHostRegister(line.data_ptr(), size, 1)):  # for all devices of the process, as torch does
-        raise OutOfResources(
-            f"{size / 2**30:.1f} GiB of host memory could not be pinned for the optimizer of one rank (plan.offload); offload fewer "
-            "layers (plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
-        )
-    let_go: Any = weakref.finalize(owner, runtime.cudaHostUnregister, line.data_ptr())
-    let_go.atexit = False  # with the process its pages go anyway, and the runtime may be gone before

@@ -137,8 +137,10 @@ class _Play:
         offloads = executor.host is not None
         visits = {place: self.visits(action) for place, action in enumerate(self.row)} if offloads else {}
         self.begins = {place: found for place, found in visits.items() if found}
-        moved = {visit for found in self.begins.values() for visit in found if self.unit_at(visit).offloads}
-        self.moves = Moves(executor.host, tuple(self.begins.values()), moved, partial(_aside, recorder))
+        units = {visit: self.unit_at(visit) for found in self.begins.values() for visit in found}
+        keeps = {visit: unit.keeps for visit, unit in units.items()}
+        moved = {visit for visit, unit in units.items() if unit.offloads}
+        self.moves = Moves(executor.host, tuple(self.begins.values()), keeps, moved, partial(_aside, recorder))
         # Counted by what is sharded together, which for tied ends is two units.
         self.reductions_left = Counter(self.unit(a).sharded for a in self.row if a.kind == "reduce_grad")
 

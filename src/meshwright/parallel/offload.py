@@ -1,15 +1,13 @@
 """Activations in host memory: what a block keeps for its backward is copied out behind its forward and back ahead of its backward.
 
 A visit is one micro-batch in one unit. Its saved tensors are caught by autograd's own hooks and go to the host by whole storages, as bytes,
-so that views of one tensor stay views of one, and every bit comes back. Copies run on two streams beside compute, one in each direction:
+so that views of one tensor stay views of one, and every bit comes back. Copies run on two streams beside compute, one in each direction.
+Where compute waits for them is worked out beforehand (`timetable`): for a copy out when others need the memory and no sooner, and a copy
+back sets out as soon as there is room. So where some layers are moved and others are kept the link has the whole forward, and the whole
+backward, for the few. A visit that need not make room for others is not moved.
 
-- out: from the end of the visit's forward to the end of the next unit's, where compute waits for the copy and lets the memory go;
-- back: from the beginning of the compute before the visit's backward, where compute waits for it.
-
-So two visits' activations are on the device, the one that computes and the one on the link; under a pipeline, where one may leave while
-another comes back, three. A visit that is wanted back before two others have run is not moved (`stays`). Streams wait for events; the host
-waits for nothing. Memory that another stream copies from or to is held until compute has waited for the copy, so that the allocator cannot
-hand it out in between.
+Streams wait for events; the host waits for nothing. Memory that another stream copies from or to is held until compute has waited for the
+copy, so that the allocator cannot hand it out in between.
 
 Weights, gathered or in fp8, and what all blocks share (rotary tables, masks) stay where they are. Method: Rhu et al. 2016 (vDNN).
 """
@@ -17,37 +15,119 @@ Weights, gathered or in fp8, and what all blocks share (rotary tables, masks) st
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.costs.account import LAYERS_STAYING
+from meshwright.kernels.pinned import pinned
+
 LEAST_BYTES = 1 << 20
 """Smaller storages stay on a GPU: their copies would cost more launches than they free memory. On a CPU all go, to be tested."""
-STAYING = 2
-"""A visit stays on the device when fewer others that are moved run between its forward and its backward."""
+ROUNDING = 1 + 1e-9
+"""Of sums in one order over those in another."""
 
 Visit = tuple[int, int, int]
 """(stage, micro-batch, unit)."""
 
 
-def stays(computes: Sequence[tuple[Visit, ...]], moved: Collection[Visit]) -> set[Visit]:
-    """Of `moved`, the visits that would be wanted back before they made room for two others.
+@dataclass(frozen=True)
+class Timetable:
+    """By place among a step's forwards and backwards, which visits have left the device when that begins, and which set out back then."""
 
-    `computes` are the visits of a rank's forwards and backwards in order: each visit occurs twice.
+    left: Mapping[int, Sequence[Visit]]
+    back: Mapping[int, Sequence[Visit]]
+    moved: frozenset[Visit]
+    """Those in it: of what the plan moves, what must make room for others."""
+
+
+@lru_cache(maxsize=4)  # of a run's steps all but a few are alike
+def timetable(
+    computes: tuple[tuple[Visit, ...], ...], keeps: tuple[tuple[Visit, float], ...], moved: frozenset[Visit]
+) -> Timetable:
+    """`computes` are the visits of a rank's forwards and backwards in order: a visit with a backward occurs twice. `keeps` says how much
+    each leaves on the device in between, in any unit, and `moved` which of them the plan moves.
+
+    What is moved is on the device while it computes, beside the compute behind its forward, and beside the one before its backward. It may
+    be there longer, first come first gone, while all that is there takes no more than the kept visits do at their fullest and the largest
+    `LAYERS_STAYING` of the moved: what the memory account counts (`costs.memory`). One that may be there all the time is left alone.
     """
-    line = [visit for visits in computes for visit in visits if visit in moved]
-    begun: dict[Visit, int] = {}
-    found = set()
-    for place, visit in enumerate(line):
-        start = begun.setdefault(visit, place)
-        between = line[start + 1 : min(place, start + 2 * STAYING)]
-        if start < place and len(set(between)) < STAYING:
-            found.add(visit)
+    if not moved:
+        return Timetable({}, {}, moved)
+    size, places = dict(keeps), len(computes)
+    last = {visit: place for place, visits in enumerate(computes) for visit in visits}
+    first = {visit: places - 1 - place for place, visits in enumerate(reversed(computes)) for visit in visits}
+    away = sorted((visit for visit in moved if first[visit] + 2 < last[visit] - 1), key=last.__getitem__)
+    kept = [_Stay(first[visit], last[visit] + 1, size[visit]) for visit in size.keys() - moved]
+    near = [_Stay(first[visit], last[visit] + 1, size[visit]) for visit in moved.difference(away)]
+    near += [_Stay(first[visit], first[visit] + 2, size[visit]) for visit in away]
+    near += [_Stay(last[visit] - 1, last[visit] + 1, size[visit]) for visit in away]
+    load = _load(places, [*kept, *near])
+    fullest = max(_load(places, kept)) + sum(sorted(size[visit] for visit in moved)[-LAYERS_STAYING:])
+    room = max(fullest, *load) * ROUNDING
+    left = _gone_from(load, room, {visit: _Stay(first[visit] + 2, last[visit] - 1, size[visit]) for visit in away})
+    # Backwards in time a copy back is one out.
+    turned = {
+        visit: _Stay(places + 1 - last[visit], places - left[visit], size[visit])
+        for visit in away
+        if left[visit] < last[visit] - 1
+    }
+    back = {visit: places - place for visit, place in _gone_from(load[::-1], room, turned).items()}
+    going = [visit for visit in turned if left[visit] < back[visit]]
+    left, back = ({visit: at[visit] for visit in going} for at in (left, back))
+    return Timetable(_by_place(left), _by_place(back), frozenset(going))
+
+
+@dataclass(frozen=True)
+class _Stay:
+    """What is on the device from the beginning of one compute to that of another."""
+
+    start: int
+    stop: int
+    size: float
+
+
+def _load(places: int, stays: Iterable[_Stay]) -> list[float]:
+    """What is on the device at each place."""
+    change = [0.0] * (places + 1)
+    for stay in stays:
+        change[stay.start] += stay.size
+        change[stay.stop] -= stay.size
+    return [*accumulate(change)][:places]
+
+
+def _gone_from(load: list[float], room: float, lingering: Mapping[Visit, _Stay]) -> dict[Visit, int]:
+    """By visit, the place from which it is gone, at the end of its stay or where `load` and all that linger are more than `room`: then those
+    that came first go first. What they take is added to `load`."""
+    gone: dict[Visit, int] = {}
+    there: dict[Visit, float] = {}
+    starts = _by_place({visit: stay.start for visit, stay in lingering.items()})
+    stops = _by_place({visit: stay.stop for visit, stay in lingering.items()})
+    size = 0.0
+    for place, taken in enumerate(load):
+        for visit in starts[place]:
+            there[visit] = lingering[visit].size
+            size += there[visit]
+        ended = [visit for visit in stops[place] if visit in there]
+        while ended or (there and taken + size > room):
+            visit = ended.pop() if ended else next(iter(there))
+            size -= there.pop(visit)
+            gone[visit] = place
+        load[place] += size
+    return gone
+
+
+def _by_place(places: Mapping[Visit, int]) -> defaultdict[int, list[Visit]]:
+    found = defaultdict[int, list[Visit]](list)
+    for visit, place in places.items():
+        found[place].append(visit)
     return found
 
 
@@ -65,10 +145,10 @@ class HostMemory:
         self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
 
     def take(self, size: int) -> Tensor:
-        """A buffer of `size` bytes that the stream `out` may write to."""
+        """A buffer of `size` bytes that the stream `out` may write to. Raises OutOfResources as `pinned` does."""
         if not self._free[size]:
             self.host_bytes += size
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.out is not None)
+            return pinned(self, size, "activations") if self.out is not None else torch.empty(size, dtype=torch.uint8)
         buffer, read = self._free[size].popleft()
         if self.out is not None and read is not None:
             self.out.wait_event(read)
@@ -109,7 +189,6 @@ class Parked:
         self._storages: dict[int, _Storage] = {}
         self._left: Any = None
         self._came: Any = None
-        self._away = False
 
     def catching(self) -> AbstractContextManager[Any]:
         """Autograd's saved tensors inside come here."""
@@ -132,14 +211,11 @@ class Parked:
     def settle(self) -> None:
         """Let compute wait until everything is out, and let go of the device's memory."""
         _wait(self._left)
-        self._away = True
         for storage in self._storages.values():
             storage.device = None
 
     def fetch(self, around: AbstractContextManager[None] | None = None) -> None:
-        """Begin to copy everything back, beside what compute is given from now on; nothing when it has not gone."""
-        if not self._away:
-            return
+        """Begin to copy everything back, beside what compute is given from now on."""
         for storage in self._storages.values():
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=self._memory.device)
         # Behind compute so far: the new memory may be that of tensors which it has yet to read.
@@ -148,11 +224,9 @@ class Parked:
                 assert storage.device is not None and storage.host is not None
                 storage.device.copy_(storage.host, non_blocking=True)
             self._came = _stamp(self._memory.back)
-        self._away = False
 
     def arrive(self) -> None:
         """Let compute wait until everything is here."""
-        _wait(self._left)
         _wait(self._came)
 
     def close(self) -> None:
@@ -241,41 +315,36 @@ class _HandedIn(torch.autograd.Function):
 class Moves:
     """The visits of one step that go to host memory, and when their copies begin and end.
 
-    `computes` as in `stays`, `moved` the visits whose activations the plan offloads. `aside` makes the span of a copy from its name and its
-    lane, or None.
+    `computes`, `keeps` and `moved` as in `timetable`. `aside` makes the span of a copy from its name and its lane, or None.
     """
 
     def __init__(
         self,
         memory: HostMemory | None,
         computes: Sequence[tuple[Visit, ...]],
+        keeps: Mapping[Visit, float],
         moved: Collection[Visit],
         aside: Callable[[str, str], AbstractContextManager[None] | None],
     ) -> None:
         self._memory, self._aside = memory, aside
-        self._computes = computes
-        self._goes = set(moved) - stays(computes, moved)
+        self._times = timetable(tuple(computes), tuple(keeps.items()), frozenset(moved))
         self._place = -1
         self._parked: dict[Visit, Parked] = {}
-        self._leaving: list[Parked] = []
-        self._last: list[Parked] = []
 
     def begin(self) -> None:
-        """The next forward or backward begins: what left beside the one before is let go, what the one after it needs is fetched."""
+        """The next forward or backward begins: what must have left by now is let go, and what there is room for sets out back."""
         self._place += 1
-        for parked in self._last:
-            parked.settle()
-        self._last, self._leaving = self._leaving, []
-        for visit in self._computes[self._place + 1] if self._place + 1 < len(self._computes) else ():
-            if visit in self._parked:
-                self._parked[visit].fetch(self._span("fetch", visit))
+        for visit in self._times.left.get(self._place, ()):
+            self._parked[visit].settle()
+        for visit in self._times.back.get(self._place, ()):
+            self._parked[visit].fetch(self._span("fetch", visit))
         if self._memory is not None:
             here = sum(parked.device_bytes for parked in self._parked.values())
             self._memory.most_device_bytes = max(self._memory.most_device_bytes, here)
 
     def park(self, visit: Visit, others: Collection[int]) -> Parked | None:
         """Where the visit's forward leaves what it keeps; None when that stays. `others` as in `Parked`."""
-        if visit not in self._goes:
+        if visit not in self._times.moved:
             return None
         assert self._memory is not None, "a plan that offloads has memory to offload to"
         parked = self._parked[visit] = Parked(self._memory, others)
@@ -285,7 +354,6 @@ class Moves:
         """What the visit's forward has left goes out."""
         if visit in self._parked:
             self._parked[visit].send(self._span("offload", visit))
-            self._leaving.append(self._parked[visit])
 
     @contextmanager
     def backward(self, visit: Visit) -> Iterator[None]:
@@ -294,7 +362,6 @@ class Moves:
         if parked is None:
             yield
             return
-        parked.fetch()  # an overlap of a forward and a backward may have come too soon after its forward to do it ahead
         parked.arrive()
         yield
         parked.close()

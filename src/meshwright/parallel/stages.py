@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.costs.memory import elements_kept
 from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
@@ -31,13 +32,14 @@ class Unit:
     """One unit of a stage: how to run it, and where its parameters live.
 
     `run` takes the unit's input `(batch, seq, hidden)` (None for the embedding) and gives its output, or the summed loss; a
-    block with experts also says what its router did. `layer` is a block's number in the model. `offloads` tells whether what its forward
-    keeps waits in host memory (`parallel.offload`).
+    block with experts also says what its router did. `layer` is a block's number in the model. `keeps` is how many elements of one token
+    its forward leaves for its backward, by the memory account, and `offloads` whether those wait in host memory (`parallel.offload`).
     """
 
     run: Run
     sharded: Sharded
     layer: int | None = None
+    keeps: float = 0.0
     offloads: bool = False
 
 
@@ -70,10 +72,11 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     # Collective over all ranks, so also on those whose layers are all dense.
     spread = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
     blocks = {name: _block_unit(block, model.spec, plan, mesh.shards, spread) for name, block in model.layers.items()}
+    keeps, away = elements_kept(model.spec, plan), plan.strategies(model.spec.layers)
     rows = []
     for stage in stages:
         row = [
-            Unit(_block_run(model.layers[str(layer)]), blocks[str(layer)], layer, _offloads(model, plan, layer))
+            Unit(_block_run(model.layers[str(layer)]), blocks[str(layer)], layer, keeps[layer], away[layer].activations_away)
             for layer in stage
         ]
         if stage.start == 0:
@@ -93,10 +96,6 @@ def _block_unit(
         return _unit([block], spec, plan, shards)
     # What is inside first: the unit around it then leaves it alone.
     return JointUnit([_unit(spread, spec, plan, expert_shards), _unit([block], spec, plan, shards)])
-
-
-def _offloads(model: Decoder, plan: Plan, layer: int) -> bool:
-    return plan.strategy(layer, model.spec.layers).activations_away
 
 
 def _ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit]:

@@ -158,8 +158,9 @@ def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[s
             else f"kept gathered, {_micro_batches(plan)} do not fit into memory"
         )
         said.append(f"weights gathered again for the backward pass on {on_layers(again, run.model.layers)}: {why}")
-    if plan.layers[0].offload != "none" and pins.offload is None:
-        said.append(f"offload {plan.layers[0].offload}: without it memory asks for a slower plan")
+    for kind in sorted({layer.offload for layer in plan.layers} - {"none"}) if pins.offload is None else ():
+        on = on_layers([layer for layer in plan.layers if layer.offload == kind], run.model.layers)
+        said.append(f"offload {kind} on {on}: without it memory asks for a slower plan")
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
     named = zip(("activations take", "the optimizer takes"), sizes, strict=True)
     return [

@@ -123,7 +123,7 @@ def _kinds(points: Points, row: int, strategy: Strategy) -> tuple[tuple[object, 
     """A point's kind, about which the closed form is wrong alike, and a wider one."""
     mesh, schedule = points.meshes[points.mesh[row]], int(points.schedule[row])
     sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1
-    return (schedule, strategy.offload, *sizes), schedule
+    return (schedule, strategy.lean.offload, *sizes), schedule
 
 
 def _leaner(run: RunSpec, priced: Pricing, swept: Swept, room: float) -> Leaner:

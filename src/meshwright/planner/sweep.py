@@ -9,8 +9,9 @@ and both time and memory are a straight line between: the fewest layers that mak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import combinations, product
 
 import numpy as np
@@ -46,6 +47,7 @@ class End:
 
     reshard: bool
     recompute: Recompute
+    offload: Offload = "none"
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,19 @@ class Strategy:
     rich: End
     lean: End
     gradients: Gradients = "shard"
-    offload: Offload = "none"
 
     def layer(self, end: End, text: str = "all") -> LayerStrategy:
         """One of its ends, for the layers that `text` names."""
         return LayerStrategy(
-            range=text, reshard=end.reshard, gradients=self.gradients, recompute=end.recompute, offload=self.offload
+            range=text, reshard=end.reshard, gradients=self.gradients, recompute=end.recompute, offload=end.offload
         )
 
 
-AWAY = 1.01
-"""What activations in host memory count: a plan without them that is as fast, as far as a prediction tells, has no memory to pin in its
-first step, which takes minutes for hundreds of gigabytes."""
+MOVING: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), ("optimizer", "both"))
+"""What may wait in host memory, without and with activations."""
+AWAY = 1.02
+"""What activations in host memory count, of few layers or of all: a plan without them that is as fast, as far as a prediction tells, has no
+memory to pin in its first step, which takes minutes for hundreds of gigabytes."""
 PLAIN = Strategy(End(False, "none"), End(False, "none"))
 
 
@@ -109,11 +112,12 @@ def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -
 
 def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy]:
     """The points that need least memory, and the strategy that makes them so: what to say where nothing fits."""
-    end, gradients = _leanest(run)
-    strategies = [Strategy(end, end, gradients, offload) for offload in reversed(points.offloads)]
+    leanest, gradients = _leanest(run)
+    ends = [replace(leanest, offload=offload) for offload in reversed(points.offloads)]
+    strategies = [Strategy(end, end, gradients) for end in ends]
     strategy = strategies[0]
     if points.trainable:
-        rows = [_trained(run, points, one.layer(end)) for one in strategies]
+        rows = [_trained(run, points, one.layer(one.rich)) for one in strategies]
         first = next((number for number, row in enumerate(rows) if row.any()), None)
         if first is not None:
             strategy, points = strategies[first], points.take(np.flatnonzero(rows[first]))
@@ -187,17 +191,18 @@ class _Ways:
     rich: np.ndarray
     """By strategy, the place of its ends among the kinds."""
     lean: np.ndarray
+    moving: np.ndarray
+    """Whether the lean end has activations in host memory where the rich one keeps them."""
 
 
 def _ways(run: RunSpec, points: Points) -> _Ways:
-    pairs = _pairs(run)
-    strategies: list[Strategy] = []
-    for gradients, offload in product(_sums(run), points.offloads):
-        strategies += [Strategy(rich, lean, gradients, offload) for rich, lean in pairs]
+    pairs = _pairs(run, points.offloads)
+    strategies = [Strategy(rich, lean, gradients) for gradients in _sums(run) for rich, lean in pairs]
     ends = [[one.layer(one.rich), one.layer(one.lean)] for one in strategies]
     kinds = tuple(dict.fromkeys(kind for pair in ends for kind in pair))
     rich, lean = np.array([[kinds.index(kind) for kind in pair] for pair in ends]).T
-    return _Ways(tuple(strategies), kinds, rich, lean)
+    moving = [not one.layer(one.rich).activations_away and one.layer(one.lean).activations_away for one in strategies]
+    return _Ways(tuple(strategies), kinds, rich, lean, np.array(moving))
 
 
 def _weighed(
@@ -213,7 +218,8 @@ def _weighed(
         return near, [], np.zeros(0)
     priced = _Priced(seconds[:, near], *_held(run, pricing, _under(_taken(plain, near), ways.kinds)))
     legal = able[:, near]
-    mixed = np.where(legal[ways.rich] & legal[ways.lean], _mixed(run, priced, ways, room), np.inf)
+    legal = legal[ways.rich] & legal[ways.lean]
+    mixed = _mixed(run, priced, ways, room, legal, partial(_with_some_away, pricing, _taken(plain, near), ways))
     best = mixed.argmin(axis=0)
     return near, [ways.strategies[one] for one in best], mixed[best, np.arange(len(near))]
 
@@ -263,18 +269,38 @@ def _held(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, 
     return bytes_of_rank(run, layout), run.cluster.gpus_per_node * np.asarray(each)
 
 
-def _mixed(run: RunSpec, priced: _Priced, ways: _Ways, room: float) -> np.ndarray:
-    """By strategy and point, seconds with as few layers at the lean end as fit; infinite where none does, or where the rich end alone says
-    the same."""
+def _mixed(
+    run: RunSpec,
+    priced: _Priced,
+    ways: _Ways,
+    room: float,
+    able: np.ndarray,
+    some_away: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """By strategy and point, seconds with as few layers at the lean end as fit; infinite where none does or it is not `able`, or where the
+    rich end alone says the same. `some_away` gives the seconds of lean ends of which only a share of the layers are moved."""
     share = _share(priced.bytes[ways.rich], priced.bytes[ways.lean], room, run.model.layers)
-    legal = (share <= 1) & ((share > 0) | (ways.rich == ways.lean)[:, None])
+    legal = able & (share <= 1) & ((share > 0) | (ways.rich == ways.lean)[:, None])
 
     def mean(by_kind: np.ndarray) -> np.ndarray:
         return (1 - share) * by_kind[ways.rich] + share * by_kind[ways.lean]
 
     legal &= mean(priced.bytes) <= room * (1 + 1e-9)
     legal &= mean(priced.waiting) <= host_budget(run)
-    return np.where(legal, mean(priced.seconds), np.inf)
+    seconds = mean(priced.seconds)
+    asked = np.flatnonzero(ways.moving & legal.any(axis=1))
+    if len(asked):
+        lean = some_away(asked, share[asked])
+        seconds[asked] = (1 - share[asked]) * priced.seconds[ways.rich[asked]] * AWAY + share[asked] * lean
+    return np.where(legal, seconds, np.inf)
+
+
+def _with_some_away(
+    pricing: Pricing, layout: Layouts, ways: _Ways, strategies: np.ndarray, share: np.ndarray
+) -> np.ndarray:
+    """Seconds of a step whose layers are all as the lean ends of these strategies, each copy hidden as where `share` of them are moved."""
+    under = _under(layout, [ways.kinds[kind] for kind in ways.lean[strategies]])
+    return ranked_seconds(pricing, replace(under, offload_activations=share))
 
 
 def _share(rich: np.ndarray, lean: np.ndarray, room: float, layers: int) -> np.ndarray:
@@ -285,20 +311,29 @@ def _share(rich: np.ndarray, lean: np.ndarray, room: float, layers: int) -> np.n
     return np.ceil(np.minimum(share, 2.0) * layers - 1e-9) / layers
 
 
-def _pairs(run: RunSpec) -> list[tuple[End, End]]:
-    """A rich and a lean end between which memory may decide: they are one, or differ in gathering again, or in recomputing."""
+def _pairs(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End, End]]:
+    """A rich and a lean end between which memory may decide: they are one, or differ in gathering again, in recomputing, or in moving
+    activations to host memory."""
     reshards, modes = _reshards(pins_of(run)), recomputes(run)
-    pairs = [(end, end) for end in (End(reshard, mode) for mode in modes for reshard in reshards)]
-    pairs += [(End(False, mode), End(True, mode)) for mode in modes if len(reshards) == 2]
-    return pairs + [
-        (End(reshard, rich), End(reshard, lean)) for reshard in reshards for rich, lean in combinations(modes, 2)
-    ]
+    pairs: list[tuple[End, End]] = []
+    for away in offloads:
+        pairs += [(end, end) for end in (End(reshard, mode, away) for mode in modes for reshard in reshards)]
+        pairs += [(End(False, mode, away), End(True, mode, away)) for mode in modes if len(reshards) == 2]
+        pairs += [
+            (End(reshard, rich, away), End(reshard, lean, away))
+            for reshard in reshards
+            for rich, lean in combinations(modes, 2)
+        ]
+    for here, there in MOVING:
+        if {here, there} <= set(offloads):
+            pairs += [(End(reshard, mode, here), End(reshard, mode, there)) for mode in modes for reshard in reshards]
+    return pairs
 
 
 def leaner_than(run: RunSpec, strategy: Strategy) -> list[Strategy]:
     """The strategies that go on from the lean end of this one: gathering again, or where that is done recomputing more."""
     end, modes = strategy.lean, recomputes(run)
-    leaner = [End(_reshards(pins_of(run))[-1], end.recompute)]
+    leaner = [replace(end, reshard=_reshards(pins_of(run))[-1])]
     if leaner == [end]:
         leaner = [replace(end, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :]]
     return [replace(strategy, rich=end, lean=one) for one in leaner]

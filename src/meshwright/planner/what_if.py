@@ -244,10 +244,11 @@ def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 
 
 def _held(run: RunSpec, plan: Plan) -> RunSpec:
-    """The run with what a change may not move pinned: mesh, schedule, formats, engines, what waits in host memory."""
+    """The run with what a change may not move pinned: mesh, schedule, formats, engines, what of all layers waits in host memory."""
     kept: dict[str, Any] = {axis: plan.axis_size(axis) for axis in AXES} | vars(plan.precision)
     kept |= {key: getattr(plan, key) for key in ("gather_engine", "reduce_engine", "tensor_engine", "compile")}
-    kept |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None, "offload": plan.layers[0].offload}
+    kept |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
+    kept |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
     kept |= {"expert": plan.experts.expert} if plan.experts else {}
     kept |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
     return replace(run, plan=replace(pins_of(run), **kept))

@@ -19,9 +19,9 @@ from meshwright.costs.compute import LayerTime, layer_times, product, rate
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
-from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate
+from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate, late_copies
 from meshwright.costs.step import context_traffic, waits
-from meshwright.spec.layout import gradients_stay
+from meshwright.spec.layout import gradients_stay, stage_table
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters
 from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Linear, Plan, Recompute
 
@@ -51,9 +51,13 @@ class UnitCosts:
         self._tied_apart = tied_apart
         named = {one: replace(one, range="all") for one in plan.layers}
         self._strategies = [named[one] for one in plan.strategies(model.layers)]
-        self._blocks: dict[tuple[Recompute, bool, bool, Linear], Seconds] = {}
+        table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+        ranks = ([layer for stage in row for layer in stage] for row in table)
+        self._together = {layer: held for held in ranks for layer in held}
+        self._blocks: dict[tuple[Recompute, bool, Linear], Seconds] = {}
+        self._late: dict[int, tuple[float, float]] = {}
         self._counts: dict[Unit, int] = {}
-        self._first: dict[tuple[bool, LayerStrategy], int] = {}
+        self._first: dict[tuple[bool, LayerStrategy, int | None], int] = {}
         self._split = cache(
             lambda copied, size: number(gather(self._over(self._shards, copied), priced.constants, size))
         )
@@ -77,8 +81,10 @@ class UnitCosts:
         """The first block of the unit's kind and strategy, or the end itself: they cost the same."""
         if isinstance(unit, str):
             return unit
-        kind = self.model.routed(unit), self._strategy(unit)
-        return self._first.setdefault(kind, unit)
+        strategy = self._strategy(unit)
+        # What hides the copies of a block that is moved are all blocks of its rank.
+        rank = self._together[unit][0] if strategy.activations_away else None
+        return self._first.setdefault((self.model.routed(unit), strategy, rank), unit)
 
     def compute(self, unit: Unit) -> Seconds:
         """Arithmetic of one micro-batch."""
@@ -87,12 +93,12 @@ class UnitCosts:
             return Seconds(both / 3, 0.0, both * 2 / 3)
         if unit == "head":  # its forward makes its gradients too (kernels.loss)
             return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
-        strategy = self._strategy(unit)
-        linear = strategy.linear or self.plan.precision.linear
-        kind = strategy.recompute, strategy.activations_away, self.model.routed(unit), linear
-        if kind not in self._blocks:
-            self._blocks[kind] = self._block(*kind)
-        return self._blocks[kind]
+        block = self._kind(unit)
+        if not self._strategy(unit).activations_away:
+            return block
+        out, back = self._late_copies(unit)
+        inside = {**block.inside, "host link": out + back}
+        return replace(block, forward=block.forward + out, backward_input=block.backward_input + back, inside=inside)
 
     def gather(self, unit: Unit) -> float:
         """Seconds to gather the unit's weights over the shard axis."""
@@ -230,6 +236,32 @@ class UnitCosts:
     def _over(self, where: Group, copied: bool) -> Group:
         return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
 
+    def _kind(self, unit: int) -> Seconds:
+        """Arithmetic of one micro-batch in a block, without copies to host memory."""
+        strategy = self._strategy(unit)
+        kind = strategy.recompute, self.model.routed(unit), strategy.linear or self.plan.precision.linear
+        if kind not in self._blocks:
+            self._blocks[kind] = self._block(*kind)
+        return self._blocks[kind]
+
+    def _late_copies(self, unit: int) -> tuple[float, float]:
+        """Seconds by which a moved block's copies out and back hold its rank up, each block's the same part of all."""
+        blocks = self._together[unit]
+        if blocks[0] not in self._late:
+            moved = [one for one in blocks if self._strategy(one).activations_away]
+            copied = sum(self._travels(one) for one in moved)
+            computes = [self._kind(one) for one in blocks]
+            forward = sum(one.forward for one in computes)
+            backward = sum(one.backward_input + one.backward_weight for one in computes)
+            out, back = late_copies(copied, forward, backward)
+            self._late[blocks[0]] = number(out) / len(moved), number(back) / len(moved)
+        return self._late[blocks[0]]
+
+    def _travels(self, unit: int) -> float:
+        """Seconds of a block's copy, one way."""
+        shape, layout = self._of_kind(self.model.routed(unit)), self._lone(self._strategy(unit).recompute)
+        return number(copied_bytes(shape, layout) / host_rate(self.priced.machine))
+
     def _alike(self, unit: Unit) -> Unit:
         """The first block of the unit's kind, or the end itself."""
         if isinstance(unit, str) or not self.model.experts:
@@ -275,7 +307,7 @@ class UnitCosts:
             global_batch=layout.micro_batch, recompute=float(RECOMPUTES.index(mode)),
         )  # fmt: skip
 
-    def _block(self, mode: Recompute, offloaded: bool, routed: bool, linear: Linear) -> Seconds:
+    def _block(self, mode: Recompute, routed: bool, linear: Linear) -> Seconds:
         priced = self.priced.of(linear)
         shape, lone, machine, k = self._of_kind(routed), self._lone(mode), priced.machine, priced.constants
         times = layer_times(shape, machine, lone, k)
@@ -293,17 +325,15 @@ class UnitCosts:
         apart = self.jitter / self.model.layers
         each = (work + host) / work * apart
         weight = min(self._weight_products(priced, routed) * self.model.layers, backward)
-        copied = number(copied_bytes(shape, lone) / host_rate(machine)) if offloaded else 0.0
-        late = [max(0.0, copied - part * each) for part in (forward, backward)]
         return Seconds(
-            forward=forward * each + late[0],
-            backward_input=(backward - weight) * each + late[1],
+            forward=forward * each,
+            backward_input=(backward - weight) * each,
             backward_weight=weight * each,
             inside={
                 "tensor": tensor * apart,
                 "context": context * apart,
                 "expert": expert * apart,
-                "host link": sum(late),
+                "host link": 0.0,
                 "host": host * apart,
             },
         )

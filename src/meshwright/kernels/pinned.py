@@ -1,0 +1,41 @@
+"""Host memory with locked pages, which a device copies to and from at the full rate of its link and beside compute."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.errors import OutOfResources
+
+PAGE = 4096
+
+
+def pinned(owner: object, size: int, holds: str) -> Tensor:
+    """`size` bytes, locked while `owner` lives; `holds` says in an error what they are for.
+
+    Torch's own pinned buffers are rounded up to a power of two, twice as much at worst, and one thread touches their pages. Raises
+    OutOfResources when the host's memory cannot be locked.
+    """
+    whole = -(-size // PAGE) * PAGE
+    line = torch.empty(whole + PAGE, dtype=torch.uint8)
+    line = line[-line.data_ptr() % PAGE :][:whole]  # pages of its own: none may be locked twice
+    line.zero_()  # by all threads: to lock pages that are not there yet takes many times as long
+    _lock(owner, line, holds)
+    return line[:size]
+
+
+def _lock(owner: object, line: Tensor, holds: str) -> None:
+    runtime: Any = torch.cuda.cudart()
+    size = line.nbytes
+    if not size:
+        return
+    if int(runtime.cudaHostRegister(line.data_ptr(), size, 1)):  # for all devices of the process, as torch does
+        raise OutOfResources(
+            f"{size / 2**30:.1f} GiB of host memory could not be pinned for {holds} of one rank (plan.offload); offload fewer layers "
+            "(plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
+        )
+    let_go: Any = weakref.finalize(owner, runtime.cudaHostUnregister, line.data_ptr())
+    let_go.atexit = False  # with the process its pages go anyway, and the runtime may be gone before
