@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
 
 from meshwright.costs.memory import kept_per_token
+from meshwright.kernels.pinned import pinned
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import Recompute
 
@@ -29,6 +31,20 @@ STAYING = 2
 
 def peak(records: list[Record]) -> int:
     return max(record["memory_allocated_peak_bytes"] for record in records)
+
+
+def test_locked_memory_is_its_owners() -> None:
+    class Owner:
+        pass
+
+    owner, size = Owner(), 3 * 2**20 + 1
+    given = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    for _ in range(8):  # a buffer that is dropped stays locked, and no other gets its pages
+        line = pinned(owner, size, "a test")
+        assert line.is_pinned()
+        line.copy_(given, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(line, given.cpu())
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

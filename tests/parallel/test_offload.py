@@ -79,10 +79,10 @@ def test_copies_of_a_few_layers_have_all_of_the_forward_and_of_the_backward() ->
 
 
 def test_layers_that_keep_little_make_little_room() -> None:
-    small = {visit: 0.25 for visit in layers(4, 5, 6, 7)}
+    small = dict.fromkeys(layers(4, 5, 6, 7), 0.25)
     table = times(ONE, layers(0, 1, 2, 3), small)
     assert numbers(table.left) == {3: [0], 4: [1]} and numbers(table.back) == {13: [1], 14: [0]}
-    large = {visit: 4.0 for visit in layers(4, 5, 6, 7)}
+    large = dict.fromkeys(layers(4, 5, 6, 7), 4.0)
     assert sorted(numbers(times(ONE, layers(0, 1, 2, 3), large).left)[7]) == [0, 1]
 
 
@@ -98,7 +98,11 @@ def test_what_makes_room_for_nothing_stays() -> None:
 def test_memory_is_the_accounts_and_every_copy_has_its_time(order: list[tuple[Visit, ...]], seed: int) -> None:
     draw = random.Random(seed)
     twice = sorted(visit for visit, count in Counter(v for row in order for v in row).items() if count > 1)
-    moved = {visit for visit in twice if visit[2] < draw.randint(0, 4)} if draw.random() < 0.5 else set(draw.sample(twice, draw.randint(0, len(twice))))
+    moved = (
+        {visit for visit in twice if visit[2] < draw.randint(0, 4)}
+        if draw.random() < 0.5
+        else set(draw.sample(twice, draw.randint(0, len(twice))))
+    )
     keeps = {visit: draw.choice([0.5, 1.0, 2.0]) for visit in twice}
     table = times(order, moved, keeps)
     left = {visit: place for place, found in table.left.items() for visit in found}

@@ -124,7 +124,8 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
         here: Offload = "none" if offload == "activations" else "optimizer"
         for reshard, mode in product(reshards, modes):
             kept, away = (
-                LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=one) for one in (here, offload)
+                LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=one)
+                for one in (here, offload)
             )
             rich, lean = layouts(run, space, kept), layouts(run, space, away)
             legal = sharded | (not reshard) | (pins.reshard is not None)

@@ -2,9 +2,9 @@
 
 A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device. The link
 has the forwards of all layers for the copies of those that are moved, and their backwards (`parallel.offload.timetable`): only what is
-longer than that shows. What is copied is what fused blocks keep (`costs.memory.kept_per_token`): residuals and norms' outputs, the joined projection with turned queries
-and keys, attention's output, the feed-forward's halves and their product; with selective recompute residuals and what products and
-attention gave; with full recompute the layer's input alone, with all_but_attention also what attention gave.
+longer than that shows. What is copied is what fused blocks keep (`costs.memory.kept_per_token`): residuals and norms' outputs, the joined
+projection with turned queries and keys, attention's output, the feed-forward's halves and their product; with selective recompute residuals
+and what products and attention gave; with full recompute the layer's input alone, with all_but_attention also what attention gave.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def waiting_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
     """Seconds of copies of one micro-batch that compute (`forward`, `backward`, over all layers) does not hide, were every layer moved and
     each hidden as where `offload_activations` of them are."""
-    each, moved = shape.layers * copied_bytes(shape, layout) / host_rate(machine), np.asarray(layout.offload_activations)
+    each, moved = (
+        shape.layers * copied_bytes(shape, layout) / host_rate(machine),
+        np.asarray(layout.offload_activations),
+    )
     late = late_copies(moved * each, forward, backward)
     return np.where(moved > 0, sum(late) / np.maximum(moved, 1e-9), 0.0)
 

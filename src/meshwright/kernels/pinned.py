@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,20 +13,29 @@ from torch import Tensor
 from meshwright.spec.errors import OutOfResources
 
 PAGE = 4096
+TOUCHED, MOST_THREADS = 1 << 26, 16
+"""Bytes that a thread touches at a time, and threads, as host memory is soon busy."""
 
 
 def pinned(owner: object, size: int, holds: str) -> Tensor:
-    """`size` bytes, locked while `owner` lives; `holds` says in an error what they are for.
+    """`size` bytes that stay, and stay locked, while `owner` lives; `holds` says in an error what they are for.
 
-    Torch's own pinned buffers are rounded up to a power of two, twice as much at worst, and one thread touches their pages. Raises
-    OutOfResources when the host's memory cannot be locked.
+    Torch's own pinned buffers are rounded up to a power of two, twice as much at worst, and take four times as long. Raises OutOfResources
+    when the host's memory cannot be locked.
     """
     whole = -(-size // PAGE) * PAGE
     line = torch.empty(whole + PAGE, dtype=torch.uint8)
     line = line[-line.data_ptr() % PAGE :][:whole]  # pages of its own: none may be locked twice
-    line.zero_()  # by all threads: to lock pages that are not there yet takes many times as long
+    _touch(line)
     _lock(owner, line, holds)
     return line[:size]
+
+
+def _touch(line: Tensor) -> None:
+    """Let the host give the pages of `line`, which takes most of the time that locking them would. Ranks compute with one thread."""
+    parts = line.split(TOUCHED)
+    with ThreadPoolExecutor(max(1, min(len(parts), len(os.sched_getaffinity(0)), MOST_THREADS))) as pool:
+        list(pool.map(Tensor.zero_, parts))
 
 
 def _lock(owner: object, line: Tensor, holds: str) -> None:
@@ -37,5 +48,11 @@ def _lock(owner: object, line: Tensor, holds: str) -> None:
             f"{size / 2**30:.1f} GiB of host memory could not be pinned for {holds} of one rank (plan.offload); offload fewer layers "
             "(plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
         )
-    let_go: Any = weakref.finalize(owner, runtime.cudaHostUnregister, line.data_ptr())
+    let_go: Any = weakref.finalize(
+        owner, _unlock, runtime, line
+    )  # which keeps the line: its pages must not be another's while locked
     let_go.atexit = False  # with the process its pages go anyway, and the runtime may be gone before
+
+
+def _unlock(runtime: Any, line: Tensor) -> None:
+    runtime.cudaHostUnregister(line.data_ptr())

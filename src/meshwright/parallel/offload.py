@@ -104,8 +104,8 @@ def _load(places: int, stays: Iterable[_Stay]) -> list[float]:
 
 
 def _gone_from(load: list[float], room: float, lingering: Mapping[Visit, _Stay]) -> dict[Visit, int]:
-    """By visit, the place from which it is gone, at the end of its stay or where `load` and all that linger are more than `room`: then those
-    that came first go first. What they take is added to `load`."""
+    """By visit, the place from which it is gone: at the end of its stay, or where `load` and all that linger are more than `room`, of whom
+    those that came first go first. What they take is added to `load`."""
     gone: dict[Visit, int] = {}
     there: dict[Visit, float] = {}
     starts = _by_place({visit: stay.start for visit, stay in lingering.items()})

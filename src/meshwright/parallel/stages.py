@@ -76,7 +76,13 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     rows = []
     for stage in stages:
         row = [
-            Unit(_block_run(model.layers[str(layer)]), blocks[str(layer)], layer, keeps[layer], away[layer].activations_away)
+            Unit(
+                _block_run(model.layers[str(layer)]),
+                blocks[str(layer)],
+                layer,
+                keeps[layer],
+                away[layer].activations_away,
+            )
             for layer in stage
         ]
         if stage.start == 0:

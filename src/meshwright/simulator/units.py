@@ -7,6 +7,7 @@ takes its share.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -249,7 +250,8 @@ class UnitCosts:
         blocks = self._together[unit]
         if blocks[0] not in self._late:
             moved = [one for one in blocks if self._strategy(one).activations_away]
-            copied = sum(self._travels(one) for one in moved)
+            kinds = Counter((self._strategy(one).recompute, self.model.routed(one)) for one in moved)
+            copied = sum(count * self._travels(*kind) for kind, count in kinds.items())
             computes = [self._kind(one) for one in blocks]
             forward = sum(one.forward for one in computes)
             backward = sum(one.backward_input + one.backward_weight for one in computes)
@@ -257,10 +259,9 @@ class UnitCosts:
             self._late[blocks[0]] = number(out) / len(moved), number(back) / len(moved)
         return self._late[blocks[0]]
 
-    def _travels(self, unit: int) -> float:
+    def _travels(self, mode: Recompute, routed: bool) -> float:
         """Seconds of a block's copy, one way."""
-        shape, layout = self._of_kind(self.model.routed(unit)), self._lone(self._strategy(unit).recompute)
-        return number(copied_bytes(shape, layout) / host_rate(self.priced.machine))
+        return number(copied_bytes(self._of_kind(routed), self._lone(mode)) / host_rate(self.priced.machine))
 
     def _alike(self, unit: Unit) -> Unit:
         """The first block of the unit's kind, or the end itself."""

@@ -1,0 +1,68 @@
+"""Locked host memory: whole pages of its own for as long as its owner lives, by the rules of CUDA's runtime."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from meshwright.kernels.pinned import PAGE, pinned
+from meshwright.spec.errors import OutOfResources
+
+
+class Runtime:
+    """Locks pages as CUDA does: none twice."""
+
+    def __init__(self, most: int = 1 << 40) -> None:
+        self.locked: dict[int, int] = {}
+        self.most = most
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        first, last = address // PAGE, (address + size - 1) // PAGE
+        taken = any(first <= (at + length - 1) // PAGE and at // PAGE <= last for at, length in self.locked.items())
+        if taken or sum(self.locked.values()) + size > self.most:
+            return 712
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+class Owner:
+    pass
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime(most=1 << 26)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def test_pages_are_locked_while_the_owner_lives(runtime: Runtime) -> None:
+    owner = Owner()
+    sizes = (1, PAGE, 3 * PAGE + 5, (1 << 20) + 1)
+    for size in sizes * 20:
+        line = pinned(owner, size, "a test")  # dropped at once: its pages must not come again
+        assert line.shape == (size,) and line.dtype == torch.uint8 and not line.any()
+    assert len(runtime.locked) == 20 * len(sizes) and all(
+        at % PAGE == size % PAGE == 0 for at, size in runtime.locked.items()
+    )
+    del owner
+    gc.collect()
+    assert not runtime.locked
+
+
+def test_what_cannot_be_locked_is_told(runtime: Runtime) -> None:
+    with pytest.raises(
+        OutOfResources, match=r"0.1 GiB of host memory could not be pinned for the optimizer of one rank.*ulimit -l"
+    ):
+        pinned(Owner(), 1 << 27, "the optimizer")
+    assert not runtime.locked
+
+
+def test_nothing_needs_no_lock(runtime: Runtime) -> None:
+    assert pinned(Owner(), 0, "a test").numel() == 0 and not runtime.locked
