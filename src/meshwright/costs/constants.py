@@ -120,8 +120,8 @@ class Constants:
     copy_link: Array = 1.34
     """Bandwidth of a gather on copy engines over that of one by kernels (387 over 289 GB/s, as above)."""
     moe_back: Array = 2.0
-    """What permuting and combining cost in a backward, over a forward. Own engine: with `moe_passes`, what eight runs of Qwen3-30B-A3B on
-    one and two H200s took (benchmarks/results/2026-11-23-mixture-1xH200.json and -2xH200.json)."""
+    """What permuting and combining cost in a backward, over a forward. Own engine: what eight runs of Qwen3-30B-A3B on one and two H200s
+    took (benchmarks/results/2026-11-23-mixture-1xH200.json and -2xH200.json); `moe_passes` is of four later ones (-mixture-sums-)."""
     moe_spread: Array = 0.0
     """Bytes that are added to `moe_passes` where experts are on several ranks: rows are sorted there again, and the device waits for
     the host. Own engine: what two runs on 2 H200s took (benchmarks/results/2026-11-22-experts-2xH200.json, `expert-12` and `tensor-12`)."""
