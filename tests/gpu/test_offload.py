@@ -47,17 +47,27 @@ def test_locked_memory_is_its_owners() -> None:
         assert torch.equal(line, given.cpu())
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_memory_is_let_go_and_losses_stay(tmp_path: Path, recompute: Recompute) -> None:
-    here, away = (
-        steps(trained(tmp_path, RUN, kind, 1, [f"plan.offload={kind}", f"plan.recompute={recompute}"]))
-        for kind in ("none", "activations")
-    )
+FIRST = LAYERS // 2
+LAYERS_AWAY = f"plan.layers=[{{range: 0-{FIRST - 1}, offload: activations}}, {{range: {FIRST}-{LAYERS - 1}}}]"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "words", "moved"),
+    [
+        ("none", ["plan.offload=activations", "plan.recompute=none"], LAYERS),
+        ("full", ["plan.offload=activations", "plan.recompute=full"], LAYERS),
+        ("none", [LAYERS_AWAY], FIRST),
+    ],
+    ids=["all, recompute none", "all, recompute full", "the first half"],
+)
+def test_memory_is_let_go_and_losses_stay(tmp_path: Path, recompute: Recompute, words: list[str], moved: int) -> None:
+    plain = ["plan.offload=none", f"plan.recompute={recompute}"]
+    here, away = (steps(trained(tmp_path, RUN, name, 1, given)) for name, given in (("here", plain), ("away", words)))
     assert away[0]["loss"] == here[0]["loss"]
     assert away[0]["grad_norm"] == pytest.approx(here[0]["grad_norm"], rel=BOUND)
     assert [step["loss"] for step in away] == pytest.approx([step["loss"] for step in here], rel=BOUND)
     model = load_run(tmp_path / "run.yaml", []).model
     layer = 2 * TOKENS * kept_per_token(model, 0, recompute)
-    gone = (LAYERS - STAYING) * layer
+    gone = (moved - STAYING) * layer
     # The fullest moment is another one then, so not all of it shows.
     assert 0.5 * gone < peak(here) - peak(away) < 1.2 * gone

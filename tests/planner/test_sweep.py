@@ -14,7 +14,7 @@ from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
-from meshwright.planner.sweep import AWAY, PLAIN, bytes_of_rank, layouts, ranked_seconds, recomputes, sweep
+from meshwright.planner.sweep import PLAIN, bytes_of_rank, layouts, ranked_seconds, recomputes, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -134,8 +134,10 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
             for count in range(1, layers + 1):
                 share = count / layers
                 moved = ranked_seconds(priced, replace(lean, offload_activations=share))
-                seconds = AWAY * (1 - share) * ranked_seconds(priced, rich) + share * moved
-                memory = (1 - share) * bytes_of_rank(run, rich) + share * bytes_of_rank(run, lean)
+                seconds = (1 - share) * ranked_seconds(priced, rich) + share * moved
+                # Two or three layers stay besides those that are kept.
+                some = bytes_of_rank(run, replace(lean, offload_activations=1e-9))
+                memory = (1 - share) * some + share * bytes_of_rank(run, lean)
                 best = min(best, seconds[legal & (memory <= room)].min(initial=np.inf))
     return best
 

@@ -51,7 +51,8 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, head: float, *, last: b
     kept = kept + tokens * f.compute * sizes.travelled * ((mode == RECOMPUTES.index("selective")) & (layout.expert > 1))
     forwards, forwards_first = _forwards(layout, last)
     staying = np.minimum(LAYERS_STAYING + (np.asarray(layout.pipeline) > 1), layers)
-    alive = np.where(np.asarray(layout.offload_activations) > 0, staying, forwards * layers)
+    moved = np.asarray(layout.offload_activations)
+    alive = np.where(moved > 0, staying, 0.0) + (1 - moved) * forwards * layers
     working = np.choose(mode, np.broadcast_arrays(*sizes.worked)) + exchanged_per_token(model, width, layout.context)
     piled = np.where(layout.layered > 0, m, 0.0)
     whole = (np.asarray(layout.reduce_once) > 0) & (m > 1)

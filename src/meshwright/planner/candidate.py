@@ -40,6 +40,12 @@ COPYING_RANKS = 2
 """Tensor ranks between which copied tokens were the faster; between four they took a fifth longer than kernels."""
 
 
+AWAY, AWAY_UNTRIED, TRIED_DEVICES = 1.01, 1.03, 2
+"""What the seconds of a plan with activations in host memory count, of few layers or of all: one without them that is as fast, as far as a
+prediction tells, has no memory to pin in its first step. Such plans were measured with up to two devices to a host: of more, and of several
+hosts, whose network may share the devices' links, a prediction tells less."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One plan with what is predicted of it."""
@@ -75,6 +81,18 @@ class Answer:
     """Layouts that were priced in closed form."""
     seconds: float
     """How long the search took."""
+
+
+def moves_activations(plan: Plan) -> bool:
+    """Whether activations of some layer wait in host memory."""
+    return any(layer.activations_away for layer in plan.layers)
+
+
+def counts(run: RunSpec, plan: Plan) -> float:
+    """Times that the predicted seconds of `plan` count where plans are chosen between."""
+    if not moves_activations(plan):
+        return 1.0
+    return AWAY if plan.ranks <= run.cluster.ranks_per_node <= TRIED_DEVICES else AWAY_UNTRIED
 
 
 def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, number
-from meshwright.planner.candidate import HEADROOM, Candidate, peak_bytes, pins_of, usable_by_rank
+from meshwright.planner.candidate import HEADROOM, Candidate, moves_activations, peak_bytes, pins_of, usable_by_rank
 from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.chips import CHIPS
@@ -95,6 +95,8 @@ def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
     behind = other.behind(best)
     if other.simulated != best.simulated:
         return f"{_signed(behind)} by the quick estimate, behind others of its kind"
+    if behind < 0 and moves_activations(other.plan) and not moves_activations(best.plan):
+        return f"{seconds_text(-behind)} faster, which is too little to pin the host's memory for"
     if behind < 0:
         return f"{seconds_text(-behind)} faster, which a prediction cannot tell apart: the simpler plan was taken"
     if behind < EQUAL * mine.step_seconds:

@@ -209,11 +209,14 @@ def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
         yield replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
 
 
-def simplest(candidates: Sequence[Candidate], budget: int | None = None) -> Candidate:
+def simplest(
+    candidates: Sequence[Candidate], budget: int | None = None, counts: Callable[[Plan], float] = lambda plan: 1.0
+) -> Candidate:
     """Of the plans that take as long as the fastest, within what a prediction can tell apart, one with the fewest parts; where that has
-    virtual stages, one that leaves memory to an allocator's fragments."""
-    fastest = candidates[0].seconds
-    alike = [one for one in candidates if one.simulated and one.seconds <= fastest * (1 + ALIKE)]
+    virtual stages, one that leaves memory to an allocator's fragments. `counts` says how many times the seconds of a plan count."""
+    played = [one for one in candidates if one.simulated]
+    fastest = min(one.seconds * counts(one.plan) for one in played)
+    alike = [one for one in played if one.seconds * counts(one.plan) <= fastest * (1 + ALIKE)]
     roomy = inf if budget is None else ROOMY * budget
 
     def crowded(plan: Plan) -> bool:

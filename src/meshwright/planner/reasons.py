@@ -14,6 +14,7 @@ from meshwright.planner.candidate import (
     gathers_because,
     host_budget,
     host_gib,
+    moves_activations,
     over_by_rank,
     over_host,
     peak_bytes,
@@ -133,6 +134,8 @@ def _gap(best: Candidate, other: Candidate) -> str:
     if behind > 0:
         return f"{seconds_text(behind)} longer"
     why = f"within {ALIKE:.0%}: the simpler is taken" if other.simulated else "by the quick estimate"
+    if moves_activations(other.plan) and not moves_activations(best.plan):
+        why = "too little to pin the host's memory for"
     return f"{seconds_text(-behind)} less ({why})"
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from math import inf
 
 from meshwright.costs.of_plan import Pricing
-from meshwright.planner.candidate import Answer, Candidate, budget_of, fits
+from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, fits, moves_activations
 from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced
 from meshwright.planner.space import Points, by_kernels, points
-from meshwright.planner.sweep import PLAIN, Strategy, Swept, leaner_than, smallest, strategies_in, sweep
+from meshwright.planner.sweep import MOVING, PLAIN, Strategy, Swept, leaner_than, smallest, strategies_in, sweep
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
@@ -39,7 +39,10 @@ HOPE = 0.87
 """Of the closed form's seconds, what plans of a schedule that was not estimated yet may take: V schedules took that little."""
 TWINS = 1.02
 """Times the fastest estimate up to which a plan with copies is estimated with kernels too: what the memory of the windows is worth."""
-Leaner = Callable[[int], Iterator[Strategy]]
+KEEPING = 1.06
+"""The same of a plan that moves activations, up to which the one that keeps them is estimated too."""
+Ways = Callable[[int], Iterator[Strategy]]
+"""Strategies of a point, by its row."""
 NAMED = 3
 """Plans that are written out where none fits."""
 
@@ -62,7 +65,8 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
     for margin in MARGINS:
         swept = sweep(run, priced, space, margin * room, best=KEPT)
         considered += swept.priced
-        candidates = _finalists(run, swept, _leaner(run, priced, swept, room), budget, judge)
+        ways = _ways(run, priced, swept.points, partial(tuple, swept.strategies), room)
+        candidates = _finalists(run, swept, ways, _keeping(run, priced, swept.points, room), budget, judge)
         if candidates or budget is None or not len(swept.points):  # less room has no more in it
             break
     if not candidates:  # the closed form may be too high by more than the margins
@@ -71,8 +75,9 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = improved(run, judged(judge, candidates), budget)
-    candidates = with_kernels(run, candidates, simplest(candidates, budget))
-    best = simplest(candidates, budget)
+    chosen = partial(simplest, budget=budget, counts=partial(counts, run))
+    candidates = with_kernels(run, candidates, chosen(candidates))
+    best = chosen(candidates)
     others = tuple(one for one in candidates if one is not best)
     best = replace(best, plan=replace(best.plan, why=reasons(best, others, run, lambda plan: fits(run, plan, budget))))
     return Answer(best, others, considered, time.perf_counter() - begun)
@@ -93,11 +98,15 @@ def _largest(run: RunSpec) -> float:
     return max(known) / min(known) if known else 1.0
 
 
-def _finalists(run: RunSpec, swept: Swept, leaner: Leaner, budget: int | None, judge: Judge) -> list[Candidate]:
+def _finalists(
+    run: RunSpec, swept: Swept, ways: Ways, keeping: Ways | None, budget: int | None, judge: Judge
+) -> list[Candidate]:
     """The points that promise most and fit, as estimated plans, a few of each kind."""
     points, seen = swept.points, Counter[object]()
     kinds = [_kinds(points, row, strategy) for row, strategy in enumerate(swept.strategies)]
     found: list[Candidate] = []
+    beside: list[Candidate] = []
+    """Those whose point is there a second time, with activations kept."""
 
     def seconds(row: int) -> float:
         alike = *points.meshes[points.mesh[row]].inner, kinds[row][0]
@@ -105,16 +114,18 @@ def _finalists(run: RunSpec, swept: Swept, leaner: Leaner, budget: int | None, j
             return inf
         fastest = min((one.seconds for one in found), default=inf)
         tried: list[Candidate] = []
-        for plan in _written(run, points, row, lambda: chain([swept.strategies[row]], leaner(row)), budget):
+        for plan in _written(run, points, row, ways, keeping, budget):
             tried.append(judge.estimated(plan))
-            if tried[0].seconds > TWINS * fastest:
+            if tried[0].seconds > (KEEPING if moves_activations(plan) else TWINS) * fastest:
                 break
         found.extend(tried)
+        moves = [moves_activations(one.plan) for one in tried]
+        beside.extend(one for one, here, before in zip(tried[1:], moves[1:], moves, strict=False) if before > here)
         seen[alike] += bool(tried)
         return min((one.seconds for one in tried), default=inf)
 
     for _ in in_turn(swept.seconds.tolist(), kinds, seconds, HOPE):
-        if len(found) >= FINALISTS:
+        if len(found) - len(beside) >= FINALISTS:
             break
     return found
 
@@ -126,13 +137,16 @@ def _kinds(points: Points, row: int, strategy: Strategy) -> tuple[tuple[object, 
     return (schedule, strategy.lean.offload, *sizes), schedule
 
 
-def _leaner(run: RunSpec, priced: Pricing, swept: Swept, room: float) -> Leaner:
-    """By point, strategies for where the best one is too large by the exact account: the best in less room, then what goes on from it."""
-    tighter = [cache(partial(strategies_in, run, priced, swept.points, part * room)) for part in TIGHTER]
+def _ways(
+    run: RunSpec, priced: Pricing, points: Points, best: Callable[[], Sequence[Strategy | None]], room: float
+) -> Ways:
+    """By point, the strategies to try until one fits by the exact account: the best, the best in less room, then what goes on from it."""
+    tighter = [cache(partial(strategies_in, run, priced, points, part * room)) for part in TIGHTER]
 
     def of_point(row: int) -> Iterator[Strategy]:
-        known = {best := swept.strategies[row]}
-        for strategy in chain((strategies()[row] for strategies in tighter), leaner_than(run, best)):
+        first, known = best()[row], set[Strategy]()
+        on = leaner_than(run, first) if first else []
+        for strategy in chain([first], (strategies()[row] for strategies in tighter), on):
             if strategy is not None and strategy not in known:
                 known.add(strategy)
                 yield strategy
@@ -140,18 +154,31 @@ def _leaner(run: RunSpec, priced: Pricing, swept: Swept, room: float) -> Leaner:
     return of_point
 
 
+def _keeping(run: RunSpec, priced: Pricing, points: Points, room: float) -> Ways | None:
+    """By point, the strategies that keep activations on the device, likewise; None where the pins say what waits on the host."""
+    here = tuple(offload for offload, _ in MOVING if offload in points.offloads)
+    if here in ((), points.offloads):
+        return None
+    kept = replace(points, offloads=here)
+    return _ways(run, priced, kept, cache(partial(strategies_in, run, priced, kept, room)), room)
+
+
 def _written(
-    run: RunSpec, points: Points, row: int, ways: Callable[[], Iterator[Strategy]], budget: int | None
+    run: RunSpec, points: Points, row: int, ways: Ways, keeping: Ways | None, budget: int | None
 ) -> Iterator[Plan]:
-    """The plan of one point under the first of its `ways` that fits, and the one without the windows of what is copied where that leaves
-    memory for other layers."""
-    plan = _first_to_fit(run, points, row, ways(), budget)
+    """The plan of one point under the first of its `ways` that fits; where that moves activations, the one that keeps them; and the one
+    without the windows of what is copied where that leaves memory for other layers."""
+    plan = _first_to_fit(run, points, row, ways(row), budget)
     if plan is not None:
         yield plan
-    plain, richest = by_kernels(run, points), next(ways())
+    if plan is not None and moves_activations(plan) and keeping:
+        kept = _first_to_fit(run, points, row, keeping(row), budget)
+        if kept is not None:
+            yield kept
+    plain, richest = by_kernels(run, points), next(ways(row))
     copies = any(points.column(name)[row] != plain.column(name)[row] for name in ("copied", "tokens copied"))
     if copies and (plan is None or plan.layers != (richest.layer(richest.rich),)):
-        other = _first_to_fit(run, plain, row, ways(), budget)
+        other = _first_to_fit(run, plain, row, ways(row), budget)
         if other is not None and (plan is None or other.layers != plan.layers):
             yield other
 

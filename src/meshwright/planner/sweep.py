@@ -9,16 +9,15 @@ and both time and memory are a straight line between: the fewest layers that mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import combinations, product
 
 import numpy as np
 
 from meshwright.costs.footprint import planned
 from meshwright.costs.idle import fill
-from meshwright.costs.inputs import Layouts
+from meshwright.costs.inputs import Array, Layouts
 from meshwright.costs.memory import bytes_of, formats
 from meshwright.costs.of_plan import Pricing, gathered_bytes, state_bytes, strategy_columns
 from meshwright.costs.offload import waiting_bytes
@@ -67,9 +66,6 @@ class Strategy:
 
 MOVING: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), ("optimizer", "both"))
 """What may wait in host memory, without and with activations."""
-AWAY = 1.02
-"""What activations in host memory count, of few layers or of all: a plan without them that is as fast, as far as a prediction tells, has no
-memory to pin in its first step, which takes minutes for hundreds of gigabytes."""
 PLAIN = Strategy(End(False, "none"), End(False, "none"))
 
 
@@ -216,10 +212,10 @@ def _weighed(
     near = np.flatnonzero(np.min(seconds, axis=0, where=able, initial=np.inf) < worst)
     if not len(near):
         return near, [], np.zeros(0)
-    priced = _Priced(seconds[:, near], *_held(run, pricing, _under(_taken(plain, near), ways.kinds)))
-    legal = able[:, near]
-    legal = legal[ways.rich] & legal[ways.lean]
-    mixed = _mixed(run, priced, ways, room, legal, partial(_with_some_away, pricing, _taken(plain, near), ways))
+    layout, legal = _taken(plain, near), able[:, near]
+    priced = _Priced(seconds[:, near], *_held(run, pricing, _under(layout, ways.kinds)))
+    moving = _Moving(run, pricing, layout, ways)
+    mixed = np.where(legal[ways.rich] & legal[ways.lean], _mixed(run, priced, ways, room, moving), np.inf)
     best = mixed.argmin(axis=0)
     return near, [ways.strategies[one] for one in best], mixed[best, np.arange(len(near))]
 
@@ -269,38 +265,45 @@ def _held(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, 
     return bytes_of_rank(run, layout), run.cluster.gpus_per_node * np.asarray(each)
 
 
-def _mixed(
-    run: RunSpec,
-    priced: _Priced,
-    ways: _Ways,
-    room: float,
-    able: np.ndarray,
-    some_away: Callable[[np.ndarray, np.ndarray], np.ndarray],
-) -> np.ndarray:
-    """By strategy and point, seconds with as few layers at the lean end as fit; infinite where none does or it is not `able`, or where the
-    rich end alone says the same. `some_away` gives the seconds of lean ends of which only a share of the layers are moved."""
-    share = _share(priced.bytes[ways.rich], priced.bytes[ways.lean], room, run.model.layers)
-    legal = able & (share <= 1) & ((share > 0) | (ways.rich == ways.lean)[:, None])
+def _mixed(run: RunSpec, priced: _Priced, ways: _Ways, room: float, moving: _Moving) -> np.ndarray:
+    """By strategy and point, seconds with as few layers at the lean end as fit; infinite where none does, or where the rich end alone says
+    the same."""
+    alone, rich = priced.bytes[ways.rich] <= room, priced.bytes[ways.rich]
+    if len(moving.strategies):
+        rich[moving.strategies] = moving.bytes()
+    share = np.where(alone, 0.0, _share(rich, priced.bytes[ways.lean], room, run.model.layers))
+    legal = (share <= 1) & ((share > 0) | (ways.rich == ways.lean)[:, None])
 
-    def mean(by_kind: np.ndarray) -> np.ndarray:
-        return (1 - share) * by_kind[ways.rich] + share * by_kind[ways.lean]
+    def mean(rich: np.ndarray, by_kind: np.ndarray) -> np.ndarray:
+        return (1 - share) * rich + share * by_kind[ways.lean]
 
-    legal &= mean(priced.bytes) <= room * (1 + 1e-9)
-    legal &= mean(priced.waiting) <= host_budget(run)
-    seconds = mean(priced.seconds)
-    asked = np.flatnonzero(ways.moving & legal.any(axis=1))
-    if len(asked):
-        lean = some_away(asked, share[asked])
-        seconds[asked] = (1 - share[asked]) * priced.seconds[ways.rich[asked]] * AWAY + share[asked] * lean
+    legal &= alone | (mean(rich, priced.bytes) <= room * (1 + 1e-9))
+    legal &= mean(priced.waiting[ways.rich], priced.waiting) <= host_budget(run)
+    seconds = mean(priced.seconds[ways.rich], priced.seconds)
+    if legal[moving.strategies].any():
+        seconds[moving.strategies] = moving.seconds(share[moving.strategies], priced.seconds)
     return np.where(legal, seconds, np.inf)
 
 
-def _with_some_away(
-    pricing: Pricing, layout: Layouts, ways: _Ways, strategies: np.ndarray, share: np.ndarray
-) -> np.ndarray:
-    """Seconds of a step whose layers are all as the lean ends of these strategies, each copy hidden as where `share` of them are moved."""
-    under = _under(layout, [ways.kinds[kind] for kind in ways.lean[strategies]])
-    return ranked_seconds(pricing, replace(under, offload_activations=share))
+class _Moving:
+    """What is no line between the ends: the strategies whose lean end moves activations that the rich one keeps."""
+
+    def __init__(self, run: RunSpec, pricing: Pricing, layout: Layouts, ways: _Ways) -> None:
+        self.strategies = np.flatnonzero(ways.moving)
+        self._run, self._pricing, self._rich = run, pricing, ways.rich[self.strategies]
+        self._lean = [ways.kinds[kind] for kind in ways.lean[self.strategies]]
+        self._layout = layout
+
+    def bytes(self) -> np.ndarray:
+        """Of a rank that moves hardly anything, where some layers stay besides those that are kept."""
+        return bytes_of_rank(self._run, self._moved(1e-9))
+
+    def seconds(self, share: np.ndarray, by_kind: np.ndarray) -> np.ndarray:
+        """With this share of the layers moved: the fewer, the longer the forward is that each copy may hide behind."""
+        return (1 - share) * by_kind[self._rich] + share * ranked_seconds(self._pricing, self._moved(share))
+
+    def _moved(self, share: Array) -> Layouts:
+        return replace(_under(self._layout, self._lean), offload_activations=share)
 
 
 def _share(rich: np.ndarray, lean: np.ndarray, room: float, layers: int) -> np.ndarray:
@@ -404,9 +407,8 @@ def _taken(layout: Layouts, rows: np.ndarray) -> Layouts:
 
 
 def ranked_seconds(pricing: Pricing, layout: Layouts) -> np.ndarray:
-    """Seconds of a step by the closed form, as plans are ranked by them."""
-    handicap = np.where(np.asarray(layout.offload_activations) > 0, AWAY, 1.0)
-    return np.asarray(_cost(pricing, layout).seconds) * handicap
+    """Seconds of a step by the closed form."""
+    return np.asarray(_cost(pricing, layout).seconds)
 
 
 def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
