@@ -31,7 +31,7 @@ HEADROOM = 0.91
 H200s a run that needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
 
 HOST_HEADROOM = 0.8
-"""The same of a host's memory, which holds the ranks' own processes too, and pinned buffers by powers of two."""
+"""The same of a host's memory, which holds the ranks' own processes too."""
 HOST_GIB_A_DEVICE = 256.0
 """Memory of a host for each of its devices where the cluster does not say: a guess, from DGX A100 to B200, 1 to 4 TB for 8 devices."""
 COPYING = ("hopper",)
