@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor
 from meshwright.spec.errors import OutOfResources
 
 PAGE = 4096
-TOUCHED, MOST_THREADS = 1 << 26, 16
-"""Bytes that a thread touches at a time, and threads, as host memory is soon busy."""
 
 
 def pinned(owner: object, size: int, holds: str) -> Tensor:
@@ -26,16 +22,9 @@ def pinned(owner: object, size: int, holds: str) -> Tensor:
     whole = -(-size // PAGE) * PAGE
     line = torch.empty(whole + PAGE, dtype=torch.uint8)
     line = line[-line.data_ptr() % PAGE :][:whole]  # pages of its own: none may be locked twice
-    _touch(line)
+    line.zero_()  # by all threads of the rank: to lock pages that are not there yet takes one thread many times as long
     _lock(owner, line, holds)
     return line[:size]
-
-
-def _touch(line: Tensor) -> None:
-    """Let the host give the pages of `line`, which takes most of the time that locking them would. Ranks compute with one thread."""
-    parts = line.split(TOUCHED)
-    with ThreadPoolExecutor(max(1, min(len(parts), len(os.sched_getaffinity(0)), MOST_THREADS))) as pool:
-        list(pool.map(Tensor.zero_, parts))
 
 
 def _lock(owner: object, line: Tensor, holds: str) -> None:
@@ -48,9 +37,8 @@ def _lock(owner: object, line: Tensor, holds: str) -> None:
             f"{size / 2**30:.1f} GiB of host memory could not be pinned for {holds} of one rank (plan.offload); offload fewer layers "
             "(plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
         )
-    let_go: Any = weakref.finalize(
-        owner, _unlock, runtime, line
-    )  # which keeps the line: its pages must not be another's while locked
+    # It keeps the line: pages must not become another's while they are locked.
+    let_go: Any = weakref.finalize(owner, _unlock, runtime, line)
     let_go.atexit = False  # with the process its pages go anyway, and the runtime may be gone before
 
 

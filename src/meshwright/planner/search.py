@@ -15,7 +15,7 @@ from itertools import chain
 from math import inf
 
 from meshwright.costs.of_plan import Pricing
-from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, fits, moves_activations
+from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, fits, moves_activations, pins_of
 from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced
@@ -157,7 +157,7 @@ def _ways(
 def _keeping(run: RunSpec, priced: Pricing, points: Points, room: float) -> Ways | None:
     """By point, the strategies that keep activations on the device, likewise; None where the pins say what waits on the host."""
     here = tuple(offload for offload, _ in MOVING if offload in points.offloads)
-    if here in ((), points.offloads):
+    if here in ((), points.offloads) or pins_of(run).layers:
         return None
     kept = replace(points, offloads=here)
     return _ways(run, priced, kept, cache(partial(strategies_in, run, priced, kept, room)), room)
