@@ -24,12 +24,13 @@ from meshwright.parallel.channels import Channels, Transfer
 from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.fp8 import WeightScales
 from meshwright.parallel.fsdp import Streams
-from meshwright.parallel.offload import HostMemory, Moves, Visit, addresses, handed_in
+from meshwright.parallel.offload import HostMemory, Moves, addresses, handed_in
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
 from meshwright.parallel.stages import Sharded, Unit
 from meshwright.parallel.tensor import CopySums
 from meshwright.parallel.tied import TiedSum
+from meshwright.parallel.timetable import Visit
 from meshwright.schedules.action import COMPUTE, Action, Kind
 from meshwright.schedules.schedule import Schedule
 

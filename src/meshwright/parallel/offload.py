@@ -2,9 +2,7 @@
 
 A visit is one micro-batch in one unit. Its saved tensors are caught by autograd's own hooks and go to the host by whole storages, as bytes,
 so that views of one tensor stay views of one, and every bit comes back. Copies run on two streams beside compute, one in each direction.
-Where compute waits for them is worked out beforehand (`timetable`): for a copy out when others need the memory and no sooner, and a copy
-back sets out as soon as there is room. So where some layers are moved and others are kept the link has the whole forward, and the whole
-backward, for the few. A visit that need not make room for others is not moved.
+Where compute waits for them is worked out beforehand (`parallel.timetable`).
 
 Streams wait for events; the host waits for nothing. Memory that another stream copies from or to is held until compute has waited for the
 copy, so that the allocator cannot hand it out in between.
@@ -18,117 +16,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.costs.account import LAYERS_STAYING
 from meshwright.kernels.pinned import pinned
+from meshwright.parallel.timetable import Visit, timetable
 
 LEAST_BYTES = 1 << 20
 """Smaller storages stay on a GPU: their copies would cost more launches than they free memory. On a CPU all go, to be tested."""
-ROUNDING = 1 + 1e-9
-"""Of sums in one order over those in another."""
-
-Visit = tuple[int, int, int]
-"""(stage, micro-batch, unit)."""
-
-
-@dataclass(frozen=True)
-class Timetable:
-    """By place among a step's forwards and backwards, which visits have left the device when that begins, and which set out back then."""
-
-    left: Mapping[int, Sequence[Visit]]
-    back: Mapping[int, Sequence[Visit]]
-    moved: frozenset[Visit]
-    """Those in it: of what the plan moves, what must make room for others."""
-
-
-@lru_cache(maxsize=4)  # of a run's steps all but a few are alike
-def timetable(
-    computes: tuple[tuple[Visit, ...], ...], keeps: tuple[tuple[Visit, float], ...], moved: frozenset[Visit]
-) -> Timetable:
-    """`computes` are the visits of a rank's forwards and backwards in order: a visit with a backward occurs twice. `keeps` says how much
-    each leaves on the device in between, in any unit, and `moved` which of them the plan moves.
-
-    What is moved is on the device while it computes, beside the compute behind its forward, and beside the one before its backward. It may
-    be there longer, first come first gone, while all that is there takes no more than the kept visits do at their fullest and the largest
-    `LAYERS_STAYING` of the moved: what the memory account counts (`costs.memory`). One that may be there all the time is left alone.
-    """
-    if not moved:
-        return Timetable({}, {}, moved)
-    size, places = dict(keeps), len(computes)
-    last = {visit: place for place, visits in enumerate(computes) for visit in visits}
-    first = {visit: places - 1 - place for place, visits in enumerate(reversed(computes)) for visit in visits}
-    away = sorted((visit for visit in moved if first[visit] + 2 < last[visit] - 1), key=last.__getitem__)
-    kept = [_Stay(first[visit], last[visit] + 1, size[visit]) for visit in size.keys() - moved]
-    near = [_Stay(first[visit], last[visit] + 1, size[visit]) for visit in moved.difference(away)]
-    near += [_Stay(first[visit], first[visit] + 2, size[visit]) for visit in away]
-    near += [_Stay(last[visit] - 1, last[visit] + 1, size[visit]) for visit in away]
-    load = _load(places, [*kept, *near])
-    fullest = max(_load(places, kept)) + sum(sorted(size[visit] for visit in moved)[-LAYERS_STAYING:])
-    room = max(fullest, *load) * ROUNDING
-    left = _gone_from(load, room, {visit: _Stay(first[visit] + 2, last[visit] - 1, size[visit]) for visit in away})
-    # Backwards in time a copy back is one out.
-    turned = {
-        visit: _Stay(places + 1 - last[visit], places - left[visit], size[visit])
-        for visit in away
-        if left[visit] < last[visit] - 1
-    }
-    back = {visit: places - place for visit, place in _gone_from(load[::-1], room, turned).items()}
-    going = [visit for visit in turned if left[visit] < back[visit]]
-    left, back = ({visit: at[visit] for visit in going} for at in (left, back))
-    return Timetable(_by_place(left), _by_place(back), frozenset(going))
-
-
-@dataclass(frozen=True)
-class _Stay:
-    """What is on the device from the beginning of one compute to that of another."""
-
-    start: int
-    stop: int
-    size: float
-
-
-def _load(places: int, stays: Iterable[_Stay]) -> list[float]:
-    """What is on the device at each place."""
-    change = [0.0] * (places + 1)
-    for stay in stays:
-        change[stay.start] += stay.size
-        change[stay.stop] -= stay.size
-    return [*accumulate(change)][:places]
-
-
-def _gone_from(load: list[float], room: float, lingering: Mapping[Visit, _Stay]) -> dict[Visit, int]:
-    """By visit, the place from which it is gone: at the end of its stay, or where `load` and all that linger are more than `room`, of whom
-    those that came first go first. What they take is added to `load`."""
-    gone: dict[Visit, int] = {}
-    there: dict[Visit, float] = {}
-    starts = _by_place({visit: stay.start for visit, stay in lingering.items()})
-    stops = _by_place({visit: stay.stop for visit, stay in lingering.items()})
-    size = 0.0
-    for place, taken in enumerate(load):
-        for visit in starts[place]:
-            there[visit] = lingering[visit].size
-            size += there[visit]
-        ended = [visit for visit in stops[place] if visit in there]
-        while ended or (there and taken + size > room):
-            visit = ended.pop() if ended else next(iter(there))
-            size -= there.pop(visit)
-            gone[visit] = place
-        load[place] += size
-    return gone
-
-
-def _by_place(places: Mapping[Visit, int]) -> defaultdict[int, list[Visit]]:
-    found = defaultdict[int, list[Visit]](list)
-    for visit, place in places.items():
-        found[place].append(visit)
-    return found
 
 
 class HostMemory:
