@@ -13,6 +13,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 CASES = {
     "shard 2": (2, ["plan.shard=2", "plan.reshard=true"]),
     "shard 2, kept, accumulate 2": (2, ["plan.shard=2", "plan.reshard=false", "plan.micro_batch=2"]),
+    "shard 2, gradients whole, accumulate 4": (2, ["plan.shard=2", "plan.gradients=whole", "plan.micro_batch=1"]),
+    "shard 2, layered, accumulate 4": (2, ["plan.shard=2", "plan.schedule=breadth_first", "plan.micro_batch=1"]),
+    "tensor 2, accumulate 4, recompute full": (2, ["plan.tensor=2", "plan.micro_batch=2", "plan.recompute=full"]),
+    "accumulate 4": (1, ["plan.micro_batch=2"]),
     "shard 4": (4, ["plan.shard=4"]),
     "replicate 2 x shard 2": (4, ["plan.replicate=2", "plan.micro_batch=1"]),
     "pipeline 2, one micro-batch": (2, ["plan.pipeline=2", "plan.schedule=1f1b", "plan.micro_batch=8"]),

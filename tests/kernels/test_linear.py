@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.linear import Linear, WeightQueue, deferring, split_backward
+from meshwright.kernels.linear import Linear, WeightQueue, add_to_gradient, adding, deferring, split_backward
 from meshwright.models.decoder import Block
 from meshwright.parallel.recompute import recomputing
 from meshwright.spec.plan import Recompute
@@ -143,6 +143,35 @@ def test_without_a_queue_backward_is_whole(compiler: str | None) -> None:
 
 
 @pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
+def test_products_are_handed_over_one_by_one(compiler: str | None) -> None:
+    """Of every weight and micro-batch once, and nothing is left in its gradient; a factor on one is seen."""
+    model, sums = stack(Linear), {}
+    wrap(model, compiler, "selective")
+    names = {
+        id(module.weight): f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)
+    }
+    inputs = batches(2)
+
+    def add(weight: Tensor, a: Tensor, b: Tensor) -> None:
+        assert weight.grad is None
+        sums[names[id(weight)]] = sums.get(names[id(weight)], 0.0) + a @ b
+
+    for x in inputs:
+        output = model(x).square().sum()
+        with adding(add):
+            output.backward()
+    for name, weight in model.named_parameters():
+        if name in sums:
+            weight.grad = sums[name]
+    theirs = ordinary(stack(nn.Linear), batches(2))
+    assert len(sums) == 9
+    assert_equal(gradients(model, inputs), theirs, 1e-12)
+    next(iter(sums.values())).mul_(1 + 1e-9)
+    with pytest.raises(AssertionError):
+        assert_equal(gradients(model, inputs), theirs, 1e-12)
+
+
+@pytest.mark.parametrize("compiler", [None, pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_bf16_is_as_near_to_the_truth(compiler: str | None) -> None:
     exact = [x.detach().double().requires_grad_() for x in batches(2, torch.bfloat16)]
     truth = ordinary(stack(nn.Linear, torch.bfloat16).double(), exact)
@@ -264,8 +293,9 @@ def test_a_queue_that_was_not_drained_is_refused() -> None:
 
 
 def test_queues_do_not_nest() -> None:
-    with deferring(WeightQueue()), pytest.raises(RuntimeError, match="one queue at a time"), deferring(WeightQueue()):
-        pass
+    for second in (deferring(WeightQueue()), adding(add_to_gradient)):
+        with deferring(WeightQueue()), pytest.raises(RuntimeError, match="one queue at a time"), second:
+            pass
     with deferring(WeightQueue()):
         pass
 

@@ -134,6 +134,7 @@ NAMES = {
     "_round": "quantise",
     "_round_flat": "quantise",
     "_forward": "elementwise",
+    "_add_wide": "copies",
     "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "Memcpy PtoP (Device -> Device)": "communication",
     "Memcpy DtoD (Device -> Device)": "copies",

@@ -14,6 +14,8 @@ from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
 sum."""
+ADD_PRODUCT = 6.0
+"""The same where the product that makes the gradient adds it: the sum read and written, and nothing written in bf16."""
 SENT = 4.0
 """The same of a bf16 gradient that is copied as it is, to be exchanged."""
 LONE, SHARD = 16.0, 12.0
@@ -40,11 +42,12 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     summed = np.where(exchanged, np.where(whole, WIDE, NARROW) + TOTAL / layout.shards, 0.0)
     shard = np.where(once | casts_once, 0.0, SHARD / layout.shards)
     laid = np.where(exchanged & ~whole, SENT, IN) * (1 + (1 / k.packing - 1) * (1 - routed / weights))
-    own = np.where(casts_once & layout.gradients_stay(shape.tied), 0.0, np.where(casts_once & ~once, ADD, IN))
+    added = np.where(machine.low > 0, ADD, (shape.dense_params * ADD_PRODUCT + (routed + ends) * ADD) / weights)
+    own = np.where(casts_once & layout.gradients_stay(shape.tied), 0.0, np.where(casts_once & ~once, added, IN))
     into = np.where(alone, own, laid) + k.side_copies * (lone + summed + shard)
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
-    each = (1 - kept) * gathers * out + np.where(once, np.where(several, ADD, 0.0), into)
+    each = (1 - kept) * gathers * out + np.where(once, np.where(several, added, 0.0), into)
     rest = kept * np.where(layout.layered > 0, gathers, 1.0) * out + np.where(once, into, 0.0)
     seconds = k.copies * weights / layout.tensor / (machine.hbm * k.hbm)
     return each * seconds, rest * seconds

@@ -64,10 +64,8 @@ def waiting_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
     """Seconds of copies of one micro-batch that compute (`forward`, `backward`, over all layers) does not hide, were every layer moved and
     each hidden as where `offload_activations` of them are."""
-    each, moved = (
-        shape.layers * copied_bytes(shape, layout) / host_rate(machine),
-        np.asarray(layout.offload_activations),
-    )
+    each = shape.layers * copied_bytes(shape, layout) / host_rate(machine)
+    moved = np.asarray(layout.offload_activations)
     late = late_copies(moved * each, forward, backward)
     return np.where(moved > 0, sum(late) / np.maximum(moved, 1e-9), 0.0)
 

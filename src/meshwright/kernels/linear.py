@@ -1,16 +1,17 @@
 """The linear layer, whose backward can be split: gradients of the inputs at once, those of the weights when they are asked for.
 
-Zero-bubble pipelines (Qi et al. 2024) fill waiting time with weight gradients. What one needs, the layer's input X and its output's
-gradient dY, leaves the layer as the gradients of two extra inputs, the taps, and is parked in a WeightQueue outside of it. A compiled
+Zero-bubble pipelines (Qi et al. 2024) fill waiting time with weight gradients. And where micro-batches are summed, the product that makes
+a weight gradient can add it to the sum, unrounded and without a pass of its own (gradient accumulation fusion in Megatron-LM). What it
+needs, the layer's input X and its output's gradient dY, leaves the layer as the gradients of two extra inputs, the taps. A compiled
 backward therefore has no side effect: X and dY are among its outputs, which the compiler may neither overwrite nor reuse. (An operator
-that parked them from inside the graph would hand out memory that Inductor holds for dead and writes the next result to.)
+that took them from inside the graph would hand out memory that Inductor holds for dead and writes the next result to.)
 With products in fp8 what leaves are dYᵀ and Xᵀ as they are multiplied, rounded, with their scales: half the bytes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ def split_backward(block: nn.Module) -> None:
     """Let the weight gradients of every Linear in the block be deferred, by wrapping its `forward` as it is now: last, after compilation.
 
     `forward` takes x `(…, features)` first, every Linear inside sees the same leading dimensions, the last of them `spread` times, and runs
-    once. Whether a backward defers is decided when it runs: see `deferring`. Gradients of the weights then no longer pass through
+    once. What becomes of the gradients is decided when a backward runs: see `deferring` and `adding`. They no longer pass through
     autograd's accumulation, so hooks on a weight's gradient do not fire.
     """
     forward = block.forward
@@ -69,6 +70,17 @@ def split_backward(block: nn.Module) -> None:
     block.forward = tapped
 
 
+AddProduct = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def add_to_gradient(weight: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a weight's `.grad`, in the weight's format."""
+    if weight.grad is None:
+        weight.grad = a @ b
+    else:
+        weight.grad.addmm_(a, b)
+
+
 class WeightQueue:
     """The weight gradients one backward has left to compute; an executor keeps one per stage and micro-batch in flight."""
 
@@ -83,12 +95,13 @@ class WeightQueue:
     def park(self, weight: Tensor, *parts: Tensor) -> None:
         """Keep the output's gradient `(…, out)` and x `(…, in)` of one product with weight `(out, in)`; in fp8 both are turned,
         each with its scale."""
-        # Detached, as an eager x would keep its whole graph.
-        kept = tuple(part.detach() for part in parts)
-        self._parked.append(_Parked(weight, kept, tuple(part._version for part in parts)))
+        self._parked.append(_parked(weight, parts))
 
-    def drain(self, parameters: Iterable[Tensor] | None = None, *, partial: bool = False) -> None:
-        """Add what is parked, dYᵀ · X, to the `.grad` of its weights, oldest first, and let go of it.
+    def drain(
+        self, parameters: Iterable[Tensor] | None = None, *, partial: bool = False, add: AddProduct = add_to_gradient
+    ) -> None:
+        """Add what is parked, dYᵀ · X, to the gradients of its weights, oldest first, and let go of it. `add` takes a weight and the two
+        factors; what was parked in fp8 is added to `.grad` in any case.
 
         `parameters`: the weights it may belong to, any when None; under FSDP2 the unit's unsharded parameters, which need not be gathered,
         as their values are not read. An entry of another weight raises RuntimeError before anything is computed, or with `partial` is
@@ -105,7 +118,7 @@ class WeightQueue:
         for _ in range(len(self._parked)):
             entry = self._parked.popleft()
             if wanted is None or id(entry.weight) in wanted:
-                entry.add()
+                entry.add(add)
             else:
                 self._parked.append(entry)
 
@@ -116,23 +129,39 @@ def deferring(queue: WeightQueue) -> Iterator[None]:
 
     RuntimeError if the queue holds gradients that were never drained, or if another one is active.
     """
-    global _active
-    if _active is not None:
-        raise RuntimeError("weight gradients are already being deferred: one queue at a time is active")
     if queue.pending:
         raise RuntimeError(
             f"the queue still holds {queue.pending} weight gradients of an earlier backward: drain it first"
         )
-    _active = queue
+    with _taken_by(queue.park):
+        yield
+
+
+@contextmanager
+def adding(add: AddProduct) -> Iterator[None]:
+    """Every backward inside computes the weight gradients of split blocks at once by `add`, which takes a weight and the two factors.
+
+    RuntimeError if weight gradients are being deferred.
+    """
+    with _taken_by(lambda weight, *parts: _parked(weight, parts).add(add)):
+        yield
+
+
+@contextmanager
+def _taken_by(taker: Callable[..., None]) -> Iterator[None]:
+    global _taker
+    if _taker is not None:
+        raise RuntimeError("weight gradients are already being deferred: one queue at a time is active")
+    _taker = taker
     try:
         yield
     finally:
-        _active = None
+        _taker = None
 
 
 # One for the process, because autograd runs the backward of CUDA tensors on a thread of its own: a thread-local or context variable set
 # around `backward()` is not seen there.
-_active: WeightQueue | None = None
+_taker: Callable[..., None] | None = None
 
 
 class _Parked(NamedTuple):
@@ -142,7 +171,7 @@ class _Parked(NamedTuple):
     versions: tuple[int, ...]
 
     @torch.no_grad()
-    def add(self) -> None:
+    def add(self, add: AddProduct) -> None:
         if tuple(part._version for part in self.parts) != self.versions:
             raise RuntimeError(
                 f"what was parked for a weight of shape {tuple(self.weight.shape)} was overwritten before it was used"
@@ -153,10 +182,12 @@ class _Parked(NamedTuple):
             self.weight.grad = made if self.weight.grad is None else self.weight.grad.add_(made)
             return
         grad, x = (part.flatten(0, -2) for part in self.parts)
-        if self.weight.grad is None:
-            self.weight.grad = grad.t() @ x
-        else:
-            self.weight.grad.addmm_(grad.t(), x)
+        add(self.weight, grad.t(), x)
+
+
+def _parked(weight: Tensor, parts: tuple[Tensor, ...]) -> _Parked:
+    # Detached, as an eager x would keep its whole graph.
+    return _Parked(weight, tuple(part.detach() for part in parts), tuple(part._version for part in parts))
 
 
 class _Product(torch.autograd.Function):
@@ -180,7 +211,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Taps(torch.autograd.Function):
-    """Makes the taps of a weight; their gradients go to the active queue, or straight into the weight's."""
+    """Makes the taps of a weight; their gradients go to whom `deferring` or `adding` named, or straight into the weight's."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, shapes: _Shapes) -> tuple[Tensor, ...]:
@@ -190,12 +221,10 @@ class _Taps(torch.autograd.Function):
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, *parts: Tensor) -> tuple[None, None]:
-        if _active is None:
-            at_once = WeightQueue()
-            at_once.park(ctx.weight, *parts)
-            at_once.drain()
+        if _taker is None:
+            _parked(ctx.weight, parts).add(add_to_gradient)
         else:
-            _active.park(ctx.weight, *parts)
+            _taker(ctx.weight, *parts)
         return None, None
 
 

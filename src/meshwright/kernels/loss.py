@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.kernels.norm import accumulate_dtype
+from meshwright.kernels.sums import add_product, product, scaled
 
 ALIGNED = 8
 """Elements of two bytes in 16 bytes, the alignment that a product's fast kernels ask of every row."""
@@ -50,13 +51,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
         vocab, weight = weight.shape[0], aligned(weight)
-        weight_grad = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        weight_grad: Tensor | None = None
         for h, h_grad, t in zip(hidden.split(chunk), hidden_grad.split(chunk), targets.split(chunk), strict=True):
             part, logits_grad = slope(_logits(h, weight, vocab), t)
             loss += part
             torch.mm(logits_grad, weight, out=h_grad)
             if weight_grad is not None:
                 add_product(weight_grad, logits_grad.t(), h)
+            elif ctx.needs_input_grad[1]:
+                weight_grad = product(logits_grad.t(), h, wide)
             del logits_grad  # else two chunks' logits would be alive when the next product is made
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:vocab])
         return loss
@@ -67,7 +70,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         by, dtype = grad_outputs[0], hidden_grad.dtype
-        return scaled(hidden_grad, by, dtype), scaled(weight_grad, by, dtype), None, None
+        scaled_weight = None if weight_grad is None else scaled(weight_grad, by, dtype)
+        return scaled(hidden_grad, by, dtype), scaled_weight, None, None
 
 
 def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
@@ -91,23 +95,6 @@ def _logits(hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
     if vocab < weight.shape[0]:
         logits[:, vocab:] = -torch.inf
     return logits
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with `total` kept in its wider dtype."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(a @ b)
-
-
-def scaled(gradient: Tensor | None, by: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """gradient · by, multiplied in by's wider dtype (a bare scalar would be rounded to the gradient's first)."""
-    if gradient is None:
-        return None
-    return torch.mul(gradient, by.expand_as(gradient), out=torch.empty_like(gradient, dtype=dtype))
 
 
 @cache

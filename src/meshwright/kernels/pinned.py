@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from meshwright.spec.errors import OutOfResources
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 
 
 def pinned(owner: object, size: int, holds: str) -> Tensor:
@@ -19,9 +21,13 @@ def pinned(owner: object, size: int, holds: str) -> Tensor:
     Torch's own pinned buffers are rounded up to a power of two, twice as much at worst, and take four times as long. Raises OutOfResources
     when the host's memory cannot be locked.
     """
-    whole = -(-size // PAGE) * PAGE
-    line = torch.empty(whole + PAGE, dtype=torch.uint8)
-    line = line[-line.data_ptr() % PAGE :][:whole]  # pages of its own: none may be locked twice
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    # Pages of its own, as none may be locked twice, from the first on: torch asks the runtime about the place where storage begins.
+    pages = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel may have none
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    line = torch.frombuffer(pages, dtype=torch.uint8)
     line.zero_()  # by all threads of the rank: to lock pages that are not there yet takes one thread many times as long
     _lock(owner, line, holds)
     return line[:size]
@@ -30,8 +36,6 @@ def pinned(owner: object, size: int, holds: str) -> Tensor:
 def _lock(owner: object, line: Tensor, holds: str) -> None:
     runtime: Any = torch.cuda.cudart()
     size = line.nbytes
-    if not size:
-        return
     if int(runtime.cudaHostRegister(line.data_ptr(), size, 1)):  # for all devices of the process, as torch does
         raise OutOfResources(
             f"{size / 2**30:.1f} GiB of host memory could not be pinned for {holds} of one rank (plan.offload); offload fewer layers "

@@ -44,7 +44,7 @@ _BY_NAME: tuple[tuple[Kind, re.Pattern[str]], ...] = tuple(
         ("quantise", r"^_?round|quantiz|float8|amax"),
         ("gemm", r"gemm|nvjet|cublas|cutlass|xmma|splitk|gemv|^triton_(tem_)?.*mm"),
         ("loss", r"^_slope|softmax|nll_loss|cross_entropy|logsumexp"),
-        ("copies", r"memcpy|memset|catarray|split_with_sizes|chunk_cat|copy_kernel|copyfunctor|fillfunctor"),
+        ("copies", r"^_add_wide|memcpy|memset|catarray|split_with_sizes|chunk_cat|copy_kernel|copyfunctor|fillfunctor"),
     )
 )
 _OF_COMPILED: tuple[tuple[Kind, re.Pattern[str]], ...] = (

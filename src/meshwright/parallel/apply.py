@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.costs.memory import summed_by_products
 from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial import initial_values
@@ -109,8 +110,8 @@ def build_engine(
     count_whole_sequences(model, mesh)
     multiply_low(model, plan, mesh.device)
     wrap_blocks(model, plan)
-    if entry_of(plan.schedule.name).splits_backward:
-        for block in model.layers.values():
+    for number, block in model.layers.items():
+        if entry_of(plan.schedule.name).splits_backward or summed_by_products(plan, int(number), spec.layers):
             split_backward(block)
     units = make_units(model, table[pipeline_rank], plan, mesh)
     model.to_empty(device=mesh.device)

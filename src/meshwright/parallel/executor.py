@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
-from meshwright.kernels.linear import WeightQueue, deferring
+from meshwright.kernels.linear import AddProduct, WeightQueue, adding, deferring
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
 from meshwright.parallel.channels import Channels, Transfer
@@ -142,6 +142,8 @@ class _Play:
         keeps = {visit: unit.keeps for visit, unit in units.items()}
         moved = {visit for visit, unit in units.items() if unit.offloads}
         self.moves = Moves(executor.host, tuple(self.begins.values()), keeps, moved, partial(_aside, recorder))
+        self.alone = False
+        """Whether the gradients of the action that runs are reduced before their unit makes more."""
         # Counted by what is sharded together, which for tied ends is two units.
         self.reductions_left = Counter(self.unit(a).sharded for a in self.row if a.kind == "reduce_grad")
 
@@ -155,11 +157,12 @@ class _Play:
             self.on._channels.time_messages()
         taken_as_it_is = self.reduced_next()
         for place, action in enumerate(self.row):
+            self.alone = place in taken_as_it_is
             if place in self.begins:
                 self.moves.begin()
             for part in action.parts:
                 _DO[part.kind](self, part)
-                if self.makes_gradients(part) and place not in taken_as_it_is:
+                if self.makes_gradients(part) and not self.alone:
                     with self.recorder.span(part.label, "compute"):  # adding up is part of making them
                         self.unit(part).sharded.accumulate()
         self.recorder.gap()
@@ -305,7 +308,7 @@ class _Play:
         with (
             self.moves.backward((stage, number, unit)),
             self.recorder.span(action.label, "compute"),
-            deferring(queue) if queue is not None else nullcontext(),
+            deferring(queue) if queue is not None else adding(self.sum_of(mine)),
         ):
             if balance is None:
                 torch.autograd.backward(y, y_gradient)
@@ -336,7 +339,11 @@ class _Play:
     def backward_weight(self, action: Action) -> None:
         queue = self.owed.pop((action.stage, action.micro_batch, action.unit or 0))
         with self.recorder.span(action.label, "compute"):
-            queue.drain(self.unit(action).sharded.whole_parameters)
+            queue.drain(self.unit(action).sharded.whole_parameters, add=self.sum_of(self.unit(action)))
+
+    def sum_of(self, unit: Unit) -> AddProduct:
+        """What adds the products that are weight gradients of `unit` to those of earlier micro-batches."""
+        return partial(unit.sharded.add_product, alone=self.alone)
 
     def send(self, action: Action) -> None:
         assert self.on._channels is not None and action.payload is not None

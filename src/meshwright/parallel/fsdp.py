@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.tensor import Shard
 
 from meshwright.kernels.fp8 import E4M3, Low, rounded_now
-from meshwright.kernels.linear import Linear
+from meshwright.kernels.linear import Linear, add_to_gradient
 from meshwright.kernels.pack import pack
+from meshwright.kernels.sums import add, add_product, product
 from meshwright.models.moe import Experts
 from meshwright.parallel.gradient_exchange import GradientExchange
 from meshwright.spec.layout import expert_cut
@@ -105,8 +107,38 @@ class ShardedUnit:
     def accumulate(self) -> None:
         """Add what a backward left in the gathered weights' gradients to a sum in the format that is reduced in."""
         for parameter in self._group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+            made, kind = parameter._unsharded_param.grad, parameter.reduce_dtype
+            if made is None:
+                continue
+            if parameter.unsharded_accumulated_grad is not None:
+                _add_made(parameter)
+            elif kind not in (None, made.dtype):
+                parameter._unsharded_param.grad = None
+                parameter.unsharded_accumulated_grad = torch.empty_like(made, dtype=kind)
+                _cast((parameter.unsharded_accumulated_grad,), (made,))
+
+    def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alone: bool) -> None:
+        """Add a @ b to the sum of a gathered weight's gradients, in the format of the sum, without the pass of `accumulate` over both.
+
+        With `alone` nothing follows that is added, so that only a sum that was begun goes on.
+        """
+        parameter = self._of_weight[id(weight)]
+        kind = parameter.reduce_dtype or weight.dtype
+        if kind == weight.dtype or (alone and parameter.unsharded_accumulated_grad is None):
+            add_to_gradient(weight, a, b)
+        elif parameter.unsharded_accumulated_grad is None:
+            parameter.unsharded_accumulated_grad = product(a, b, kind)
+        else:
+            add_product(parameter.unsharded_accumulated_grad, a, b)
+
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether a gathered weight is this unit's."""
+        return id(weight) in self._of_weight
+
+    @cached_property
+    def _of_weight(self) -> dict[int, Any]:
+        """FSDP2's parameter by its gathered weight, which stays one object."""
+        return {id(parameter._unsharded_param): parameter for parameter in self._group.fsdp_params}
 
     def reduce(
         self, around: AbstractContextManager[None] | None = None, *, place: Hashable = None, last: bool = True
@@ -124,6 +156,9 @@ class ShardedUnit:
         return True
 
     def _sum(self, around: AbstractContextManager[None] | None) -> None:
+        for parameter in self._group.fsdp_params:
+            if parameter.unsharded_accumulated_grad is not None and parameter._unsharded_param.grad is not None:
+                _add_made(parameter)  # which FSDP2 would do too, an element at a time
         packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
         with self._exchanging(), self._keeping(), packed, _around(self._group, "_reduce_scatter_comm", around):
             self._group.post_backward()
@@ -239,19 +274,27 @@ class LoneUnit(ShardedUnit):
         self._group._to_unsharded()
         self._group._all_gather_result = None
 
+    def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alone: bool) -> None:
+        kept = self._of_weight[id(weight)].sharded_param.grad
+        if kept is None:
+            super().add_product(weight, a, b, alone=alone)
+        else:
+            add_product(kept.to_local(), a, b)
+
     @torch.no_grad()
     def _sum(self, around: AbstractContextManager[None] | None) -> None:
         del around  # nothing travels
         fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in self._group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
             summed, single = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
+            if summed is not None and single is not None:
+                _add_made(parameter)
             parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
             whole, kept = single if summed is None else summed, parameter.sharded_param.grad
             if whole is None:
                 continue
             if kept is not None:
-                kept.to_local().add_(whole)
+                add(kept.to_local(), whole)
                 continue
             stays = whole.dtype if self._final else parameter.orig_dtype
             if whole.dtype != stays or not whole.is_contiguous():
@@ -270,6 +313,12 @@ def _sources(parameter: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
     if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):  # fp8, see LinearShard
         return [(rounded, rounded.dtype) for rounded in parameter.all_gather_inputs]
     return [(parameter._sharded_param_data, parameter.param_dtype or parameter.orig_dtype)]
+
+
+def _add_made(parameter: Any) -> None:
+    """What a backward left in the gathered weight's gradient joins the sum."""
+    add(parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad)
+    parameter._unsharded_param.grad = None
 
 
 def _cast(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -38,6 +38,9 @@ class JointUnit:
         for part in self.parts:
             part.accumulate()
 
+    def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alone: bool) -> None:
+        next(part for part in self.parts if part.holds(weight)).add_product(weight, a, b, alone=alone)
+
     def reduce(self, around: Around = None, *, place: Hashable = None, last: bool = True) -> bool:
         spans = self._spans(around)
         started = [part.reduce(spans.get(part), place=place, last=last) for part in self.parts]

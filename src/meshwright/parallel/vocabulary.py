@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels.loss import add_product, compiled, scaled
+from meshwright.kernels.loss import compiled
 from meshwright.kernels.norm import accumulate_dtype
+from meshwright.kernels.sums import add_product, product, scaled
 from meshwright.models.decoder import Head, Table
 from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_called, scattered_sum
 
@@ -114,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide, ranks, first = accumulate_dtype(hidden.dtype), len(sizes), sum(sizes[:rank])
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if trains else None
-        weight_grad = torch.zeros_like(weight, dtype=wide) if trains and ctx.needs_input_grad[1] else None
+        weight_grad: Tensor | None = None
         part = max(1, chunk // ranks)
         for start in range(0, hidden.shape[0], part):
             mine = slice(start, start + part)
@@ -131,6 +132,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_grad[mine] = scattered_sum((slope @ weight)[None], group, ranks)[0]
             if weight_grad is not None:
                 add_product(weight_grad, slope.t(), tokens)
+            elif ctx.needs_input_grad[1]:
+                weight_grad = product(slope.t(), tokens, wide)
             del logits, slope  # else two chunks' logits would be alive when the next product is made
         ctx.save_for_backward(hidden_grad, weight_grad)
         return loss
@@ -141,7 +144,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         by, dtype = grad_outputs[0], hidden_grad.dtype
-        return scaled(hidden_grad, by, dtype), scaled(weight_grad, by, dtype), *[None] * 6
+        scaled_weight = None if weight_grad is None else scaled(weight_grad, by, dtype)
+        return scaled(hidden_grad, by, dtype), scaled_weight, *[None] * 6
 
 
 def _over_ranks(total: Tensor, picked: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:

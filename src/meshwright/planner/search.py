@@ -66,7 +66,8 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
         swept = sweep(run, priced, space, margin * room, best=KEPT)
         considered += swept.priced
         ways = _ways(run, priced, swept.points, partial(tuple, swept.strategies), room)
-        candidates = _finalists(run, swept, ways, _keeping(run, priced, swept.points, room), budget, judge)
+        keeping = _keeping(run, priced, swept.points, room, margin)
+        candidates = _finalists(run, swept, ways, keeping, budget, judge)
         if candidates or budget is None or not len(swept.points):  # less room has no more in it
             break
     if not candidates:  # the closed form may be too high by more than the margins
@@ -119,8 +120,8 @@ def _finalists(
             if tried[0].seconds > (KEEPING if moves_activations(plan) else TWINS) * fastest:
                 break
         found.extend(tried)
-        moves = [moves_activations(one.plan) for one in tried]
-        beside.extend(one for one, here, before in zip(tried[1:], moves[1:], moves, strict=False) if before > here)
+        first_moves = bool(tried) and moves_activations(tried[0].plan)
+        beside.extend(one for one in tried[1:] if first_moves and not moves_activations(one.plan))
         seen[alike] += bool(tried)
         return min((one.seconds for one in tried), default=inf)
 
@@ -154,13 +155,14 @@ def _ways(
     return of_point
 
 
-def _keeping(run: RunSpec, priced: Pricing, points: Points, room: float) -> Ways | None:
-    """By point, the strategies that keep activations on the device, likewise; None where the pins say what waits on the host."""
+def _keeping(run: RunSpec, priced: Pricing, points: Points, room: float, margin: float) -> Ways | None:
+    """By point, the strategies that keep activations on the device, likewise, the best one in `margin` of the room as the sweep has it;
+    None where the pins say what waits on the host."""
     here = tuple(offload for offload, _ in MOVING if offload in points.offloads)
     if here in ((), points.offloads) or pins_of(run).layers:
         return None
     kept = replace(points, offloads=here)
-    return _ways(run, priced, kept, cache(partial(strategies_in, run, priced, kept, room)), room)
+    return _ways(run, priced, kept, cache(partial(strategies_in, run, priced, kept, margin * room)), room)
 
 
 def _written(

@@ -4,7 +4,8 @@ A point's strategies (what is gathered again, recomputed, offloaded) are tried o
 below the time of any strategy is known before. So nothing is lost against trying all of them, and most are never tried.
 
 Layers are alike, so of two ends of a strategy (say, no layer recomputed and all of them) only the number of layers at each end matters,
-and both time and memory are a straight line between: the fewest layers that make the point fit are found without a search.
+and both time and memory are a straight line between: the fewest layers that make the point fit are found without a search. Time is no
+such line where one end moves activations to host memory and the other keeps them (`_Moving`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product, rate
 from meshwright.costs.inputs import Layouts, Shape
-from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width
+from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width, summed_by_products
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
 from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate, late_copies
 from meshwright.costs.step import context_traffic, waits
@@ -161,7 +161,7 @@ class UnitCosts:
         if self._casts_once and gradients_stay(self.model, self.plan):
             return 0.0
         if self._casts_once:
-            return self._moved(count * (moved + (sent if added else 0)))
+            return self.accumulate(unit) if added else self._moved(count * moved)
         beside = 4.0 * sent if shards == 1 else 0.0  # a lone rank scales them into another buffer, and copies that
         if self._exchanges:  # what came is read and added up
             beside += sent + bytes_of(precision.reduce) / shards
@@ -171,9 +171,15 @@ class UnitCosts:
         return self._moved((count + laid) * moved, count * beside)
 
     def accumulate(self, unit: Unit) -> float:
-        """Seconds in which compute adds a micro-batch's gradients to their sum in the format of the reduction: both read, one written."""
-        precision = self.plan.precision
-        return self._moved(self.count(unit) * (bytes_of(precision.compute) + 2 * bytes_of(precision.reduce)))
+        """Seconds in which compute adds a micro-batch's gradients to their sum in the format of the reduction: both read, one written.
+
+        Where the product that makes a gradient adds it, the sum is what it reads and writes in place of the gradient.
+        """
+        made, summed = bytes_of(self.plan.precision.compute), 2 * bytes_of(self.plan.precision.reduce)
+        if isinstance(unit, str) or not summed_by_products(self.plan, unit, self.model.layers):
+            return self._moved(self.count(unit) * (summed + made))
+        experts = self._experts(unit)
+        return self._moved(experts * (summed + made) + (self.count(unit) - experts) * (summed - made))
 
     def count(self, unit: Unit) -> int:
         """Parameters of the unit on one tensor rank, before sharding."""

@@ -1,0 +1,47 @@
+"""On a real GPU gradients are added up and scaled by Triton kernels to the bits of torch's own operators, and by products to their sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.kernels.sums import FEW, add, add_product, product, scaled
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [FEW, FEW + 1, 8192 * 4096 + 3]
+PAIRS = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float32)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("made", "kind"), PAIRS)
+def test_equals_its_plain_twin(size: int, made: torch.dtype, kind: torch.dtype) -> None:
+    part, total = (torch.randn(size, device="cuda") for _ in range(2))
+    part, mine, plain = part.to(made), total.to(kind), total.to(kind)
+    add(mine, part)
+    add(plain, part, plain=True)
+    assert torch.equal(mine, plain)
+    by = torch.tensor(1 / 3, device="cuda")
+    assert torch.equal(scaled(part, by, kind), scaled(part, by, kind, plain=True))
+    assert not torch.equal(scaled(part, 3 * by, kind), scaled(part, by, kind, plain=True))
+
+
+def test_places_off_the_grid_and_rows_apart() -> None:
+    total, part = torch.zeros(4, FEW + 8, device="cuda"), torch.randn(4, FEW + 8, device="cuda").bfloat16()
+    add(total[1:3, 3:-2], part[1:3, 3:-2])
+    add(total[3, 1:], part[3, 1:])
+    expected = torch.zeros_like(total)
+    expected[1:3, 3:-2] = part[1:3, 3:-2].float()
+    expected[3, 1:] = part[3, 1:].float()
+    assert torch.equal(total, expected)
+
+
+def test_products_are_added_unrounded() -> None:
+    a, b = (torch.randn(1024, 512, device="cuda").bfloat16() for _ in range(2))
+    exact = a.t().double() @ b.double()
+    total = product(a.t(), b, torch.float32)
+    assert total.dtype == torch.float32
+    assert (total - exact).norm() < 1e-5 * exact.norm(), "nothing was rounded to bf16 on the way"
+    for _ in range(3):
+        add_product(total, a.t(), b)
+    assert (total - 4 * exact).norm() < 1e-5 * (4 * exact).norm()
