@@ -177,6 +177,8 @@ def kernels_of(row: Row, own: dict[str, Any] | None = None) -> AbstractContextMa
         stack["update"] += CLIPPED
     if row.kernels < 4:
         stack["packing"] = CHUNKED
+    if row.kernels < 5:
+        stack["product_sums"] = 1.0
     table = with_own(_published(), {**own, "stack": stack, "measured": measured})
     return mock.patch.object(constants_module, "table", lambda: table)
 

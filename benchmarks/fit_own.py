@@ -50,7 +50,7 @@ MACHINE_NOISE = 0.012
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
 # On others the generation's row of constants.yaml holds, and `slow` is what makes the fitted runs right with hopper's row: a guess.
 # Set by hand, from runs named in docs/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes, moe_back,
-# moe_spread, quantise, token_passes, net_ring, packing. `before`: of the first kernels, that older runs ran on.
+# moe_spread, quantise, token_passes, net_ring, packing, product_sums. `before`: of the first kernels, that older runs ran on.
 """
 
 

@@ -64,5 +64,10 @@ def test_what_cannot_be_locked_is_told(runtime: Runtime) -> None:
     assert not runtime.locked
 
 
+def test_more_than_there_is_is_told_alike(runtime: Runtime) -> None:
+    with pytest.raises(OutOfResources, match="could not be pinned for activations of one rank"):
+        pinned(Owner(), 1 << 60, "activations")
+
+
 def test_nothing_needs_no_lock(runtime: Runtime) -> None:
     assert pinned(Owner(), 0, "a test").numel() == 0 and not runtime.locked

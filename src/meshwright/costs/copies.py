@@ -14,8 +14,6 @@ from meshwright.costs.inputs import Array, Layouts, Machine, Shape
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
 sum."""
-ADD_PRODUCT = 6.0
-"""The same where the product that makes the gradient adds it: the sum read and written, and nothing written in bf16."""
 SENT = 4.0
 """The same of a bf16 gradient that is copied as it is, to be exchanged."""
 LONE, SHARD = 16.0, 12.0
@@ -42,7 +40,8 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     summed = np.where(exchanged, np.where(whole, WIDE, NARROW) + TOTAL / layout.shards, 0.0)
     shard = np.where(once | casts_once, 0.0, SHARD / layout.shards)
     laid = np.where(exchanged & ~whole, SENT, IN) * (1 + (1 / k.packing - 1) * (1 - routed / weights))
-    added = np.where(machine.low > 0, ADD, (shape.dense_params * ADD_PRODUCT + (routed + ends) * ADD) / weights)
+    by_products = np.where(machine.low > 0, 1.0, k.product_sums)
+    added = ADD * (shape.dense_params * by_products + routed + ends) / weights
     own = np.where(casts_once & layout.gradients_stay(shape.tied), 0.0, np.where(casts_once & ~once, added, IN))
     into = np.where(alone, own, laid) + k.side_copies * (lone + summed + shard)
     gathers = 2.0 - layout.keep_gathered

@@ -24,7 +24,10 @@ def pinned(owner: object, size: int, holds: str) -> Tensor:
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     # Pages of its own, as none may be locked twice, from the first on: torch asks the runtime about the place where storage begins.
-    pages = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise _too_much(size, holds) from None
     with suppress(OSError):  # a kernel may have none
         pages.madvise(mmap.MADV_HUGEPAGE)
     line = torch.frombuffer(pages, dtype=torch.uint8)
@@ -35,12 +38,8 @@ def pinned(owner: object, size: int, holds: str) -> Tensor:
 
 def _lock(owner: object, line: Tensor, holds: str) -> None:
     runtime: Any = torch.cuda.cudart()
-    size = line.nbytes
-    if int(runtime.cudaHostRegister(line.data_ptr(), size, 1)):  # for all devices of the process, as torch does
-        raise OutOfResources(
-            f"{size / 2**30:.1f} GiB of host memory could not be pinned for {holds} of one rank (plan.offload); offload fewer layers "
-            "(plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
-        )
+    if int(runtime.cudaHostRegister(line.data_ptr(), line.nbytes, 1)):  # for all devices of the process, as torch does
+        raise _too_much(line.nbytes, holds)
     # It keeps the line: pages must not become another's while they are locked.
     let_go: Any = weakref.finalize(owner, _unlock, runtime, line)
     let_go.atexit = False  # with the process its pages go anyway, and the runtime may be gone before
@@ -48,3 +47,10 @@ def _lock(owner: object, line: Tensor, holds: str) -> None:
 
 def _unlock(runtime: Any, line: Tensor) -> None:
     runtime.cudaHostUnregister(line.data_ptr())
+
+
+def _too_much(size: int, holds: str) -> OutOfResources:
+    return OutOfResources(
+        f"{size / 2**30:.1f} GiB of host memory could not be pinned for {holds} of one rank (plan.offload); offload fewer layers "
+        "(plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
+    )

@@ -1,6 +1,6 @@
 """Gradients added up in a wider format than they are made in, at the rate of the memory.
 
-Torch's operators on two formats move them an element at a time: on an H200 2.5 TB/s for a sum and 1.6 for a scaled copy, of some 4.
+Torch's operators on two formats move them an element at a time: on an H200 2.8 TB/s for a sum and 1.6 for a scaled copy, of 4.2.
 """
 
 from __future__ import annotations

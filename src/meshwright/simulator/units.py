@@ -175,11 +175,12 @@ class UnitCosts:
 
         Where the product that makes a gradient adds it, the sum is what it reads and writes in place of the gradient.
         """
-        made, summed = bytes_of(self.plan.precision.compute), 2 * bytes_of(self.plan.precision.reduce)
-        if isinstance(unit, str) or not summed_by_products(self.plan, unit, self.model.layers):
-            return self._moved(self.count(unit) * (summed + made))
-        experts = self._experts(unit)
-        return self._moved(experts * (summed + made) + (self.count(unit) - experts) * (summed - made))
+        both = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
+        count = float(self.count(unit))
+        if not isinstance(unit, str) and summed_by_products(self.plan, unit, self.model.layers):
+            experts = self._experts(unit)
+            count = experts + (count - experts) * number(self.priced.constants.product_sums)
+        return self._moved(count * both)
 
     def count(self, unit: Unit) -> int:
         """Parameters of the unit on one tensor rank, before sharding."""
