@@ -181,6 +181,22 @@ def test_an_exchange_moves_what_was_computed_and_adds_it_up_beside_compute(gradi
     assert played == pytest.approx(closed[0].seconds - closed[1].seconds, abs=0.003), "by units as in closed form"
 
 
+def test_products_that_add_up_move_six_of_ten_bytes() -> None:
+    """In blocks alone; in fp8, whose products cannot add, all ten. One sum over a step, and the closed form agrees."""
+    whole = plan({"shard": 8}, accumulate=4, gradients="whole")
+    low = replace(whole, precision=replace(whole.precision, linear="fp8_tensorwise"))
+    bf16, fp8 = (timing_of(LLAMA, job(whole), given, NODE).accumulate[0] for given in (whole, low))
+    assert [here / there for here, there in zip(bf16, fp8, strict=True)] == pytest.approx(
+        [1.0, *[0.6] * LLAMA.layers, 1.0]
+    )
+    alone = plan({"shard": 1}, accumulate=4)
+    each = timing_of(LLAMA, job(alone), alone, NODE).copy_in[0]
+    assert each[1] == pytest.approx(bf16[1]), "a lone rank adds to its shard what others add to a whole sum"
+    for given in (whole, alone):
+        closed = plan_time(LLAMA, job(given), given, NODE)
+        assert closed and closed.seconds == pytest.approx(play(given).step_seconds, rel=0.02)
+
+
 def test_experts_on_ranks_of_their_own_are_gathered_by_kernels() -> None:
     model = from_plain(ModelSpec, MODEL_PRESETS["mixtral-8x7b"])
     spread, together = (

@@ -142,8 +142,8 @@ class Constants:
     """Share of device memory's bandwidth at which gradients, experts' left out, are laid into the reduced buffer rank by rank
     (`kernels.pack`)."""
     product_sums: Array = 1.0
-    """Bytes moved where the product that makes a gradient adds it to a sum, of those that a pass over both takes. Own engine: the sum read and
-    written and no gradient, 6 of 10 bytes; a product that adds took as long as one that does not (docs/parallelism/executor.md)."""
+    """Bytes moved where the product that makes a gradient adds it to a sum, of those that a pass over both takes. Own engine: the sum read
+    and written and no gradient, 6 of 10; a product that adds took as long as one that does not (docs/parallelism/executor.md)."""
     side_copies: Array = 0.0
     """Of the time that such copies take on a stream of their own, the share by which they hold compute up: both want the same memory."""
     logit_bytes: Array = 16.0
