@@ -365,6 +365,13 @@ def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:
     assert meshwright("plan", *ONE, "--json").err == meshwright("plan", tiny, "--json").err == ""
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_what_is_not_priced_is_said_beside_the_step(command: str) -> None:
+    for word in ("true", "false"):
+        said = meshwright(command, *ONE, f"data.document_mask={word}").out
+        assert ("data.document_mask is not priced" in said) is (word == "true")
+
+
 def test_a_node_that_is_not_sold_is_remarked_upon() -> None:
     for words, said in (([], True), (["cluster.network.domain=8"], False)):
         answer = meshwright("plan", *MODEL, "cluster.gpus_per_node=16", *words, "--json")

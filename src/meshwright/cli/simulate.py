@@ -145,7 +145,7 @@ def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int |
         f"step: [bold]{step}[/bold] (80%: {low} to {high}, {answer['band']}); "
         f"{answer['tokens_per_second']:,.0f} tokens/s, bubble {answer['bubble']:.1%}"
     )
-    if warned := caution():
+    if warned := caution(run):
         console.print(f"  {warned}")
     for name, seconds in answer["breakdown"].items():
         share = seconds / answer["step_seconds"]
