@@ -366,7 +366,10 @@ def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_what_is_not_priced_is_said_beside_the_step(command: str) -> None:
+def test_what_is_not_priced_is_said_beside_the_step(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # simulate leaves its timeline where it is called
     for word in ("true", "false"):
         said = meshwright(command, *ONE, f"data.document_mask={word}").out
         assert ("data.document_mask is not priced" in said) is (word == "true")

@@ -23,7 +23,10 @@ def add(total: Tensor, part: Tensor, *, plain: bool = False) -> None:
 
 
 def scaled(part: Tensor, by: Tensor, dtype: torch.dtype, *, plain: bool = False) -> Tensor:
-    """part · by as `dtype`, multiplied in the wider format of by `()`: a bare scalar would be rounded to the part's first. Likewise."""
+    """part · by as `dtype`, multiplied in the wider format of by `()`: a bare scalar would be rounded to the part's first.
+
+    On CUDA one pass of a Triton kernel; elsewhere, and with `plain`, torch's.
+    """
     out = torch.empty_like(part, dtype=dtype)
     if not plain and _is_fast(out, part) and by.dtype == torch.float32:
         from meshwright.kernels.sums_triton import fused_scale

@@ -107,12 +107,9 @@ class ShardedUnit:
     def accumulate(self) -> None:
         """Add what a backward left in the gathered weights' gradients to a sum in the format that is reduced in."""
         for parameter in self._group.fsdp_params:
+            _join(parameter)
             made, kind = parameter._unsharded_param.grad, parameter.reduce_dtype
-            if made is None:
-                continue
-            if parameter.unsharded_accumulated_grad is not None:
-                _add_made(parameter)
-            elif kind not in (None, made.dtype):
+            if made is not None and kind not in (None, made.dtype):
                 parameter._unsharded_param.grad = None
                 parameter.unsharded_accumulated_grad = torch.empty_like(made, dtype=kind)
                 _cast((parameter.unsharded_accumulated_grad,), (made,))
@@ -157,8 +154,7 @@ class ShardedUnit:
 
     def _sum(self, around: AbstractContextManager[None] | None) -> None:
         for parameter in self._group.fsdp_params:
-            if parameter.unsharded_accumulated_grad is not None and parameter._unsharded_param.grad is not None:
-                _add_made(parameter)  # which FSDP2 would do too, an element at a time
+            _join(parameter)  # FSDP2 would too, an element at a time
         packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
         with self._exchanging(), self._keeping(), packed, _around(self._group, "_reduce_scatter_comm", around):
             self._group.post_backward()
@@ -275,6 +271,7 @@ class LoneUnit(ShardedUnit):
         self._group._all_gather_result = None
 
     def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alone: bool) -> None:
+        """Here what earlier micro-batches left is the shard's gradient, once the first was reduced."""
         kept = self._of_weight[id(weight)].sharded_param.grad
         if kept is None:
             super().add_product(weight, a, b, alone=alone)
@@ -286,9 +283,8 @@ class LoneUnit(ShardedUnit):
         del around  # nothing travels
         fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in self._group.fsdp_params:
+            _join(parameter)
             summed, single = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
-            if summed is not None and single is not None:
-                _add_made(parameter)
             parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
             whole, kept = single if summed is None else summed, parameter.sharded_param.grad
             if whole is None:
@@ -315,10 +311,12 @@ def _sources(parameter: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
     return [(parameter._sharded_param_data, parameter.param_dtype or parameter.orig_dtype)]
 
 
-def _add_made(parameter: Any) -> None:
-    """What a backward left in the gathered weight's gradient joins the sum."""
-    add(parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad)
-    parameter._unsharded_param.grad = None
+def _join(parameter: Any) -> None:
+    """What a backward left in the gathered weight's gradient joins the sum, where one was begun."""
+    summed, made = parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad
+    if summed is not None and made is not None:
+        add(summed, made)
+        parameter._unsharded_param.grad = None
 
 
 def _cast(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
