@@ -23,6 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"pytest {pytest.__version__} keeps no groups of tests; expected the one of constraints.txt"
         )
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported first; `tests/kernels/test_triton.py`
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -1,0 +1,169 @@
+"""Every Triton kernel of ours against its plain twin, in Triton's interpreter: what it computes, on a machine without a GPU.
+
+What a compiler and an assembler make of the kernels only a GPU shows: `tests/gpu`, where the sizes are also those of models.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels.fp8 import E4M3
+from meshwright.kernels.gated import _swiglu, _swiglu_gradient
+from meshwright.kernels.loss import _slope_eager
+from meshwright.kernels.pack import pack
+from meshwright.kernels.sums import add, scaled
+from meshwright.kernels.swiglu import swiglu
+from meshwright.optim import fused
+from tests.kernels.test_fp8 import numbers
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+
+PAIRS = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float32)]
+COUNTS = [1, 2047, 2 * 2048 + 1]
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.dtype == theirs.dtype and torch.equal(ours.view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def next_to(ours: Tensor, theirs: Tensor) -> bool:
+    """Not apart by more than one step of their format: the interpreter cuts off where a GPU rounds to nearest."""
+    kind = torch.finfo(theirs.dtype)
+    step = kind.eps * theirs.double().abs().clamp(min=kind.smallest_normal)
+    return ours.dtype == theirs.dtype and bool(((ours.double() - theirs.double()).abs() <= step).all())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("made", "kind"), PAIRS)
+def test_sums(count: int, made: torch.dtype, kind: torch.dtype) -> None:
+    from meshwright.kernels.sums_triton import fused_add, fused_scale
+
+    part, total = (torch.randn(count) for _ in range(2))
+    part, mine, plain = part.to(made), total.to(kind), total.to(kind)
+    fused_add(mine, part)
+    add(plain, part, plain=True)
+    assert next_to(mine, plain)
+    by, out = torch.tensor(1 / 3), torch.empty(count, dtype=kind)
+    fused_scale(out, part, by)
+    assert next_to(out, scaled(part, by, kind, plain=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [7, 8192, 20001])
+def test_loss(columns: int, dtype: torch.dtype) -> None:
+    from meshwright.kernels.loss_triton import slope_in_place
+
+    logits = (4 * torch.randn(6, columns)).to(dtype)
+    logits[:, columns - columns // 5 :] = -torch.inf  # what an unaligned vocabulary is padded with
+    targets = torch.randint(0, columns - columns // 5, (6,))
+    targets[::5] = -1
+    loss, slope = _slope_eager(logits, targets)
+    losses = slope_in_place(logits, targets)
+    assert losses[targets < 0].eq(0).all()
+    assert losses.sum().item() == pytest.approx(loss.item(), rel=1e-5)
+    step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4
+    assert ((logits - slope).float().abs() <= step * slope.float().abs() + 1e-7).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32])
+def test_pack(ranks: int, made: torch.dtype) -> None:
+    from meshwright.kernels.pack_triton import lay
+
+    gradients = [torch.randn(shape).to(made) for shape in [(7, 300), (64, 3, 5), (1030,), (1, 7), (2,)]]
+    whole = sum(-(-gradient.shape[0] // ranks) * gradient[0].numel() for gradient in gradients)
+    mine, plain = (torch.full((ranks * whole,), torch.nan) for _ in range(2))
+    offset = 0
+    for gradient in gradients:
+        offset += lay(gradient, mine, ranks, offset, whole)
+    pack(gradients, plain, ranks, plain=True)
+    assert offset == whole and same(mine, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 9, 2 * 344), (5, 2 * 3), (0, 16)])
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from meshwright.kernels.swiglu_triton import fused_swiglu
+
+    x, slope = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+    here, there = x.clone().requires_grad_(), x.double().requires_grad_()
+    ours, theirs = fused_swiglu(here), swiglu(there, plain=True)
+    ours.backward(slope)
+    theirs.backward(slope.double())
+    bound = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.double(), theirs, rtol=bound, atol=bound)
+    torch.testing.assert_close(here.grad.double(), there.grad, rtol=2 * bound, atol=2 * bound)
+
+
+SHAPES = [(160, 96), (128, 64), (16, 48)]
+"""Tiles are 128 by 64 or 32."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """All but the rounding, which the interpreter gets wrong: what is made is asked for in fp32."""
+    from meshwright.kernels.fp8_triton import round_both, round_flat, round_turned, turn
+
+    x, kind = numbers(0, *shape).to(dtype), torch.float32
+    one, by_column = torch.tensor(2.0**-7), torch.randn(shape[1], 1)
+    straight, turned = round_both(x, one, kind)
+    wanted = x.float() * one
+    assert same(straight, wanted) and same(turned, wanted.t())
+    assert same(round_turned(x, one, kind), turned) and same(round_flat(x, one, kind), straight)
+    assert same(round_turned(x, by_column, kind), x.float().t() * by_column)
+    narrow = x.to(E4M3)
+    assert same(turn(narrow), narrow.t())
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
+
+    tokens, width = shape
+    projected, slope = numbers(0, tokens, 2 * width).to(dtype), numbers(1, tokens, width).to(dtype)
+    factor, kind = torch.tensor(2.0**-7), torch.float32
+    for (straight, turned), theirs in (
+        (round_swiglu(projected, factor, kind), _swiglu(projected)),
+        (round_swiglu_gradient(projected, slope, factor, kind), torch.cat(_swiglu_gradient(projected, slope), dim=1)),
+    ):
+        assert same(turned, straight.t())
+        torch.testing.assert_close(straight, theirs * factor, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("made", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skip", [False, True])
+def test_adamw(skip: bool, made: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, tensor = torch.device("cpu"), torch.tensor
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(torch, "tensor", lambda rows, pin_memory: tensor(rows))
+
+    def stepped(how) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        shapes = [(1000, 21), (37,), (0, 8), (1024,), (1025,)]
+        weights, gradients, first, second = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4))
+        second = [one.square() for one in second]
+        counts = [fused.new_count(cpu) + row for row in range(len(shapes))]
+        told = fused.Told(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
+        with fused.counted(counts, told.skip):
+            how(
+                weights,
+                [one.to(made) for one in gradients],
+                first,
+                second,
+                counts,
+                coefficients=fused.Coefficients((0.9, 0.95), 1e-8),
+                weight_decay=0.1,
+                told=told,
+            )
+        return [*weights, *first, *second]
+
+    for ours, theirs in zip(stepped(fused._fast), stepped(fused._plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
