@@ -16,6 +16,7 @@ from tests.distributed import (
     test_async_tensor,
     test_context,
     test_copy_engine,
+    test_drawn,
     test_equality,
     test_experts,
     test_fp8,
@@ -27,6 +28,7 @@ from tests.distributed import (
     test_tensor,
     test_zero,
 )
+from tests.distributed.drawn import drawn
 from tests.docs.pages import ROOT, text_of
 
 from meshwright.planner.candidate import untrainable
@@ -220,6 +222,15 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
     for given in given_to(test_host_optimizer.test_same_bits_as_without):
         spec, chosen = test_host_optimizer.BITS[given["name"]]
         yield chosen, spec
+    for test, usual in (
+        (test_drawn.test_float64_equals_one_device, {"precision": test_drawn.FLOAT64}),
+        (test_drawn.test_compiled, {"precision": test_drawn.FLOAT64, "compile": True}),
+        (test_drawn.test_fp8_equals_one_rank, {"precision": test_drawn.LOW}),
+        (test_drawn.test_sums_over_replicas_in_bf16_round_and_nothing_else, {}),
+    ):
+        for given in given_to(test):
+            spec, chosen, _ = drawn(**usual, **given)
+            yield chosen, spec
 
 
 def parametrized(test: Callable[..., None], *, slow: bool) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from meshwright.data.stdlib import VOCABULARY
 from meshwright.launch import prepare
 from meshwright.planner.candidate import peak_bytes
 from meshwright.planner.reprice import repriced
-from meshwright.spec.errors import OutOfResources
+from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.load import load_run
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.spec.run import RunSpec
 
 
@@ -46,6 +47,17 @@ def test_a_plan_file_that_devices_cannot_hold_is_refused(tmp_path: Path) -> None
     with pytest.raises(OutOfResources, match=over):
         prepare.training_plan(file_run(tmp_path, copies, *words), print)
     prepare.training_plan(file_run(tmp_path, copies, *words, "cluster.memory_gib=192"), print)
+
+
+def test_a_plan_file_whose_schedule_cannot_be_made_is_named(tmp_path: Path) -> None:
+    axes = (MeshAxis(axis="pipeline", size=2), MeshAxis(axis="shard", size=1))
+    batch = BatchPlan(global_batch=8, micro_batch=4, accumulate=2)
+    plan = Plan(mesh=axes, batch=batch, schedule=SchedulePlan(name="dualpipe_v"), precision=Precision(compute="fp32"))
+    words = ["model=llama-nano", "model.vocab_size=512", "cluster.gpus_per_node=2"]
+    with pytest.raises(BadInput, match=r"plan.yaml: schedule dualpipe_v needs .*got 2; nearest: 4 micro-batches"):
+        prepare.training_plan(file_run(tmp_path, plan, *words), print)
+    enough = replace(plan, batch=BatchPlan(global_batch=8, micro_batch=2, accumulate=4))
+    assert prepare.training_plan(file_run(tmp_path, enough, *words), print).schedule == plan.schedule
 
 
 def test_a_processor_s_plan_file_is_held_to_its_rank_s_share_of_the_host(

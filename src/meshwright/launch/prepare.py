@@ -30,6 +30,7 @@ from meshwright.planner.candidate import (
 from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import repriced
+from meshwright.schedules.of_plan import stage_schedule
 from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
@@ -128,8 +129,16 @@ def plan_for(run: RunSpec, *, trainable: bool = False) -> tuple[Plan, tuple[Cand
 
 
 def given_plan(run: RunSpec) -> Plan:
-    """The plan in the run's plan file. What it says of why it was chosen is of before it was edited."""
-    return replace(load_plan(Path(str(run.plan)), run.cluster), why=(f"as {os.path.relpath(str(run.plan))} says",))
+    """The plan in the run's plan file. What it says of why it was chosen is of before it was edited.
+
+    Raises BadInput, which names the file, where its schedule cannot be made for so many ranks and micro-batches.
+    """
+    plan = load_plan(Path(str(run.plan)), run.cluster)
+    try:
+        stage_schedule(plan, run.model.layers)
+    except BadInput as refused:
+        raise BadInput(f"{run.plan}: {refused}") from None
+    return replace(plan, why=(f"as {os.path.relpath(str(run.plan))} says",))
 
 
 def device_memory(run: RunSpec) -> int | None:

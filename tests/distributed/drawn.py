@@ -1,0 +1,128 @@
+"""Plans drawn at random from all that a run may be asked for, so that features meet that nobody thought of together.
+
+A seed is always the same model, plan and packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import NamedTuple, get_args
+
+from meshwright.planner.candidate import untrainable
+from meshwright.schedules.registry import refusal
+from meshwright.spec.layout import check_context, check_tensor, stage_table
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import (
+    RECOMPUTES,
+    AxisName,
+    BatchPlan,
+    ExpertPlan,
+    LayerStrategy,
+    MeshAxis,
+    Plan,
+    Precision,
+    ScheduleName,
+    SchedulePlan,
+)
+from tests.distributed.test_equality import BATCH, GPT, LLAMA
+
+SEQ = 16
+DENSE = [
+    replace(LLAMA, layers=8, max_seq_len=SEQ),
+    replace(GPT, layers=8, hidden=16, heads=4, kv_heads=4, max_seq_len=SEQ),
+    replace(LLAMA, family="qwen3", qk_norm=True, tied=True, layers=5, max_seq_len=SEQ),
+    replace(LLAMA, family="qwen3", qk_norm=True, layers=5, kv_heads=1, sliding_window=5, max_seq_len=SEQ),
+    replace(LLAMA, parallel_block=True, layers=5, max_seq_len=SEQ),
+]
+MIXTURES = [
+    replace(LLAMA, family="mixtral", layers=8, experts=8, experts_per_token=2, expert_hidden=6, max_seq_len=SEQ),
+    replace(
+        LLAMA, family="qwen3_moe", qk_norm=True, tied=True, layers=5, experts=8, experts_per_token=3, expert_hidden=6, kv_heads=1,
+        first_dense_layers=2, normalised_routing=False, shared_expert_hidden=4, max_seq_len=SEQ,
+    ),
+]  # fmt: skip
+SIZES: dict[AxisName, tuple[int, ...]] = {
+    "pipeline": (1, 1, 2, 2, 4),
+    "replicate": (1, 1, 2),
+    "shard": (1, 1, 2, 2, 4),
+    "context_ring": (1, 1, 1, 2, 4),
+    "context_ulysses": (1, 1, 2),
+    "tensor": (1, 1, 2, 4),
+}
+
+
+class Drawn(NamedTuple):
+    """What a seed stands for; without `masked` documents each row is one."""
+
+    spec: ModelSpec
+    plan: Plan
+    masked: bool
+
+
+def drawn(seed: int, precision: Precision, *, compile: bool = False, of: ModelSpec | None = None) -> Drawn:
+    """A plan in that precision that is not refused, for 2 to 8 ranks, to 4 where each compiles, `of` a model or one that is drawn too. Sums
+    over replicas in a format of their own come where there are some."""
+    draw = Random(seed)
+    models = DENSE if precision.linear != "compute" else [*DENSE, *MIXTURES]
+    while True:
+        spec = of or draw.choice(models)
+        plan = _plan(draw, spec, precision, compile)
+        replicas = precision.reduce_replicas is None or plan.axis_size("replicate") > 1
+        if 2 <= plan.ranks <= (4 if compile else 8) and replicas and not _refused(plan, spec):
+            return Drawn(spec, plan, masked=draw.random() < 0.6)
+
+
+def _plan(draw: Random, spec: ModelSpec, precision: Precision, compile: bool) -> Plan:
+    sizes = {axis: draw.choice(few) for axis, few in SIZES.items()}
+    order = draw.sample(list(sizes), len(sizes)) if draw.random() < 0.5 else list(sizes)
+    held = sizes["shard"] * sizes["context_ring"] * sizes["context_ulysses"]
+    share = BATCH // (sizes["replicate"] * sizes["shard"])
+    micro = draw.choice([size for size in (1, 2, 4) if size <= share])
+    pipelined: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    expert = draw.choice([size for size in (1, 2, 4) if size <= held])
+    return Plan(
+        mesh=tuple(MeshAxis(axis=axis, size=sizes[axis]) for axis in order if sizes[axis] > 1 or axis == "shard"),
+        batch=BatchPlan(global_batch=BATCH, micro_batch=micro, accumulate=share // micro),
+        schedule=SchedulePlan(name=draw.choice(pipelined if sizes["pipeline"] > 1 else ("1f1b", "breadth_first"))),
+        experts=ExpertPlan(expert=expert, expert_shard=held // expert) if spec.experts and expert > 1 else None,
+        layers=tuple(_layers(draw, spec.layers)),
+        precision=precision,
+        gather_engine=draw.choice(("kernel", "kernel", "copy")),
+        reduce_engine=draw.choice(("kernel", "kernel", "exchange")),
+        tensor_engine="copy" if sizes["tensor"] > 1 and draw.random() < 0.5 else "kernel",
+        compile=compile,
+    )
+
+
+def _layers(draw: Random, layers: int) -> Iterator[LayerStrategy]:
+    """Up to three ranges; the optimizer waits in host memory for all or for none."""
+    cuts = sorted(draw.sample(range(1, layers), draw.choice((0, 0, 1, 2))))
+    kinds = draw.choice((("none", "activations"), ("none", "none"), ("optimizer", "both")))
+    for first, behind in pairwise([0, *cuts, layers]):
+        yield LayerStrategy(
+            range=f"{first}-{behind - 1}",
+            reshard=draw.random() < 0.6,
+            gradients=draw.choice(("shard", "whole")),
+            recompute=draw.choice(RECOMPUTES),
+            offload=draw.choice(kinds),
+        )
+
+
+def _refused(plan: Plan, spec: ModelSpec) -> bool:
+    """Whether a run's checks would refuse it."""
+    pipeline, accumulate = plan.axis_size("pipeline"), plan.batch.accumulate
+    try:
+        stages = len(stage_table(plan.schedule, pipeline, spec.layers)[0])
+    except ValueError:
+        return True
+    experts = plan.axis_size("tensor") * (plan.experts.expert if plan.experts else 1)
+    return bool(
+        check_tensor(spec, plan.axis_size("tensor"), SEQ)
+        or check_context(spec, plan, SEQ)
+        or (spec.experts and spec.experts % experts)
+        or refusal(plan.schedule.name, pipeline, accumulate, stages)
+        or untrainable(plan, mixture=spec.experts > 0)
+    )

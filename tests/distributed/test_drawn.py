@@ -1,0 +1,129 @@
+"""Plans drawn at random equal one device, in fp8 one rank, and with sums over replicas in bf16 those in fp32: `drawn` says from what.
+
+The lists that come before these take features one by one and two by two; here several meet at once, with ranges of layers that differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.launch.prepare import plan_yaml
+from meshwright.spec.plan import MeshAxis, Plan, Precision
+from tests.distributed import cases_training as cases
+from tests.distributed.cases_training import Seen
+from tests.distributed.drawn import drawn
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import BATCH, BF16_SUM_BOUND, compare, one_device, sharded, worst
+from tests.distributed.test_fp8 import EMULATION_BOUND, LAYOUT_BOUND, as_truth
+from tests.distributed.test_training import compare as same_run
+from tests.distributed.test_training import held, same_bits, trained
+from tests.slow import quick_first
+from tests.train.tiny import make_tiny, prepared
+
+STEPS = 2
+CANCELLED = 4 * BF16_SUM_BOUND
+"""Relative error of a sum over replicas in bf16 whose parts cancel in part: they were rounded by their own size."""
+FLOAT64 = Precision(compute="fp64", reduce="fp64")
+LOW = Precision(compute="fp32", linear="fp8_tensorwise", gather="fp8")
+NARROW = Precision(compute="fp32", reduce_replicas="bf16")
+NARROW_LOW = replace(LOW, reduce_replicas="bf16")
+SEEDS = [
+    3367, 1397, 566, 2448, 2781, 813, 1432, 3164, 1111, 177, 2096, 676, 2021, 152, 163, 376, 688, 150, 257, 426, 857, 71, 101, 724, 3, 7,
+    27, 43, 47, 115,
+]  # fmt: skip
+SEEDS_COMPILED = [2931, 2137, 51, 2766, 166, 190, 2548, 3178, 3795, 564, 1128, 3417]
+SEEDS_RESUMED = range(0, 24, 3)
+SEEDS_LOW = [
+    148, 272, 2567, 2173, 1810, 123, 1011, 405, 677, 910, 5, 15, 1251, 1783, 2648, 2764, 112, 257, 347, 4, 13, 19, 61, 64,
+]  # fmt: skip
+SEEDS_NARROW = [
+    390, 3429, 2179, 2358, 3365, 1000, 1410, 3289, 936, 917, 676, 2009, 251, 873, 3907, 658, 788, 2543, 8, 33, 96, 107,
+]  # fmt: skip
+"""Such as `tests.docs.seeds` finds them: their plans have, but for the lists' ends, every pair of features that goes together."""
+FP8 = [*((seed, False) for seed in SEEDS_LOW), *((seed, True) for seed in range(4))]
+SUMS = [
+    *((seed, NARROW, False) for seed in SEEDS_NARROW),
+    *((seed, NARROW_LOW, False) for seed in range(6)),
+    *((seed, NARROW, True) for seed in range(3)),
+]
+
+
+@pytest.mark.parametrize("seed", quick_first(6, SEEDS))
+def test_float64_equals_one_device(pool: Pool, seed: int) -> None:
+    spec, plan, masked = drawn(seed, FLOAT64)
+    results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)
+    compare(results, one_device(spec, masked)[:STEPS], 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS_COMPILED)
+def test_compiled(pool: Pool, seed: int) -> None:
+    spec, plan, masked = drawn(seed, FLOAT64, compile=True)
+    results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)
+    compare(results, one_device(spec, masked)[:STEPS], 1e-9)
+
+
+@pytest.mark.parametrize(("seed", "compile"), quick_first(2, FP8, rows=True))
+def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
+    """Of as many sequences a micro-batch: their activations have one scale. Context ranks, and a compiler, sum in another order, which may
+    make of an activation the next fp8 number."""
+    spec, plan, masked = drawn(seed, LOW, compile=compile)
+    one = pool.run(sharded, 1, spec, alone(plan), 1.0, 1, masked)
+    context = plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
+    bound = LAYOUT_BOUND if context == 1 and not compile else EMULATION_BOUND
+    compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), as_truth(one), bound, weights=False)
+
+
+def alone(plan: Plan) -> Plan:
+    """One rank in the plan's formats, with as many sequences a micro-batch."""
+    micro = plan.batch.micro_batch
+    return Plan(
+        mesh=(MeshAxis(axis="shard", size=1),),
+        batch=replace(plan.batch, micro_batch=micro, accumulate=BATCH // micro),
+        precision=plan.precision,
+        compile=False,
+    )
+
+
+@pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(2, SUMS, rows=True))
+def test_sums_over_replicas_in_bf16_round_and_nothing_else(
+    pool: Pool, seed: int, precision: Precision, compile: bool
+) -> None:
+    """First-step gradients against those of the same plan that sums its replicas in fp32."""
+    spec, plan, masked = drawn(seed, precision, compile=compile)
+    wide = replace(plan, precision=replace(precision, reduce_replicas=None))
+    exact, rounded = (pool.run(sharded, plan.ranks, spec, one, 1.0, 1, masked) for one in (wide, plan))
+    for right, found in zip(exact, rounded, strict=True):
+        assert found[0]["loss"] == right[0]["loss"]
+        clip = found[0]["norm"] / right[0]["norm"]
+        errors = {
+            name: worst(found[0]["gradients"][name] * clip, exactly.double())
+            for name, exactly in right[0]["gradients"].items()
+        }
+        assert 1e-4 < max(errors.values()) < CANCELLED, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize("seed", quick_first(1, SEEDS_RESUMED))
+def test_a_run_goes_on_under_any_plan(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """Two steps under each of three plans of one model: what one wrote the next holds bit for bit, and all are the run of one rank."""
+    tiny, spec = make_tiny(tmp_path / "data"), drawn(seed, FLOAT64).spec
+    words = [f"model.{key}={value}" for key, value in vars(spec).items() if key != "vocab_size" and value is not None]
+    chain = [drawn(seed + number, FLOAT64, of=spec).plan for number in range(3)]
+    parts: list[list[Seen]] = []
+    for number, plan in enumerate(chain):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(plan_yaml(plan), encoding="utf-8")
+        asked = [*words, f"plan={file}", f"cluster.gpus_per_node={plan.ranks}"]
+        if parts:
+            assignment = prepared(tiny, tmp_path, *asked).assignment
+            opened = pool.run(cases.opened, plan.ranks, assignment)
+            found = {name: tensor for _, tensors in opened for name, tensor in tensors.items()}
+            assert same_bits(found, held(parts[-1]))
+        parts.append(trained(pool, tiny, tmp_path, *asked, stop_at=2 * number + 2))
+    one = trained(
+        pool, tiny, tmp_path / "one", *words, "cluster.gpus_per_node=1", "plan.compute=fp64", "plan.reduce=fp64"
+    )
+    same_run(parts, one[0])
