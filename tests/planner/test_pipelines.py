@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.planner.candidate import untrainable
@@ -51,6 +53,26 @@ def test_many_micro_batches_are_played_as_a_straight_line() -> None:
     assert plan.batch.accumulate == 64
     assert sum(played_by_units(asked, plan).values()) == pytest.approx(whole, rel=0.002)
     assert sum(played_by_stages(asked, plan).values()) == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        run(ClusterSpec(gpu="A100", nodes=16), preset="qwen3-0.6b", seq=32768, batch=512, pipeline=2, shard=8),
+        run(ClusterSpec(gpu="A100", gpus_per_node=2), preset="qwen3-8b", seq=32768, batch=512, pipeline=2, tensor=1),
+        run(ClusterSpec(gpu="H200", gpus_per_node=6), preset="llama3-3b", seq=32768, batch=512, pipeline=3, tensor=1),
+    ],
+    ids=["qwen3-0.6b", "qwen3-8b", "llama3-3b"],
+)
+def test_a_rank_that_has_more_to_do_sets_the_pace_of_many_micro_batches(asked: RunSpec) -> None:
+    """Of few, the way through all stages may set it: a line through these had steps end before the busiest rank's compute."""
+    pinned = replace(asked, plan=replace(asked.plan, schedule="interleaved", micro_batch=1))
+    plan = search(pinned).best.plan
+    played = simulate_plan(asked.model, asked.train, plan, asked.cluster)
+    assert max(played.compute_seconds) > 1.02 * min(played.compute_seconds)
+    for parts in (played_by_units(pinned, plan), played_by_stages(pinned, plan)):
+        assert sum(parts.values()) > max(played.compute_seconds) and parts["idle"] > 0
+    assert sum(played_by_units(pinned, plan).values()) == pytest.approx(played.step_seconds, rel=0.006)
 
 
 def test_a_stage_lies_inside_a_node_where_it_can() -> None:

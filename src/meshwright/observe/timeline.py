@@ -44,6 +44,7 @@ def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[T
         compute_seconds=tuple(tally.computed for tally in tallies),
         exposed_seconds=tuple(tally.exposed for tally in tallies),
         closing_seconds=tuple(tally.closing for tally in tallies),
+        start_seconds=tuple(found[0][3] - origin for found in compute),
         window_seconds=max(end for _, end in work) - min(start for start, _ in work),
         records=tuple((rank, lane, act, start - origin, end - origin) for rank, lane, act, start, end in records),
     ), origin

@@ -1,6 +1,7 @@
 """Where a plan's step goes, in seconds: played by the simulator unit by unit, or, for ranking many plans, in a tenth of the work by stages.
 
-Both play few micro-batches and draw a straight line to the plan's number: past filling and draining, a schedule repeats itself.
+Both play few micro-batches and draw a straight line to the plan's number: past filling and draining, a schedule repeats itself. Where ranks
+are unlike, what sets the pace of few need not set that of many: no step is shorter than its busiest rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from meshwright.schedules.of_plan import stage_schedule, training_schedule
 from meshwright.schedules.schedule import Schedule
 from meshwright.simulator.of_plan import timing_of
 from meshwright.simulator.simulate import simulate
+from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Table, Timing
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -25,28 +27,32 @@ Parts = dict[str, float]
 def played_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
     """With every gather and reduction; `timing` is made when it is not there yet. Raises BadInput as `simulate_plan` does."""
     timing = timing or timing_of(run.model, run.train, plan, run.cluster)
-    return _in_line(plan, lambda few: simulate(training_schedule(few, run.model.layers), timing).breakdown)
+    return _in_line(plan, lambda few: simulate(training_schedule(few, run.model.layers), timing))
 
 
 def played_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
     """Stages played whole, and of gathers and reductions what compute cannot hide. Raises as `played_by_units`."""
     timing = timing or timing_of(run.model, run.train, plan, run.cluster)
-    parts = _in_line(plan, lambda few: simulate(stage_schedule(few, run.model.layers), _whole(timing)).breakdown)
+    parts = _in_line(plan, lambda few: simulate(stage_schedule(few, run.model.layers), _whole(timing)))
     schedule = stage_schedule(plan, run.model.layers)
     shown = max(_not_hidden(plan, timing, schedule, rank) for rank in range(schedule.ranks))
     return parts | {"shard": parts["shard"] + shown}
 
 
-def _in_line(plan: Plan, parts: Callable[[Plan], Parts]) -> Parts:
-    """`parts` of the plan, from two shorter ones when it has many micro-batches."""
+def _in_line(plan: Plan, play: Callable[[Plan], Timeline]) -> Parts:
+    """The parts of the plan as `play` plays it, from two shorter ones when it has many micro-batches."""
     ranks, wanted = plan.axis_size("pipeline"), plan.batch.accumulate
     if wanted <= (MORE + 1) * ranks:
-        return parts(plan)
+        return play(plan).breakdown
     # A remainder makes groups uneven; the short plans have the same one.
     few, more = (times * ranks + wanted % ranks for times in (FEW, MORE))
-    first, second = (parts(_with_micro_batches(plan, count)) for count in (few, more))
+    first, second = (play(_with_micro_batches(plan, count)) for count in (few, more))
     steep = (wanted - more) / (more - few)
-    return {name: seconds + steep * (seconds - first[name]) for name, seconds in second.items()}
+    before = first.breakdown
+    parts = {name: seconds + steep * (seconds - before[name]) for name, seconds in second.breakdown.items()}
+    own = zip(second.start_seconds, first.own_seconds, second.own_seconds, strict=True)
+    busiest = max(start + seconds + steep * (seconds - earlier) for start, earlier, seconds in own)
+    return parts | {"idle": parts["idle"] + max(0.0, busiest - sum(parts.values()))}
 
 
 def _with_micro_batches(plan: Plan, count: int) -> Plan:

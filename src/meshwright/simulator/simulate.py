@@ -117,6 +117,7 @@ class _Simulation:
             compute_seconds=tuple(mine.computed for mine in self.ranks),
             exposed_seconds=tuple(mine.exposed for mine in self.ranks),
             closing_seconds=tuple(mine.closing for mine in self.ranks),
+            start_seconds=tuple(mine.first for mine in self.ranks),
             window_seconds=window,
             records=tuple(self.records),
         )

@@ -28,6 +28,8 @@ class Timeline:
     """By rank and axis, time in which compute stood still and only waited for bytes on the way."""
     closing_seconds: tuple[float, ...]
     """By rank, time in the gradient norm and the optimizer."""
+    start_seconds: tuple[float, ...]
+    """By rank, when its first forward began."""
     window_seconds: float
     """From the first forward to the end of the last backward and of laying out what it made, over all ranks."""
     records: tuple[Record, ...]
@@ -52,6 +54,12 @@ class Timeline:
             "closing": sum(self.closing_seconds) / ranks,
         }
         return {**parts, "idle": max(0.0, self.step_seconds - sum(parts.values()))}  # but for rounding
+
+    @property
+    def own_seconds(self) -> tuple[float, ...]:
+        """By rank, all that it does not wait for other ranks: compute, exposed communication, closing."""
+        rows = zip(self.compute_seconds, self.exposed_seconds, self.closing_seconds, strict=True)
+        return tuple(compute + sum(exposed.values()) + closing for compute, exposed, closing in rows)
 
     @property
     def peak_in_flight(self) -> tuple[float, ...]:
