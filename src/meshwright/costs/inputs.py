@@ -174,6 +174,8 @@ class Layouts:
     """Tokens of the busiest expert rank over the mean."""
     balanced: Array = 0.0
     """1 when stages are cut by the cost of layers and head rather than by number of layers."""
+    dealt: Array = 0.0
+    """1 when they are cut so that the slowest rank has the least to do, however its virtual stages differ: this program's."""
     sequence: Array = 0.0
     """1 when tensor parallelism keeps only its share of the sequence of what it does not split by width."""
     port: Array = 1.0

@@ -266,9 +266,11 @@ def _shape(model: ModelSpec, seq_len: int) -> Shape:
 
 def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     shards, pipeline = shard_size(plan), plan.axis_size("pipeline")
+    table = stage_table(plan.schedule, pipeline, model.layers)
+    alike = len({sum(map(len, row)) for row in table}) == 1
     return Layouts(
         tensor=float(plan.axis_size("tensor")), pipeline=float(pipeline),
-        virtual=float(len(stage_table(plan.schedule, pipeline, model.layers)[0]) if pipeline > 1 else 1),
+        virtual=float(len(table[0]) if pipeline > 1 else 1), dealt=float(not alike),
         context=float(context_size(plan)), ulysses=float(plan.axis_size("context_ulysses")),
         expert=float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0,
         data=float(plan.data_ranks), zero=3.0 if shards > 1 else 0.0, shards=float(shards),

@@ -30,3 +30,18 @@ def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
     )
     last = np.where((layout.balanced > 0) | ~divides, np.maximum(0.0, shape.layers - before), full)
     return full, last
+
+
+def dealt_layers(shape: Shape, layout: Layouts, head: Array) -> tuple[Array, Array]:
+    """The same as `spec.layout.balanced_stages` deals them, to ranks alike, with a head that takes as long as `head` layers: the rank that
+    has it takes fewer, and what does not divide makes the slowest rank no slower than it must."""
+    ranks, others = layout.pipeline, np.maximum(1.0, layout.pipeline - 1)
+    most = np.maximum(layout.virtual, shape.layers - others * layout.virtual)
+    fewer = np.clip(np.floor((shape.layers + head) / ranks - head + 1e-9), layout.virtual, most)
+    more = np.minimum(fewer + 1, most)
+
+    def slowest(last: Array) -> Array:
+        return np.maximum(np.ceil((shape.layers - last) / others - 1e-9), last + head)
+
+    last = np.where(slowest(fewer) <= slowest(more), fewer, more)
+    return np.ceil((shape.layers - last) / others - 1e-9), last

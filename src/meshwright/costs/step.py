@@ -17,7 +17,7 @@ from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, Array, Layouts, Machine, Shape
 from meshwright.costs.offload import exposed_copies, host_optimizer
-from meshwright.costs.stages import stage_layers
+from meshwright.costs.stages import dealt_layers, stage_layers
 
 WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
@@ -135,8 +135,11 @@ def _soft_maximum(a: Array, b: Array) -> Array:
 def _stages(shape: Shape, layout: Layouts, chain: Array, times: LayerTime) -> tuple[Array, Array]:
     """Seconds of the slowest stage and of all stages together, for one micro-batch."""
     whole = chain + times.head + times.embed
-    full, last = stage_layers(shape, layout)
     per_layer = chain / shape.layers
+    full, last = stage_layers(shape, layout)
+    if np.any(layout.dealt):
+        own = dealt_layers(shape, layout, times.head / np.maximum(per_layer, 1e-12))
+        full, last = (np.where(layout.dealt, one, other) for one, other in zip(own, (full, last), strict=True))
     stage = np.maximum(full * per_layer, last * per_layer + times.head)
     return np.where(layout.pipeline > 1, stage, whole), whole
 

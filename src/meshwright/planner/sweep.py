@@ -380,6 +380,7 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
         global_batch=float(run.train.global_batch), seq=float(run.train.seq_len),
         ulysses=points.column("context_ulysses"),
         layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
+        dealt=1.0,
         vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
         in_flight=in_flight(*schedule), in_flight_last=in_flight(*schedule, pipeline - 1), loss_chunk=float(run.train.loss_chunk),
         copied=points.column("copied"), exchanged=float(pins_of(run).reduce_engine == "exchange"),
