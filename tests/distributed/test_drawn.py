@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.prepare import plan_yaml
-from meshwright.spec.plan import MeshAxis, Plan, Precision
+from meshwright.spec.plan import Precision
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.drawn import drawn
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, BF16_SUM_BOUND, compare, one_device, sharded, worst
+from tests.distributed.test_equality import BF16_SUM_BOUND, compare, one_device, sharded, worst
+from tests.distributed.test_equality import plan as plan_of
 from tests.distributed.test_fp8 import EMULATION_BOUND, LAYOUT_BOUND, as_truth
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import held, same_bits, trained
@@ -71,21 +72,11 @@ def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
     """Of as many sequences a micro-batch: their activations have one scale. Context ranks, and a compiler, sum in another order, which may
     make of an activation the next fp8 number."""
     spec, plan, masked = drawn(seed, LOW, compile=compile)
-    one = pool.run(sharded, 1, spec, alone(plan), 1.0, 1, masked)
+    alone = replace(plan_of(1, 1, plan.batch.micro_batch), precision=plan.precision)
+    one = pool.run(sharded, 1, spec, alone, 1.0, 1, masked)
     context = plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
     bound = LAYOUT_BOUND if context == 1 and not compile else EMULATION_BOUND
     compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), as_truth(one), bound, weights=False)
-
-
-def alone(plan: Plan) -> Plan:
-    """One rank in the plan's formats, with as many sequences a micro-batch."""
-    micro = plan.batch.micro_batch
-    return Plan(
-        mesh=(MeshAxis(axis="shard", size=1),),
-        batch=replace(plan.batch, micro_batch=micro, accumulate=BATCH // micro),
-        precision=plan.precision,
-        compile=False,
-    )
 
 
 @pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(2, SUMS, rows=True))

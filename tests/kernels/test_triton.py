@@ -13,11 +13,11 @@ from torch import Tensor
 
 from meshwright.kernels.fp8 import E4M3
 from meshwright.kernels.gated import _swiglu, _swiglu_gradient
-from meshwright.kernels.loss import _slope_eager
 from meshwright.kernels.pack import pack
 from meshwright.kernels.sums import add, scaled
 from meshwright.kernels.swiglu import swiglu
 from meshwright.optim import fused
+from tests.gpu.test_loss import slopes_agree
 from tests.kernels.test_fp8 import numbers
 
 pytest.importorskip("triton")
@@ -56,18 +56,7 @@ def test_sums(count: int, made: torch.dtype, kind: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [7, 8192, 20001])
 def test_loss(columns: int, dtype: torch.dtype) -> None:
-    from meshwright.kernels.loss_triton import slope_in_place
-
-    logits = (4 * torch.randn(6, columns)).to(dtype)
-    logits[:, columns - columns // 5 :] = -torch.inf  # what an unaligned vocabulary is padded with
-    targets = torch.randint(0, columns - columns // 5, (6,))
-    targets[::5] = -1
-    loss, slope = _slope_eager(logits, targets)
-    losses = slope_in_place(logits, targets)
-    assert losses[targets < 0].eq(0).all()
-    assert losses.sum().item() == pytest.approx(loss.item(), rel=1e-5)
-    step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4
-    assert ((logits - slope).float().abs() <= step * slope.float().abs() + 1e-7).all()
+    slopes_agree(6, columns, dtype, "cpu")
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])

@@ -1,4 +1,4 @@
-"""How layers fall on pipeline stages: the one answer that time and memory share."""
+"""How layers fall on pipeline stages: of published stacks, for time and memory alike, and of this program's plans, for time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
 
 def dealt_layers(shape: Shape, layout: Layouts, head: Array) -> tuple[Array, Array]:
     """The same as `spec.layout.balanced_stages` deals them, to ranks alike, with a head that takes as long as `head` layers: the rank that
-    has it takes fewer, and what does not divide makes the slowest rank no slower than it must."""
+    has it takes fewer, and what does not divide makes the slowest rank no slower than it must.
+
+    In closed form, as a head's time differs from layout to layout; memory asks `balanced_stages` itself (`footprint.planned`).
+    """
     ranks, others = layout.pipeline, np.maximum(1.0, layout.pipeline - 1)
     most = np.maximum(layout.virtual, shape.layers - others * layout.virtual)
     fewer = np.clip(np.floor((shape.layers + head) / ranks - head + 1e-9), layout.virtual, most)
