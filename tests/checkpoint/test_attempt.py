@@ -13,7 +13,7 @@ import pytest
 from meshwright.checkpoint.manifest import COMMITTED, MANIFEST, step_name
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import verify
-from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
 from tests.checkpoint.crash import count, die_at, touched
 from tests.checkpoint.made import TEXTS, holds, save, tensors
 
@@ -90,7 +90,7 @@ def test_death_at_any_call_of_retention_leaves_the_newest_good(tmp_path: Path):
     ("number", "kind", "names"),
     [
         (errno.ENOSPC, OutOfResources, ("write", "mkdir", "open")),
-        (errno.EIO, MeshwrightError, ("write", "fsync")),
+        (errno.EIO, Damaged, ("write", "fsync")),
         (errno.EROFS, BadInput, ("mkdir", "rename")),
     ],
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshwright import __version__
 from meshwright.checkpoint.contents import Contents, check_record, encode_contents
-from meshwright.checkpoint.files import FileRecord, sync_folder, write_file
+from meshwright.checkpoint.files import FileRecord, write_file
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     CONTENTS,
@@ -30,6 +30,7 @@ from meshwright.checkpoint.manifest import (
     step_of,
     steps_in,
 )
+from meshwright.files.durable import sync_folder
 from meshwright.spec.errors import BadInput
 
 _PARTIAL = re.compile(r"\.step-\d{8,12}\.[0-9a-f]+\.partial")

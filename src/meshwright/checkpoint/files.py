@@ -1,6 +1,6 @@
 """Files that survive: written once with digests taken on the way, made durable, and read back without trusting them.
 
-Torch-free. Every operating-system error a user can meet is turned into one of the project's own by `explain`.
+Torch-free. `spec.failures` turns every operating-system error a user can meet into one of the project's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
+from meshwright.spec.errors import Damaged
 
 BLOCK_BYTES = 16 << 20
 """A file's digest is also kept per block of this size, so that damage is located and verified in parallel."""
@@ -29,8 +29,6 @@ SPARE_BYTES = 64 << 20
 Bytes = bytes | bytearray | memoryview
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-_NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG}
 _DEVICE_FAILED = {errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}
 
 
@@ -122,15 +120,6 @@ def write_file(path: Path, data: bytes) -> FileRecord:
         return out.finish()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable: what was created, renamed or removed there."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def open_regular(path: Path) -> int:
     """A descriptor of an existing regular file.
 
@@ -201,13 +190,3 @@ def plain_name(name: object) -> str | None:
 def device_failed(error: OSError) -> bool:
     """Whether the medium could not deliver the bytes: they are as good as damaged."""
     return error.errno in _DEVICE_FAILED
-
-
-def explain(error: OSError, doing: str) -> MeshwrightError:
-    """The project's error for an operating-system one: `doing` says what was attempted."""
-    what = f"{doing}: {error.filename or 'file'}: {error.strerror or error}"
-    if error.errno in _NO_ROOM:
-        return OutOfResources(f"{what}; free some there, lower checkpoint.keep, or place the run elsewhere with --runs")
-    if error.errno in _NO_RIGHT:
-        return BadInput(f"{what}; the folder must be writable by this user")
-    return MeshwrightError(what)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from meshwright.files.durable import publish, write_durable
 from meshwright.models.families import FAMILIES, HFTensor, from_hf_config, hf_tensors, read_json, to_hf_config
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
@@ -70,10 +71,8 @@ def export_hf(
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
             _write_json(partial / "tokenizer_config.json", _tokenizer_config(spec, eos))
-        (partial / "README.md").write_text(
-            _model_card(title or folder.name, folder.name, spec, run_note, dtype), encoding="utf-8"
-        )
-        os.replace(partial, folder)
+        write_durable(partial / "README.md", _model_card(title or folder.name, folder.name, spec, run_note, dtype))
+        publish(partial, folder)
     except BaseException:
         shutil.rmtree(partial)
         raise
@@ -284,7 +283,7 @@ def _write_tensor(path: Path, offset: int, rows: Tensor, transposed: bool, dtype
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_durable(path, json.dumps(value, indent=2) + "\n")
 
 
 def _check_space(folder: Path, needed: int) -> None:

@@ -15,20 +15,10 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint.files import explain
-from meshwright.spec.errors import (
-    BadInput,
-    CommunicationFailure,
-    Damaged,
-    MeshwrightError,
-    NumericalFailure,
-    OutOfResources,
-)
+from meshwright.spec.errors import CLASS_OF_CODE, CommunicationFailure, MeshwrightError
+from meshwright.spec.failures import failure_of
 
 T = TypeVar("T")
-_BY_EXIT_CODE = {
-    kind.exit_code: kind for kind in (BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure)
-}
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +89,7 @@ class Ranks:
         if not self.alone:
             others = f" (so did {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
             message = f"rank {rank} of {self.size}{others}: {message}"
-        return _BY_EXIT_CODE.get(failure.exit_code, MeshwrightError)(message)
+        return CLASS_OF_CODE[failure.exit_code](message)
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -132,10 +122,7 @@ class _Lost:
 
 def _failure(error: BaseException, doing: str) -> _Failure:
     """Whatever went wrong, in a form that travels: the message, and the exit code that names the error's class."""
-    if isinstance(error, OSError):
-        found = explain(error, doing)
-        return _Failure(found.exit_code, str(found))
-    if isinstance(error, MeshwrightError):
-        return _Failure(error.exit_code, f"{doing}: {error}")
-    log.error("%s failed", doing, exc_info=error)
-    return _Failure(MeshwrightError.exit_code, f"{doing}: {type(error).__name__}: {error}")
+    found = failure_of(error, doing)
+    if found.exit_code == MeshwrightError.exit_code:
+        log.error("%s failed", doing, exc_info=error)
+    return _Failure(found.exit_code, str(found))

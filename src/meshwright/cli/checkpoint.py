@@ -144,9 +144,9 @@ def _line(row: dict[str, Any]) -> str:
 @contextmanager
 def _disk_errors(doing: str) -> Iterator[None]:
     """What the operating system refuses becomes an error with a sentence and an exit code."""
-    from meshwright.checkpoint.files import explain
+    from meshwright.spec.failures import failure_of
 
     try:
         yield
     except OSError as error:
-        raise explain(error, doing) from error
+        raise failure_of(error, doing) from error

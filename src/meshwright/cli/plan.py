@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.options import Json, Words, check_place, load, say
+from meshwright.files.durable import write_durable
 
 
 def plan(
@@ -98,11 +99,11 @@ def plan(
     for remark in idle_fields(answer.plan):
         say(remark)
     if out is not None:
-        out.write_text(plan_yaml(answer.plan), encoding="utf-8")
+        write_durable(out, plan_yaml(answer.plan))
     if html is not None:
         from meshwright.cli.plan_html import page
 
-        html.write_text(page(answer), encoding="utf-8")
+        write_durable(html, page(answer))
     if as_json:
         print(json.dumps(as_plain(answer, explain=explain)))
     else:

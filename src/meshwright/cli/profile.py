@@ -15,6 +15,7 @@ import typer
 
 from meshwright.cli.options import check_place, split_words
 from meshwright.cli.profile_table import table
+from meshwright.files.durable import write_durable
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def profile(
     found = _measured(cluster, seconds, shapes_of)
     from meshwright.spec.profile import to_json
 
-    out.write_text(to_json(found), encoding="utf-8")
+    write_durable(out, to_json(found))
     for line in table(found):
         print(line)
     print(f"wrote {out}; name it in a run or a question: cluster.profile={out}", file=sys.stderr)
@@ -162,7 +163,7 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path 
     place = Path(tempfile.mkdtemp(prefix="meshwright-"))
     question, destination = place / "job.json", place / "answer.json"
     job = {"cluster": to_plain(cluster), "seconds": seconds, "run": _absolute(shapes_of)}
-    question.write_text(json.dumps(job), encoding="utf-8")
+    write_durable(question, json.dumps(job))
     said = f"{cluster.ranks} {cluster.gpu}" + (
         f" as {cluster.emulate_nodes} nodes" if cluster.emulate_nodes > 1 else ""
     )
@@ -201,7 +202,7 @@ def _correct(folder: Path, out: Path | None) -> None:
     known = next((file for file in (out, kept) if file is not None and file.is_file()), None)
     before = load_profile(known) if known else _unmeasured(folder, run.cluster)
     after = corrected(before, run, plan, _measured_step(folder))
-    out.write_text(to_json(after), encoding="utf-8")
+    write_durable(out, to_json(after))
     row = after.corrections[-1]
     print(
         f"{run.name}: predicted {row.predicted_seconds:.4g} s a step{'' if known else ' (nothing measured)'}, measured "

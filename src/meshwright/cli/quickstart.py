@@ -13,6 +13,7 @@ import typer
 
 from meshwright.cli.options import Runs, Words, load, say
 from meshwright.cli.train import start_ranks
+from meshwright.files.durable import write_durable
 
 PROMPTS = ["def read_lines(path):\n", "class Queue:\n    def __init__(self", "import os\nimport sys\n\n"]
 
@@ -54,7 +55,7 @@ def _finish(folder: Path) -> None:
     from meshwright.observe.report import write_report
 
     samples = sample(folder, PROMPTS, tokens=60, temperature=0.7, top_k=40, seed=0)
-    (folder / "samples.json").write_text(json.dumps(samples, indent=1), encoding="utf-8")
+    write_durable(folder / "samples.json", json.dumps(samples, indent=1))
     shutil.rmtree(folder / "hf", ignore_errors=True)
     export_checkpoint(folder, folder / "hf")
     write_report(folder)

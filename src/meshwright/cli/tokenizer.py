@@ -47,8 +47,8 @@ def train_command(
     Example: meshwright tokenizer train corpus/ --size 32000 --out tokenizer.json
     """
     from meshwright.data.corpus import list_inputs
-    from meshwright.data.files import write_atomic
     from meshwright.data.tokenizer import check_size, parse_tokenizer, sample_texts, train_tokenizer
+    from meshwright.files.durable import write_durable
     from meshwright.spec.errors import BadInput
 
     check_size(size)
@@ -61,7 +61,7 @@ def train_command(
         )
     sys.stderr.write(f"training on {sum(map(len, texts)):,} characters\n")
     content = train_tokenizer(texts, size)
-    write_atomic(out, content)
+    write_durable(out, content)
     made = parse_tokenizer(content, str(out)).record
     summary = {"file": str(out), "vocab_size": made.vocab_size, "eos": made.eos, "digest": made.digest}
     print(json.dumps(summary) if as_json else f"wrote {out}: {made.vocab_size} tokens")

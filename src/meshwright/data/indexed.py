@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import xxhash
 
-from meshwright.data.files import PARTIAL, publish
+from meshwright.files.durable import PARTIAL, publish
 from meshwright.spec.errors import BadInput, Damaged
 
 MAGIC = b"MMIDIDX\x00\x00"

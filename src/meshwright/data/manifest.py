@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.data.files import digest_file, write_atomic
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
+from meshwright.files.durable import digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 MANIFEST = "manifest.json"
@@ -78,7 +78,7 @@ class Manifest:
         """Write `manifest.json` whole or not at all."""
         totals = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
         text = json.dumps({"version": VERSION, **totals, **asdict(self)}, indent=1)
-        write_atomic(directory / MANIFEST, text.encode() + b"\n")
+        write_durable(directory / MANIFEST, text.encode() + b"\n")
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:

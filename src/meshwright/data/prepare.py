@@ -22,7 +22,6 @@ import numpy as np
 
 from meshwright.data.corpus import BadDocument, Document, InputFile, list_inputs, read_documents
 from meshwright.data.encode import encode_documents, token_dtype
-from meshwright.data.files import locked, write_atomic
 from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.progress import progress
 from meshwright.data.request import SHARD_TOKENS, Preparation, begin, check_same, finished_manifests
@@ -35,6 +34,8 @@ from meshwright.data.tokenizer import (
     tokenizer_file,
     train_tokenizer,
 )
+from meshwright.files.durable import write_durable
+from meshwright.files.lock import locked
 from meshwright.spec.errors import BadInput, OutOfResources
 
 NAMED = 20
@@ -197,7 +198,7 @@ def _tokenizer(asked: Preparation, files: list[InputFile], shown: bool) -> Loade
         content, where = tokenizer_file(Path(asked.tokenizer)).read_bytes(), asked.tokenizer
     for directory in reversed(directories):
         directory.mkdir(exist_ok=True)
-        write_atomic(directory / TOKENIZER, content)
+        write_durable(directory / TOKENIZER, content)
     return parse_tokenizer(content, where, asked.eos)
 
 

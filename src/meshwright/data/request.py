@@ -11,10 +11,10 @@ from typing import Any, Literal
 import xxhash
 
 from meshwright.data.corpus import InputFile
-from meshwright.data.files import digest, digest_file, write_atomic
 from meshwright.data.manifest import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.shards import JOURNAL
 from meshwright.data.tokenizer import TRAIN_PREFIX, load_tokenizer, parse_train_request, tokenizer_file
+from meshwright.files.durable import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput
 
 SHARD_TOKENS = 1 << 27
@@ -96,7 +96,7 @@ def begin(asked: Preparation, files: list[InputFile], request: dict[str, Any]) -
         _forget(asked.out)
     else:
         _check_unused(asked.out, request)
-    write_atomic(path, json.dumps(full, indent=1).encode() + b"\n")
+    write_durable(path, json.dumps(full, indent=1).encode() + b"\n")
 
 
 def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

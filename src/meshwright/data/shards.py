@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.encode import EncodedDocument
-from meshwright.data.files import digest, sync_directory, write_atomic
 from meshwright.data.indexed import IndexedWriter
 from meshwright.data.manifest import Shard, documents_path, shard_files
+from meshwright.files.durable import digest, sync_folder, write_durable
 
 JOURNAL = "journal.jsonl"
 
@@ -37,7 +37,7 @@ def recover_journal(out: Path) -> list[JournalLine]:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
-        write_atomic(path, whole)
+        write_durable(path, whole)
     plain: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
     return [JournalLine(line["split"], line["through"], Shard(**line["shard"])) for line in plain]
 
@@ -83,7 +83,7 @@ class SplitWriter:
             return
         writer, stem = self._writer, self._writer.stem
         names = "".join(line + "\n" for line in self._lines).encode()
-        write_atomic(documents_path(stem), names)
+        write_durable(documents_path(stem), names)
         writer.finish()
         sizes = {key: path.stat().st_size for key, path in shard_files(stem).items()}
         digests = {**writer.digests, "documents": digest(names)}
@@ -105,4 +105,4 @@ class SplitWriter:
             file.flush()
             os.fsync(file.fileno())
         if fresh:
-            sync_directory(self.out)
+            sync_folder(self.out)

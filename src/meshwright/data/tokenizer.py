@@ -14,8 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.corpus import BadDocument, InputFile, read_documents
-from meshwright.data.files import digest
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
+from meshwright.files.durable import digest
 from meshwright.spec.errors import BadInput, nearest
 
 END_OF_TEXT = "<|endoftext|>"

@@ -5,6 +5,7 @@ A run folder holds config.yaml (resolved), plan.yaml, environment.json, assignme
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
+from meshwright.files.durable import write_durable
 from meshwright.launch.folder import continues, is_finished
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.observe.sinks import check_sinks
@@ -216,13 +218,13 @@ def prepare_run(
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):
         (folder / name).mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(resolved_yaml(run), encoding="utf-8")
-    (folder / "plan.yaml").write_text(plan_yaml(plan), encoding="utf-8")
+    write_durable(folder / "config.yaml", resolved_yaml(run))
+    write_durable(folder / "plan.yaml", plan_yaml(plan))
     tokenizer = open_run_data(run).tokenizer_file
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
     assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile, timeline=timeline)
-    assignment.write(folder / "assignment.json")
+    write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
     return Prepared(assignment, folder, resumes)
 
 

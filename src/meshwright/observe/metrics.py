@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.files.durable import write_durable
 from meshwright.spec.errors import Damaged, OutOfResources
 
 STEP_KEYS: dict[str, str] = {
@@ -157,9 +157,4 @@ def _truncate(path: Path, resume_from: int) -> None:
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_durable(path, lines)

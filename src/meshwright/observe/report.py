@@ -10,13 +10,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from meshwright import __version__
+from meshwright.files.durable import write_durable
 from meshwright.observe import figures, report_parts
 from meshwright.observe.report_account import predicted_and_measured
 from meshwright.observe.report_charts import Sheet, sheet
@@ -27,9 +27,7 @@ from meshwright.observe.svg import draw, numbers
 def write_report(run_folder: Path) -> Path:
     """Write `report.html` into the run's folder, in one piece, and return its path."""
     path = run_folder / "report.html"
-    temporary = run_folder / f".report.html.{os.getpid()}.tmp"
-    temporary.write_text(render(read_run(run_folder)), encoding="utf-8")
-    temporary.replace(path)
+    write_durable(path, render(read_run(run_folder)))
     return path
 
 

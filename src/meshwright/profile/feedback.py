@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from meshwright.files.durable import write_durable
 from meshwright.simulator.of_plan import simulate_plan
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
@@ -50,7 +51,7 @@ def predicted_seconds(profile: MachineProfile, run: RunSpec, plan: Plan, factor:
     row = Correction(run=run.name, date=profile.date, predicted_seconds=1.0, measured_seconds=1.0, factor=factor)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
-        file.write_text(to_json(replace(profile, corrections=(row,))), encoding="utf-8")
+        write_durable(file, to_json(replace(profile, corrections=(row,))))
         cluster = replace(run.cluster, profile=str(file))
         return simulate_plan(run.model, run.train, plan, cluster).step_seconds
 

@@ -72,6 +72,15 @@ class Interrupted(MeshwrightError):
     exit_code = EXIT_INTERRUPTED
 
 
+CLASS_OF_CODE: dict[int, type[MeshwrightError]] = {
+    kind.exit_code: kind
+    for kind in (
+        MeshwrightError, BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure, Preempted, Interrupted,
+    )
+}  # fmt: skip
+"""Exit code → the class of error that ends with it."""
+
+
 @dataclass(frozen=True)
 class Mistake:
     """One thing wrong in a user's configuration.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fields import Bound, from_plain, to_plain
+from meshwright.spec.fields import Bound, from_plain
 from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan, PlanPins
@@ -59,9 +59,6 @@ class Assignment:
     """First and last step whose trace is written, both included."""
     timeline: tuple[int, int] | None = None
     """First and last step whose timeline is written, both included."""
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(to_plain(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Assignment:

@@ -11,6 +11,7 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
 from meshwright.events.start import StartClock
+from meshwright.files.durable import write_durable
 from meshwright.observe.environment import environment
 from meshwright.observe.recorder import DetailRecorder, StepRecorder
 from meshwright.optim.adamw import AdamW
@@ -125,4 +126,4 @@ def _refuse_if_all_damaged(folder: Path) -> None:
 
 
 def _write_environment(folder: Path) -> None:
-    (folder / "environment.json").write_text(json.dumps(environment(), indent=1), encoding="utf-8")
+    write_durable(folder / "environment.json", json.dumps(environment(), indent=1))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.files.durable import write_durable
 from meshwright.observe.timeline_files import ALIGNED, Measured, Recording, summary, table, trace_names, trace_spans
 from meshwright.parallel.world import World
 from meshwright.simulator.picture import draw_within
@@ -83,9 +84,7 @@ class StepTimelines:
         file = folder / f"steps-{self._first}-{self._last}.json.gz"
         write_spans(trace_spans(measured, predicted), file, trace_names(layout, predicted=predicted is not None))
         self.summary = found = summary(measured, predicted, why_not)
-        file.with_name(f"steps-{self._first}-{self._last}.summary.json").write_text(
-            json.dumps(found, indent=1), encoding="utf-8"
-        )
+        write_durable(file.with_name(f"steps-{self._first}-{self._last}.summary.json"), json.dumps(found, indent=1))
         self._reporter.event(session.step, f"timeline of steps {self._first} to {self._last}: {file}")
         self._reporter.say(table(found))
         for title, timeline in (("measured", measured.timelines[0][0][0]), ("predicted", predicted)):

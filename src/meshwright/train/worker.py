@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.events.start import StartClock
+from meshwright.files.durable import write_durable
 from meshwright.parallel.world import Place, World, join
 from meshwright.spec.errors import (
     EXIT_COMMUNICATION,
@@ -70,7 +71,7 @@ def answer_as_rank(answer: Callable[[str, Place], str]) -> NoReturn:
     def work() -> None:
         text = answer(question.read_text(encoding="utf-8"), place)
         if place.rank == 0:
-            destination.write_text(text, encoding="utf-8")
+            write_durable(destination, text)
 
     end_process(guarded(work, question.parent, place.rank))
 
@@ -133,7 +134,7 @@ def _write_summary(session: Session, trained: Trained, wall_seconds: float) -> N
         }
     if trained.account is not None:
         summary["account"] = to_plain(trained.account)
-    (session.folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    write_durable(session.folder / "summary.json", json.dumps(summary, indent=1))
 
 
 def guarded(work: Callable[[], None], folder: Path, rank: int) -> int:

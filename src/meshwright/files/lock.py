@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their name, made durable, then renamed; and a lock on a folder."""
+"""A lock on a folder, held by one process of one host at a time."""
 
 from __future__ import annotations
 
@@ -12,53 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-import xxhash
-
 from meshwright.spec.errors import BadInput
 
-PARTIAL = ".partial"
-"""Suffix of a file that is still being written."""
 LOCK = ".lock"
 log = logging.getLogger("meshwright")
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write `content` so that `path` holds all of it or what it held before, also after a power cut."""
-    partial = path.with_name(path.name + PARTIAL)
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(partial, path)
-
-
-def publish(partial: Path, path: Path) -> None:
-    """Give a durable file its final name, and make the name durable."""
-    os.replace(partial, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names inside `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def digest(content: bytes) -> str:
-    """xxh3_128 of `content`, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-def digest_file(path: Path) -> str:
-    """xxh3_128 of a file, read in pieces of 8 MiB."""
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(8 << 20):
-            state.update(piece)
-    return state.hexdigest()
 
 
 @contextmanager

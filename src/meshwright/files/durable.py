@@ -1,0 +1,78 @@
+"""Durable writes: a file holds its old content or all of its new content, also after a power cut.
+
+A file is written under a temporary name beside its own, flushed to the disk, and renamed; then the folder's names are flushed too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+PARTIAL = ".partial"
+"""Suffix of a file that is still being written."""
+
+
+def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
+    """Replace `path` by `content` (text as UTF-8, in one piece or as lines) in one step.
+
+    Raises OSError with `path` as its file name; then `path` is unchanged and the temporary file is removed.
+    """
+    pieces = [content] if isinstance(content, (bytes, str)) else content
+    path = Path(os.path.realpath(path))  # a link stays, and leads to the new content
+    if path.exists() and not path.is_file():  # a device or pipe such as /dev/stdout is written as it is
+        path.write_text("".join(p if isinstance(p, str) else p.decode() for p in pieces), encoding="utf-8")
+        return
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        with partial.open("wb") as file:
+            for piece in pieces:
+                file.write(piece.encode() if isinstance(piece, str) else piece)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(partial, path)
+    except OSError as error:
+        _remove(partial)
+        error.filename = str(path)
+        raise
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Rename a file or folder whose content is on the disk already, and flush the new name."""
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in `folder` to the disk: what was created, renamed or removed there."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(content: bytes) -> str:
+    """xxh3_128 of `content`, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def digest_file(path: Path) -> str:
+    """xxh3_128 of a file, read in pieces of 8 MiB."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(8 << 20):
+            state.update(piece)
+    return state.hexdigest()
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:  # the folder is gone, or the disk has failed: the first error counts
+        return

@@ -1,0 +1,59 @@
+"""The table from exceptions to exit codes."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from meshwright.spec.errors import (
+    BadInput,
+    CommunicationFailure,
+    Damaged,
+    Interrupted,
+    MeshwrightError,
+    OutOfResources,
+)
+from meshwright.spec.failures import failure_of
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, OutOfResources),
+        (errno.EDQUOT, OutOfResources),
+        (errno.EMFILE, OutOfResources),
+        (errno.EROFS, BadInput),
+        (errno.EIO, Damaged),
+        (errno.ECONNREFUSED, CommunicationFailure),
+        (errno.EDOM, MeshwrightError),
+    ],
+)
+def test_system_errors_get_the_class_of_their_cause(number: int, kind: type[MeshwrightError]) -> None:
+    error = failure_of(OSError(number, os.strerror(number), "/disk/file"), "saving step 7")
+    assert type(error) is kind
+    assert "saving step 7: " in str(error) and ("/disk/file" in str(error) or kind is MeshwrightError)
+
+
+def test_torch_errors_are_known_by_class() -> None:
+    import torch
+    import torch.distributed as dist
+
+    assert type(failure_of(torch.OutOfMemoryError("CUDA out of memory. Tried"))) is OutOfResources
+    for kind in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError):
+        error = failure_of(kind("no answer\nException raised from here\nframe #0: f"))
+        assert type(error) is CommunicationFailure and str(error) == "communication failed: no answer"
+
+
+def test_a_gloo_error_is_known_by_its_origin_and_not_by_the_word() -> None:
+    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")
+    assert str(failure_of(lost)) == "communication failed: Connection closed by peer [::1]:1"
+    assert type(failure_of(RuntimeError("the gloo backend cannot split"))) is MeshwrightError
+
+
+def test_our_own_errors_keep_class_and_text() -> None:
+    assert str(failure_of(Damaged("torn"))) == "torn"
+    assert str(failure_of(Damaged("torn"), "loading x")) == "loading x: torn"
+    assert type(failure_of(KeyboardInterrupt())) is Interrupted
+    assert str(failure_of(ValueError("shapes differ"))) == "internal error: ValueError: shapes differ"
