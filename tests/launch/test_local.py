@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from meshwright.events.start import BEGAN
 from meshwright.launch import local
 from meshwright.launch.local import _environment, _listening_socket, run_ranks, started_ranks
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import CommunicationFailure
 from meshwright.spec.network import NetworkSpec
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +183,16 @@ def test_the_store_listens_on_loopback_only() -> None:
     with _listening_socket() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+def test_a_host_without_loopback_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(CommunicationFailure, match=r"127\.0\.0\.1, which cannot be reached: Network is unreachable"):
+        with _listening_socket():
+            pass
 
 
 def environments(cluster: ClusterSpec) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ from meshwright.events.start import BEGAN, process_began
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import STOPPED_WAITING, RankEnd, cause, job_code, outcome_lines
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Interrupted
+from meshwright.spec.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 from meshwright.spec.place import stop_signals
@@ -281,6 +281,14 @@ def _listening_socket() -> Iterator[socket.socket]:
     with listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
+        try:
+            with socket.create_connection(listener.getsockname(), timeout=5):
+                listener.accept()[0].close()
+        except OSError as error:
+            raise CommunicationFailure(
+                f"ranks of this host meet at 127.0.0.1, which cannot be reached: {error.strerror or error}; bring the loopback interface "
+                "up (ip link set lo up)"
+            ) from error
         yield listener
 
 

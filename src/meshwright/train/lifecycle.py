@@ -110,10 +110,10 @@ class RankLife:
         self.channel.send(Failure(failure.exit_code, str(failure), str(self.log_file or "")))
 
     def _speaks_for(self, failure: MeshwrightError) -> bool:
-        """Whether this rank writes the message itself: a launcher of ours does it for all, and lost peers are one rank's to report."""
+        """Whether this rank writes the message itself: our launcher does it for all, and once joined only rank 0 reports lost peers."""
         if self.channel.connected:
             return False
-        return self.place.rank == 0 or failure.exit_code != EXIT_COMMUNICATION
+        return self.place.rank == 0 or failure.exit_code != EXIT_COMMUNICATION or self.log_file is None
 
     def _close(self, failure: MeshwrightError | None) -> None:
         """Run the closing actions, in a thread so that one that hangs is left behind."""
