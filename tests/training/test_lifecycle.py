@@ -29,9 +29,9 @@ from meshwright.spec.errors import (
     Preempted,
 )
 from meshwright.spec.place import Place, stop_signals
-from meshwright.train import lifecycle
-from meshwright.train.lifecycle import RankLife, end_with_parent
-from meshwright.train.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
+from meshwright.training import lifecycle
+from meshwright.training.lifecycle import RankLife, end_with_parent
+from meshwright.training.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
 
 
 @pytest.fixture
