@@ -164,7 +164,9 @@ def test_the_launcher_hears_of_a_failure_and_writes_its_message(
     reading, writing = os.pipe()
     commands, orders = os.pipe()
     monkeypatch.setenv(CHANNEL, str(writing))
-    monkeypatch.setattr("sys.stdin", os.fdopen(commands))
+    monkeypatch.setattr(
+        os, "read", lambda descriptor, size, read=os.read: read(commands if descriptor == 0 else descriptor, size)
+    )
     life = rank(1)
     life.log_to(tmp_path)
     assert end_of(life, Damaged("torn")) == 4

@@ -133,12 +133,14 @@ class RankLife:
 
     def _listen(self) -> None:
         """Obey the launcher: begin with an assignment, end when another rank failed."""
-        for line in sys.stdin.buffer:
-            message = decode(line)
-            if isinstance(message, Begin):
-                self._begin.put(Path(message.assignment))
-            elif isinstance(message, End):
-                self.end(CommunicationFailure(message.cause))
+        rest = b""
+        while data := os.read(0, 1 << 16):  # not through sys.stdin, whose lock an interpreter that exits would wait for
+            *lines, rest = (rest + data).split(b"\n")
+            for message in map(decode, lines):
+                if isinstance(message, Begin):
+                    self._begin.put(Path(message.assignment))
+                elif isinstance(message, End):
+                    self.end(CommunicationFailure(message.cause))
         self._begin.put(None)
 
 

@@ -52,9 +52,9 @@ def answer_as_rank(answer: Callable[[str, Place], str]) -> NoReturn:
     life = RankLife(Place.from_environment(), StopRequest())
     for number in stop_signals():
         signal.signal(number, _interrupted)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
 
     def work() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
         life.log_to(question.parent)
         text = answer(question.read_text(encoding="utf-8"), life.place)
         if life.place.rank == 0:
