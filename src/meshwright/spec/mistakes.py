@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.spec.complete import DIMENSIONS
 from meshwright.spec.errors import Mistake, nearest
-from meshwright.spec.fields import hints_of
+from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import (
@@ -135,6 +135,8 @@ def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistak
 def _value(cls: type, document: Document, path: KeyPath) -> Mistake:
     annotation, value = annotation_at(cls, path), document.get(path)
     expected = (_SHORTHANDS.get(path, "") if cls is RunSpec else "") + expected_text(annotation)
+    if isinstance(value, int) and value > LARGEST_COUNT and takes(annotation, int) and "<" not in expected:
+        expected += f" of at most {LARGEST_COUNT:,}"
     return _mistake(document.value_place(path), path, expected, say(value), _near_value(annotation, value))
 
 
