@@ -292,7 +292,7 @@ def test_a_key_that_is_only_alike_is_not_said_to_live_there(tmp_path: Path) -> N
     with pytest.raises(BadConfig) as caught:
         load_run(file)
     assert [(m.nearest, "lives at" in m.expected) for m in caught.value.mistakes] == [
-        ("plan.micro_batch", False),
+        (None, False),
         ("train.learning_rate", True),
     ]
 

@@ -130,10 +130,11 @@ class _Run:
     def __init__(self, document: Document, unusable: set[KeyPath]) -> None:
         self.document = document
         self.unusable = unusable
+        self.above_unusable = {bad[:length] for bad in unusable for length in range(len(bad))}
 
     def __call__(self, key: str) -> Any:
         path: KeyPath = tuple(key.split("."))
-        if any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.unusable):
+        if path in self.above_unusable or any(path[:length] in self.unusable for length in range(len(path) + 1)):
             return None
         if not self.document.has(path):
             return self._default(path)
@@ -349,14 +350,21 @@ def _ranks(run: _Run) -> Iterator[Mistake]:
     said = "".join(f" ÷ {key} {size}" + " rows" * (key == "plan.stages") for key, size in pinned.items())
     if ranks % others:
         worst = max(pinned, key=lambda key: pinned[key])
-        yield run.broken(worst, f"axes whose product divides the cluster's {ranks} ranks", None, str(others))
+        product = " × ".join(map(str, pinned.values()))
+        got = f"{product} = {others} ranks, the cluster has {ranks}" if len(pinned) > 1 else str(others)
+        yield run.broken(worst, f"axes whose product divides the cluster's {ranks} ranks", None, got)
         return
     data, free = ranks // others, any(run(f"plan.{axis}") is None for axis in _OTHER_AXES)
-    if replicate and shard and (data % (replicate * shard) if free else data != replicate * shard):
-        near = str(data // replicate) if data % replicate == 0 else None
-        got = f"{replicate} × {shard} = {replicate * shard}"
-        what = f"plan.replicate × plan.shard {'a divisor of' if free else '='} the cluster's {ranks} ranks{said}"
-        yield run.broken("plan.shard", what, near, got)
+    sizes = {f"plan.{axis}": run(f"plan.{axis}") for axis in DATA_AXES if run(f"plan.{axis}")}
+    product, exact = math.prod(sizes.values()), len(sizes) == 2 and not free
+    if data % product or (exact and data != product):
+        key = "plan.shard" if shard else "plan.replicate"
+        rest, odd = divmod(data, replicate) if shard and replicate else (data, 0)
+        near = None if odd else str(rest if exact else nearest_divisor(rest, sizes[key]))
+        factors = [*sizes.values(), *pinned.values()]
+        got = f"{' × '.join(map(str, factors))} = {math.prod(factors)} ranks, the cluster has {ranks}"
+        both = "plan.replicate × plan.shard " if len(sizes) == 2 else ""
+        yield run.broken(key, f"{both}{'=' if exact else 'a divisor of'} the cluster's {ranks} ranks{said}", near, got)
 
 
 def _global_batch(run: _Run) -> Iterator[Mistake]:

@@ -27,9 +27,10 @@ from yaml.serializer import Serializer
 from meshwright.spec.errors import Mistake, nearest
 
 KeyPath = tuple[str | int, ...]
-MAX_BYTES = 4 << 20
+MAX_BYTES = 512 << 10
 MAX_DEPTH = 32
-MAX_VALUES = 20_000
+MAX_VALUES = 5_000
+"""Parsing in Python takes about a second for a file at these limits; a run file has a hundredth of them."""
 _CORE = "tag:yaml.org,2002:"
 
 
@@ -138,7 +139,7 @@ def read_yaml(path: Path, shown: str | None = None) -> Document:
         close = nearest(path.name, [near.name for near in path.parent.glob("*.y*ml")])
         return _unreadable(file, None, None, "a readable file", (error.strerror or str(error)).lower(), close)
     if len(raw) > MAX_BYTES:
-        return _unreadable(file, 1, 1, f"at most {MAX_BYTES >> 20} MiB of YAML", "a larger file")
+        return _unreadable(file, 1, 1, f"at most {MAX_BYTES >> 10} KiB of YAML", "a larger file")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -213,7 +214,7 @@ class _Resolver(BaseResolver):
 
     def __init__(self) -> None:
         super().__init__()
-        self.depth = 0
+        self.depth = self.nodes = 0
 
 
 class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
@@ -226,8 +227,11 @@ class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
 
     def descend_resolver(self, current_node: Node | None, current_index: Any) -> None:
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            problem = f"more than {MAX_DEPTH} levels of nesting"
+        self.nodes += 1
+        problem = f"more than {MAX_DEPTH} levels of nesting" if self.depth > MAX_DEPTH else ""
+        if self.nodes > 2 * MAX_VALUES:  # each may have a key
+            problem = f"more than {MAX_VALUES} values"
+        if problem:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
 
     def ascend_resolver(self) -> None:
