@@ -121,7 +121,12 @@ class Mistake:
 
     def __str__(self) -> str:
         hint = f" (nearest: {self.nearest})" if self.nearest else ""
-        return f"{self.position}: {self.key}: expected {self.expected}, got {self.got}{hint}"
+        return f"{self.position}: {shortened(self.key)}: expected {self.expected}, got {self.got}{hint}"
+
+
+def shortened(text: str) -> str:
+    """`text`, or its beginning where it is longer than a message should show."""
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 class Refusal(Mistake):
@@ -131,7 +136,7 @@ class Refusal(Mistake):
         sentence = self.got
         for prefix in (f"{self.key}: ", f"{self.key} ", f"{self.key.removeprefix('data.mix.')}: "):
             sentence = sentence.removeprefix(prefix)
-        return f"{self.position}: {self.key}: {sentence}"
+        return f"{self.position}: {shortened(self.key)}: {sentence}"
 
 
 LONGEST_WORD = 200

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from meshwright.spec.complete import DIMENSIONS
-from meshwright.spec.errors import MOST_LISTED, Mistake, nearest
+from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
@@ -100,7 +100,7 @@ def _key_of_name(cls: type) -> dict[str, KeyPath]:
 
 
 def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
-    around, place, got = path[:-1], document.key_place(path), f"'{path[-1]}'"
+    around, place, got = path[:-1], document.key_place(path), f"'{shortened(str(path[-1]))}'"
     expected = f"a key of {dotted(around)}" if around else "a top-level key"
     refused = _refusal(path if cls is RunSpec else ("plan", *path))
     if refused:

@@ -10,7 +10,7 @@ from meshwright.spec.fields import Bound, Positive
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
 
-Rate = Annotated[float, Bound(more_than=0, at_most=1e9)]
+Rate = Annotated[float, Bound(more_than=0, at_most=1e6)]
 Fabric = Literal["infiniband", "roce", "efa", "tcp"]
 
 
@@ -32,7 +32,7 @@ class NetworkSpec:
     """Devices that see each other at link speed: those of a node, or more where links leave it (NVL72: 64 or 72)."""
     pod_nodes: Positive | None = None
     """Nodes below the level at which the fabric narrows; none when it never does."""
-    oversubscription: Annotated[float, Bound(at_least=1, at_most=1e9)] = 1.0
+    oversubscription: Annotated[float, Bound(at_least=1, at_most=1e6)] = 1.0
     """Bandwidth below that level over bandwidth above it."""
     bridge_gb_per_s: Rate | None = None
     """One device's share of what joins nodes of different fabrics, where only TCP goes, in GB/s; none takes the slower of the two ports."""

@@ -45,7 +45,9 @@ class Place:
             rank = _number(env, "RANK", 0, ranks - 1, "below WORLD_SIZE")
             # An operator that starts one process a pod says nothing about local ranks.
             alone = "LOCAL_RANK" not in env
-            local_ranks = _number(env, "LOCAL_WORLD_SIZE", 1, ranks, "at most WORLD_SIZE", default=1 if alone else ranks)
+            local_ranks = _number(
+                env, "LOCAL_WORLD_SIZE", 1, ranks, "at most WORLD_SIZE", default=1 if alone else ranks
+            )
             local_rank = _number(env, "LOCAL_RANK", 0, local_ranks - 1, "below LOCAL_WORLD_SIZE", default=0)
         elif started_by_launcher(env):
             ranks = _number(env, "SLURM_NTASKS", 1)
@@ -63,7 +65,12 @@ class Place:
 
 
 def _number(
-    env: Mapping[str, str], name: str, least: int, most: int = HIGHEST_NUMBER, limit: str = "", default: int | None = None
+    env: Mapping[str, str],
+    name: str,
+    least: int,
+    most: int = HIGHEST_NUMBER,
+    limit: str = "",
+    default: int | None = None,
 ) -> int:
     """The integer in a variable of the environment, or `default` where the launcher did not set it; `limit` says what `most` is.
 
@@ -79,9 +86,7 @@ def _number(
     except ValueError:
         value = None
     if value is None or not least <= value <= most:
-        raise BadInput(
-            f"{name} is {text[:40]!r} in the environment; expected {_range(least, most, limit)}; {_REMEDY}"
-        )
+        raise BadInput(f"{name} is {text[:40]!r} in the environment; expected {_range(least, most, limit)}; {_REMEDY}")
     return value
 
 

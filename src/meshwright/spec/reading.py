@@ -54,12 +54,16 @@ class Reading:
         return from_plain(RunSpec, given or validate(RunSpec, data)[0]) if not self.document.partial else None
 
     def refusal(self, error: MeshwrightError, key: str, expected: str) -> Refusal:
-        """`error` at the position of the key that it names, or of `key`."""
-        path = _path_in(self.document, error.key or key)
+        """`error` at the position of the key that it carries, else that its message begins with, else of `key`."""
+        key = error.key or key
+        first = next(iter(str(error).split()), "").rstrip(":")
+        if first.startswith(f"{key}.") and self.document.has(tuple(first.split("."))):
+            key = first
+        path = _path_in(self.document, key)
         place = self.document.value_place(path)
         if path[:2] == ("data", "mix"):  # the name of a source is a key
             place = self.document.key_place(path)
-        return Refusal(place.file, place.line, place.column, error.key or key, expected, str(error))
+        return Refusal(place.file, place.line, place.column, key, expected, str(error))
 
 
 def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
