@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
 from meshwright.spec.divisors import divisors, nearest_divisor
 from meshwright.spec.errors import Mistake, nearest
+from meshwright.spec.fields import from_plain
 from meshwright.spec.fp8 import MULTIPLE, WIDTHS, sides
 from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfit, stage_table, tensor_misfit
 from meshwright.spec.model import ModelSpec, parameter_count
@@ -154,7 +155,7 @@ class _Run:
 
 
 def _names(run: _Run) -> Iterator[Mistake]:
-    name, init = run("name"), run("model.init")
+    name, init = None if run.document.partial else run("name"), run("model.init")
     if name is not None and not _NAME.fullmatch(name):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-") or None
         yield run.broken("name", "a folder name of letters, digits, '.', '_' and '-', not beginning with '.'", plain)
@@ -171,7 +172,7 @@ def _parameters(run: _Run) -> Iterator[Mistake]:
     if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
         return
     sizes = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
-    count = parameter_count(ModelSpec(**{**sizes, "rope_scaling": None}))
+    count = parameter_count(from_plain(ModelSpec, {**sizes, "rope_scaling": None}))
     if count > MOST_PARAMETERS:
         largest = max(_WIDTHS, key=lambda name: sizes[name])
         expected = f"a model of at most {MOST_PARAMETERS:.0e} parameters"

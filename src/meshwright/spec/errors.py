@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any
 
 EXIT_DONE = 0
@@ -162,6 +163,13 @@ class BadConfig(BadInput):
     def as_plain(self) -> list[dict[str, Any]]:
         """The listed mistakes as plain dicts with the keys of `meshwright check --json`."""
         return [asdict(mistake) for mistake in self.mistakes[:MOST_LISTED]]
+
+
+def nearest_file(name: str, candidates: Iterable[str]) -> str | None:
+    """`nearest`, by names without their endings, which would make all files alike."""
+    names = {PurePath(candidate).stem: candidate for candidate in candidates}
+    close = nearest(PurePath(name).stem, names)
+    return names[close] if close else None
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

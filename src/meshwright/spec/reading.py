@@ -42,7 +42,7 @@ class Reading:
         )
 
     def sound_part(self) -> RunSpec | None:
-        """The run with an arbitrary valid value for each that is not usable, for checks of keys that are sound; None where that cannot be."""
+        """The run with an arbitrary valid value for each unusable one, for checks of keys that are sound; None where that cannot be."""
         data = copy.deepcopy(self.document.data)
         for path in sorted(self.unusable, key=len, reverse=True):
             _remove(data, path)

@@ -24,7 +24,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 from yaml.serializer import Serializer
 
-from meshwright.spec.errors import Mistake, nearest
+from meshwright.spec.errors import Mistake, nearest_file
 
 KeyPath = tuple[str | int, ...]
 MAX_BYTES = 512 << 10
@@ -136,7 +136,7 @@ def read_yaml(path: Path, shown: str | None = None) -> Document:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        close = nearest(path.name, [near.name for near in path.parent.glob("*.y*ml")])
+        close = nearest_file(path.name, [near.name for near in path.parent.glob("*.y*ml")])
         return _unreadable(file, None, None, "a readable file", (error.strerror or str(error)).lower(), close)
     if len(raw) > MAX_BYTES:
         return _unreadable(file, 1, 1, f"at most {MAX_BYTES >> 10} KiB of YAML", "a larger file")
@@ -162,6 +162,8 @@ def parse_yaml(text: str, file: str) -> Document:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         got = ", ".join(part for part in (error.context, error.problem) if part)
+        if r"'\t'" in got:
+            got = "a tab; indent with spaces"
         return _unreadable(file, line, column, "valid YAML", got)
     except ReaderError as error:
         line, column = _line_and_column(text, int(error.position))
