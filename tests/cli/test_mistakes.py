@@ -119,3 +119,10 @@ def test_the_largest_dimension_gets_an_answer(nano: Path, key: str) -> None:
     """The cost model takes what the schema lets through, without an overflow."""
     _, code = find_mistakes([str(nano), f"model.{key}={LARGEST_COUNT}"], nano.parent)
     assert code in (0, 2, 3)
+
+
+def test_a_fresh_run_is_not_held_against_an_earlier_one_of_its_name(finished: Path, tiny: Path) -> None:
+    words = [str(tiny), "cluster.gpus_per_node=1", "train.seq_len=8", "model.init=checkpoint:nowhere"]
+    for fresh, keys in ((False, ["name", "model.init"]), (True, ["model.init"])):
+        mistakes, code = find_mistakes(words, finished.parent, fresh=fresh)
+        assert code == 2 and sorted(mistake.key for mistake in mistakes) == sorted(keys)

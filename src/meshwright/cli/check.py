@@ -35,14 +35,14 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
 
 
 def find_mistakes(
-    words: list[str] | None, runs: Path, known: MeshwrightError | None = None
+    words: list[str] | None, runs: Path, known: MeshwrightError | None = None, *, fresh: bool = False
 ) -> tuple[list[Mistake], int]:
-    """Everything wrong with the run the words describe, and the exit code it would end with; `known` as `Refusals` takes it."""
+    """Everything wrong with the run that the words describe, and its exit code; `known` and `fresh` as `Refusals` takes them."""
     from meshwright.launch.refusals import Refusals
     from meshwright.spec.reading import in_reading_order
 
     reading = read(words, runs)
-    refusals = Refusals(reading, runs, say, known)
+    refusals = Refusals(reading, runs, say, known, fresh=fresh)
     mistakes = in_reading_order([*reading.mistakes, *refusals.found], reading.shown)
     return mistakes, max(EXIT_BAD_INPUT * bool(reading.mistakes), refusals.exit_code)
 
@@ -57,7 +57,8 @@ def with_all_mistakes(command: Callable[..., None]) -> Callable[..., None]:
         except MeshwrightError as error:
             if not isinstance(error, BadConfig) and error.key is None:
                 raise
-            mistakes, code = find_mistakes(options.get("words"), options.get("runs", Path("runs")), error)
+            runs, fresh = options.get("runs", Path("runs")), options.get("fresh", False)
+            mistakes, code = find_mistakes(options.get("words"), runs, error, fresh=fresh)
             if not mistakes:
                 raise
             raise BadConfig(mistakes, code) from error

@@ -23,15 +23,22 @@ MODEL_AND_PLAN = ("model", "train", "cluster", "plan")
 class Refusals:
     """Tries what a run needs, as far as the keys that say so are sound, and keeps every error at the position of its key.
 
-    `known` is an error that a start of the run has met already: a plan that was searched in vain is not searched again.
+    `known` is an error that a start of the run has met already: a plan that was searched in vain is not searched again. A `fresh` run
+    takes another name where its own is taken.
     """
 
     def __init__(
-        self, reading: Reading, runs: Path, note: Callable[[str], None], known: MeshwrightError | None = None
+        self,
+        reading: Reading,
+        runs: Path,
+        note: Callable[[str], None],
+        known: MeshwrightError | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         self.found: list[Refusal] = []
         self.exit_code = 0
-        self._reading, self._note, self._known = reading, note, known
+        self._reading, self._note, self._known, self._fresh = reading, note, known, fresh
         run = reading.sound_part()
         if run is not None:
             self._try_all(run, runs)
@@ -44,7 +51,7 @@ class Refusals:
         complete, folder = prepare.with_vocabulary(run), runs / run.name
         # Without a vocabulary every earlier run would seem to differ in it.
         resumes = False
-        if run.model.vocab_size and self._sound("name", "seed", "model", "data", "train"):
+        if not self._fresh and run.model.vocab_size and self._sound("name", "seed", "model", "data", "train"):
             named = "a new name, or a run with the same configuration"
             resumes = self._try("name", named, lambda: continues(run, folder)) or False
         if not resumes and self._sound("model"):
