@@ -80,7 +80,7 @@ def test_what_a_start_lacks_is_said_before_it_and_leaves_no_folder(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     answer = train_here(tiny, ONE, word, "--runs", tmp_path)
-    assert answer.code == 2 and f"meshwright: {said}" in answer.err and not list(tmp_path.iterdir())
+    assert answer.code == 2 and said in answer.err and not list(tmp_path.iterdir())
     checked = meshwright("check", tiny, ONE, word, "--runs", tmp_path, "--json")
     (mistake,) = checked.json["errors"]
     assert checked.code == 2 and said in mistake["got"] and word.startswith(mistake["key"])

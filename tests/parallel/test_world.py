@@ -67,6 +67,34 @@ def test_loopback_is_good_for_one_host() -> None:
     assert Place.from_environment(env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).address == "127.0.0.1"
 
 
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set in the environment; expected an integer ≥ 1"),
+        ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE is 'x' in the environment; expected an integer ≥ 1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is '' in the environment; expected an integer from 0 to 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK is '2' .* from 0 to 1 \(below WORLD_SIZE\)"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'"),
+        (TORCHRUN | MEET | {"LOCAL_RANK": "8"}, r"LOCAL_RANK is '8' .* \(below LOCAL_WORLD_SIZE\)"),
+        (TORCHRUN | MEET | {"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'"),
+        (TORCHRUN | MEET | {"LOCAL_WORLD_SIZE": "17"}, r"LOCAL_WORLD_SIZE is '17' .* \(at most WORLD_SIZE\)"),
+        (TORCHRUN | MEET | {"MASTER_PORT": "http"}, r"MASTER_PORT is 'http' .* from 0 to 65535 \(a port\)"),
+        (TORCHRUN | MEET | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+        (SLURM | MEET | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS is 'many'"),
+        (SLURM | MEET | {"SLURM_PROCID": "16"}, r"SLURM_PROCID is '16' .* \(below SLURM_NTASKS\)"),
+        (SLURM | MEET | {"SLURM_LOCALID": ""}, "SLURM_LOCALID is ''"),
+        (SLURM | MEET | {"SLURM_NNODES": "0"}, "SLURM_NNODES is '0'"),
+        (SLURM | MEET | {"SLURM_NTASKS_PER_NODE": "8(x2)"}, r"SLURM_NTASKS_PER_NODE is '8\(x2\)'"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"} | MEET, "SLURM_LOCALID is not set"),
+    ],
+)
+def test_a_variable_that_is_missing_or_out_of_range_is_named(env: dict[str, str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Place.from_environment(env)
+
+
 def world(rank: int, node_ranks: int | None = None) -> World:
     return World(Place(rank, 8, rank, 8, "host", 1), torch.device("cpu"), None, node_ranks)  # type: ignore[arg-type]
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.spec.errors import BadConfig, Mistake
+from meshwright.spec.errors import MOST_LISTED, BadConfig, Mistake
 from meshwright.spec.load import load_run, mistakes_as_json, resolved_yaml
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import all_keys
-from meshwright.spec.yaml_positions import dump_yaml
+from meshwright.spec.yaml_positions import MAX_BYTES, MAX_VALUES, dump_yaml
 
 MANY = """\
 name: .secret run
@@ -148,6 +148,91 @@ def test_a_model_without_dimensions_says_what_it_needs(tmp_path: Path) -> None:
 def test_a_misspelt_section_is_not_also_missing(tmp_path: Path) -> None:
     found = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrian: {steps: 1, global_batch: 1}\n")
     assert [(m.key, m.nearest) for m in found] == [("trian", "train")]
+
+
+def test_a_hundred_mistakes_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
+    text = "model: llama-nano\ntrain: {steps: 1, global_batch: 1}\n" + "".join(f"kye{i}: 1\n" for i in range(2000))
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(BadConfig) as caught:
+        load_run(file)
+    lines = str(caught.value).splitlines()
+    assert len(caught.value.mistakes) == 2000 and len(lines) == MOST_LISTED + 1
+    assert lines[0].startswith(f"{file}:3:1: kye0: ") and lines[-1] == "… and 1900 more"
+    report = mistakes_as_json(caught.value.mistakes)
+    assert (len(report["errors"]), report["more"], report["ok"]) == (MOST_LISTED, 1900, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "got"),
+    [
+        ("# a comment\n" * (MAX_BYTES // 12 + 1), "at most 512 KiB of YAML", "a larger file"),
+        ("".join(f"kye{i}: 1\n" for i in range(MAX_VALUES + 1)), "valid YAML", "more than 5000 values"),
+    ],
+    ids=["bytes", "values"],
+)
+def test_a_file_that_is_too_large_is_one_mistake(tmp_path: Path, text: str, expected: str, got: str) -> None:
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text)
+    assert (mistake.expected, mistake.got) == (expected, got) and mistake.line
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.hidden=1000000000001", "integer (≥ 1) of at most 1,000,000,000"),
+        (f"train.steps={10**30}", "integer (≥ 1) of at most 1,000,000,000"),
+        ("model.layers=100000", "integer (≥ 1, ≤ 1000)"),
+        ("model.ffn_hidden=1000000000", "a model of at most 1e+15 parameters"),
+        ("train.global_batch=1000000", "at most 16384 sequences for each of the cluster's 1 ranks"),
+        ("cluster.nodes=10000000", "cluster.nodes × cluster.gpus_per_node of at most 1048576"),
+        ("cluster.memory_gib=1e308", "number (> 0, ≤ 1e+06), or none"),
+        ("data.mix.stdlib=1e308", "number (> 0, ≤ 1e+15)"),
+        (f"name={'x' * 10_000}", "at most 200 characters"),
+        (f"{'x' * 10_000}=1", "a top-level key"),
+    ],
+)
+def test_a_huge_value_is_refused(tmp_path: Path, override: str, expected: str) -> None:
+    text = "model: llama3-70b\ntrain: {steps: 10, global_batch: 4}\n"
+    text = text if override.startswith("model.ffn") else text.replace("llama3-70b", "llama-nano")
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text, override)
+    assert mistake.key == override.partition("=")[0] and mistake.expected.startswith(expected)
+    assert len(str(mistake)) < 500
+
+
+@pytest.mark.parametrize(
+    ("plan", "key", "got", "nearest"),
+    [
+        ("{shard: 2, tensor: 2}", "plan.shard", "2 × 2 = 4 ranks, the cluster has 2", "1"),
+        ("{replicate: 2, tensor: 2}", "plan.replicate", "2 × 2 = 4 ranks, the cluster has 2", "1"),
+        ("{replicate: 2, shard: 2}", "plan.shard", "2 × 2 = 4 ranks, the cluster has 2", "1"),
+        ("{tensor: 2, pipeline: 2}", "plan.pipeline", "2 × 2 = 4 ranks, the cluster has 2", None),
+    ],
+)
+def test_pins_whose_product_exceeds_the_cluster(
+    tmp_path: Path, plan: str, key: str, got: str, nearest: str | None
+) -> None:
+    train = "train: {steps: 10, global_batch: 4}"
+    text = f"model: llama-nano\n{train}\ncluster: {{gpus_per_node: 2}}\nplan: {plan}\n"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text)
+    assert (mistake.key, mistake.line, mistake.got, mistake.nearest) == (key, 4, got, nearest)
+
+
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        ("plan: {recomput: full}", "recompute"),
+        ("observe: {every: 3}", "checkpoint.every"),
+        ("observe: {evry: 3}", "checkpoint.every"),
+        ("observe: {color: 3}", None),
+        ("checkpoint: {keep_last: 3}", "keep"),
+        ("cluster: {mode: 3}", "nodes"),
+        ("batch: 3", None),
+    ],
+)
+def test_the_nearest_key_is_one_of_the_section_or_almost_equal(tmp_path: Path, line: str, nearest: str | None) -> None:
+    text = f"model: llama-nano\ntrain: {{steps: 10, global_batch: 4}}\n{line}\n"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text)
+    assert mistake.nearest == nearest
 
 
 def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
@@ -292,7 +377,7 @@ def test_a_key_that_is_only_alike_is_not_said_to_live_there(tmp_path: Path) -> N
     with pytest.raises(BadConfig) as caught:
         load_run(file)
     assert [(m.nearest, "lives at" in m.expected) for m in caught.value.mistakes] == [
-        ("plan.micro_batch", False),
+        (None, False),
         ("train.learning_rate", True),
     ]
 

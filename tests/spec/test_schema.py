@@ -160,7 +160,7 @@ def test_what_is_coerced() -> None:
         (("plan",), "auto, a plan file, or a section of pins"),
         (("plan", "layers", 0, "recompute"), "none | selective | all_but_attention | full"),
         (("plan", "recompute"), "none | selective | all_but_attention | full"),
-        (("data", "mix", "any"), "number (> 0)"),
+        (("data", "mix", "any"), "number (> 0, ≤ 1e+15)"),
         (("checkpoint",), "a section (every, keep, at_end)"),
         (("observe", "wandb"), "text, or none"),
     ],

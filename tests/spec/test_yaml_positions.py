@@ -102,7 +102,7 @@ def test_anchors_expand() -> None:
     [
         ("a: [1\nb: 2\n", 2, 2, "flow"),
         ("a: b: c", 1, 5, "mapping values"),
-        ("\ta: 1", 1, 1, "token"),
+        ("\ta: 1", 1, 1, "indent with spaces"),
         ("x: 1\na: *nope", 2, 4, "undefined alias"),
         ("a: 1\n---\nb: 2", 2, 1, "document"),
         ("a: 1\nb: \x07", 2, 4, "U+0007"),

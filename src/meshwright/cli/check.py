@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from meshwright.cli.options import Json, Runs, Words, load, say
-from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake
-
-if TYPE_CHECKING:
-    from meshwright.spec.run import RunSpec
+from meshwright.cli.options import Json, Runs, Words, read, say
+from meshwright.spec.errors import EXIT_BAD_INPUT, BadConfig, MeshwrightError, Mistake
 
 
 def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
@@ -30,53 +28,39 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
     if as_json:
         print(json.dumps(mistakes_as_json(mistakes)))
     else:
-        for mistake in mistakes:
-            print(mistake, file=sys.stderr)
+        if mistakes:
+            say(str(BadConfig(mistakes)))
         print(f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}" if mistakes else "ok", file=sys.stderr)
     sys.exit(code)
 
 
-def find_mistakes(words: list[str] | None, runs: Path) -> tuple[list[Mistake], int]:
-    """Everything wrong with the run the words describe, and the exit code it would end with."""
-    try:
-        run = load(words, runs)
-    except BadConfig as error:
-        return list(error.mistakes), error.exit_code
-    file = next((word for word in words or [] if "=" not in word), "built-in run")
-    found = [(mistake, error.exit_code) for error, mistake in _run_checks(run, runs, file)]
-    return [mistake for mistake, _ in found], max((code for _, code in found), default=0)
+def find_mistakes(
+    words: list[str] | None, runs: Path, known: MeshwrightError | None = None, *, fresh: bool = False
+) -> tuple[list[Mistake], int]:
+    """Everything wrong with the run that the words describe, and its exit code; `known` and `fresh` as `Refusals` takes them."""
+    from meshwright.launch.refusals import Refusals
+    from meshwright.spec.reading import in_reading_order
+
+    reading = read(words, runs)
+    refusals = Refusals(reading, runs, say, known, fresh=fresh)
+    mistakes = in_reading_order([*reading.mistakes, *refusals.found], reading.shown)
+    return mistakes, max(EXIT_BAD_INPUT * bool(reading.mistakes), refusals.exit_code)
 
 
-def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightError, Mistake]]:
-    from meshwright.launch import prepare
-    from meshwright.launch.folder import continues
-    from meshwright.observe.sinks import check_sinks
+def with_all_mistakes(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, which reports a run that it refuses as `check` does: every mistake, each at its position."""
 
-    wrong: list[tuple[MeshwrightError, Mistake]] = []
-
-    def attempt(key: str, expected: str, work: Callable[[], object]) -> bool:
+    @wraps(command)
+    def reporting(*arguments: Any, **options: Any) -> None:
         try:
-            work()
+            command(*arguments, **options)
         except MeshwrightError as error:
-            wrong.append((error, Mistake(file, None, None, key, expected, str(error))))
-            return False
-        return True
+            if not isinstance(error, BadConfig) and error.key is None:
+                raise
+            runs, fresh = options.get("runs", Path("runs")), options.get("fresh", False)
+            mistakes, code = find_mistakes(options.get("words"), runs, error, fresh=fresh)
+            if not mistakes:
+                raise
+            raise BadConfig(mistakes, code) from error
 
-    attempt("observe", "packages that are installed", lambda: check_sinks(run.observe))
-    resolved = run
-    data = "prepared data with a tokenizer the model fits"
-    if not prepare.lacks_stdlib(run) and attempt("data", data, lambda: prepare.resolve_data(run, _quiet)):
-        resolved = prepare.resolve_data(run, _quiet)
-    complete, folder = prepare.with_vocabulary(resolved), runs / run.name
-    # Without a vocabulary every earlier run would seem to differ in it.
-    known = bool(resolved.model.vocab_size)
-    named = "a new name, or a run with the same configuration"
-    if not known or (attempt("name", named, lambda: continues(resolved, folder)) and not continues(resolved, folder)):
-        attempt("model.init", "weights of this model", lambda: prepare.check_init(complete))
-    attempt("plan", "a plan that fits the cluster", lambda: prepare.training_plan(complete, say))
-    attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(complete, folder))
-    return wrong
-
-
-def _quiet(text: str) -> None:
-    del text
+    return reporting

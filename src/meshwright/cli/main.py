@@ -14,6 +14,7 @@ import typer
 
 from meshwright import __version__
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
+from meshwright.spec.failures import failure_of
 
 COMMANDS = {
     name: name
@@ -75,9 +76,10 @@ def main() -> None:
         print("meshwright: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        traceback.print_exc()
-        print(f"meshwright: internal error: {error}", file=sys.stderr)
-        sys.exit(EXIT_INTERNAL)
+        failure = failure_of(error)
+        if failure.exit_code == EXIT_INTERNAL:
+            traceback.print_exc()
+        _say(str(failure), failure)
 
 
 def _say(message: str, error: MeshwrightError) -> None:

@@ -12,6 +12,7 @@ import typer
 from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
+    from meshwright.spec.reading import Reading
     from meshwright.spec.run import RunSpec
 
 Words = Annotated[
@@ -37,18 +38,31 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     return (Path(files[0]) if files else None), [word for word in words or [] if "=" in word]
 
 
-def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
-    """The run that the words of a command line describe; `runs` is where `model.init: checkpoint:NAME` looks."""
+def read(words: list[str] | None, runs: Path = Path("runs")) -> Reading:
+    """What the words of a command line say, with its mistakes; `runs` is where `model.init: checkpoint:NAME` looks."""
     from meshwright.launch.machine import found_cluster
     from meshwright.models.families import folder_spec
-    from meshwright.spec.load import load_run
+    from meshwright.spec.load import read_run
 
     path, overrides = split_words(words)
-    return load_run(path, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
+    check_runs(runs)
+    return read_run(path, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
+
+
+def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
+    """The run that the words of a command line describe. Raises BadConfig with every mistake in its keys."""
+    return read(words, runs).run()
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+def check_runs(runs: Path) -> None:
+    """Raise BadInput where `--runs` names a file, or a folder below one."""
+    above = next((folder for folder in (runs, *runs.parents) if os.path.lexists(folder)), Path())
+    if not above.is_dir():
+        raise BadInput(f"--runs {runs}: expected a folder, and {above} is a file; name another folder")
 
 
 def check_place(option: str, file: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from meshwright.cli.check import with_all_mistakes
 from meshwright.cli.options import Runs, Words, load, say
 from meshwright.spec.errors import BadInput
 
@@ -34,6 +35,7 @@ Timeline = Annotated[
 ]
 
 
+@with_all_mistakes
 def train(
     words: Words = None,
     runs: Runs = Path("runs"),

@@ -35,7 +35,7 @@ from meshwright.planner.reprice import repriced
 from meshwright.schedules.of_plan import stage_schedule
 from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
-from meshwright.spec.errors import BadInput, Damaged, OutOfResources
+from meshwright.spec.errors import BadInput, Damaged, OutOfResources, about
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_plan, resolved_yaml
 from meshwright.spec.model import parameter_count
@@ -77,7 +77,8 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
         return run
     if source.vocab_size is None:
         raise BadInput(
-            f"model.vocab_size is not set and {', '.join(run.data.mix)} has no tokenizer to take it from; set model.vocab_size"
+            f"model.vocab_size is not set and {', '.join(run.data.mix)} has no tokenizer to take it from; set model.vocab_size",
+            key="model.vocab_size",
         )
     return _for_tokens(run, source.vocab_size)
 
@@ -85,6 +86,13 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
 def open_run_data(run: RunSpec) -> DataSource:
     """The run's training data; opening it finds what is wrong with it before any rank starts."""
     return open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size or None)
+
+
+def check_validation(run: RunSpec) -> None:
+    """Raise BadInput or Damaged where `data.validation` names data that a validation cannot read."""
+    if run.data.validation:
+        vocabulary = run.model.vocab_size or None
+        open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=vocabulary, split="validation")
 
 
 def needs_stdlib(run: RunSpec) -> bool:
@@ -203,18 +211,25 @@ def prepare_run(
     Raises BadInput when a run of this name exists with another configuration, when the weights it starts from are not there, or a package
     it asks for is missing, and OutOfResources when the devices, the disk or the host's memory are too small.
     """
-    run, folder = resolve_data(run, note), runs / run.name
-    resumes = continues(run, folder)
+    with about("data"):
+        run, folder = resolve_data(run, note), runs / run.name
+        check_validation(run)
+    with about("name"):
+        resumes = continues(run, folder)
     if resumes and is_finished(run, folder):
         note(f"{folder} is finished: {run.train.steps} of {run.train.steps} steps; nothing is changed in it")
         return None
-    check_sinks(run.observe)
-    if not resumes:
-        check_init(run)
-    # What the run is held to; a plan file's own figures may be of another machine.
-    plan = repriced(run, training_plan(run, note))
-    check_disk(run, folder)
-    check_host_memory(run, plan)
+    with about("observe"):
+        check_sinks(run.observe)
+    with about("model.init"):
+        if not resumes:
+            check_init(run)
+    with about("plan"):
+        # What the run is held to; a plan file's own figures may be of another machine.
+        plan = repriced(run, training_plan(run, note))
+        check_host_memory(run, plan)
+    with about("checkpoint"):
+        check_disk(run, folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):
         (folder / name).mkdir(exist_ok=True)

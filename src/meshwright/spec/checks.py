@@ -12,15 +12,28 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.spec.cluster import CHIPS, chip_from_device_name
+from meshwright.spec.divisors import divisors, nearest_divisor
 from meshwright.spec.errors import Mistake, nearest
+from meshwright.spec.fields import from_plain
 from meshwright.spec.fp8 import MULTIPLE, WIDTHS, sides
 from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfit, stage_table, tensor_misfit
+from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_numbers, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import annotation_at, literal_options, section_of
 from meshwright.spec.yaml_positions import Document, KeyPath, say
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+MOST_LETTERS = 200
+"""A folder's name may have 255 bytes, and the name of a run gets endings such as `-2`."""
+MOST_PARAMETERS = 10**15
+MOST_RANKS = 2**20
+MOST_SEQUENCES = 2**14
+"""Sequences of one rank in one step: a schedule lists every micro-batch."""
+_WIDTHS = (
+    "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size", "max_seq_len",
+    "experts", "expert_hidden", "shared_expert_hidden",
+)  # fmt: skip
 
 
 def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
@@ -28,6 +41,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
     run = _Run(document, unusable)
     rules = (
         _names,
+        _parameters,
         _attention,
         _experts,
         _expert_pin,
@@ -117,10 +131,11 @@ class _Run:
     def __init__(self, document: Document, unusable: set[KeyPath]) -> None:
         self.document = document
         self.unusable = unusable
+        self.above_unusable = {bad[:length] for bad in unusable for length in range(len(bad))}
 
     def __call__(self, key: str) -> Any:
         path: KeyPath = tuple(key.split("."))
-        if any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.unusable):
+        if path in self.above_unusable or any(path[:length] in self.unusable for length in range(len(path) + 1)):
             return None
         if not self.document.has(path):
             return self._default(path)
@@ -140,21 +155,35 @@ class _Run:
 
 
 def _names(run: _Run) -> Iterator[Mistake]:
-    name, init = run("name"), run("model.init")
+    name, init = None if run.document.partial else run("name"), run("model.init")
     if name is not None and not _NAME.fullmatch(name):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-") or None
         yield run.broken("name", "a folder name of letters, digits, '.', '_' and '-', not beginning with '.'", plain)
+    if name is not None and len(name) > MOST_LETTERS:
+        yield run.broken("name", f"at most {MOST_LETTERS} characters", name[:40], f"{len(name):,} characters")
     if init is not None and init != "scratch" and not re.fullmatch(r"(hf|checkpoint):.+", init):
         yield run.broken(
             "model.init", "scratch, hf:DIR or checkpoint:DIR", nearest(init, ("scratch", "hf:", "checkpoint:"))
         )
 
 
+def _parameters(run: _Run) -> Iterator[Mistake]:
+    """Few enough parameters for the arithmetic of the cost model."""
+    if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
+        return
+    sizes = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
+    count = parameter_count(from_plain(ModelSpec, {**sizes, "rope_scaling": None}))
+    if count > MOST_PARAMETERS:
+        largest = max(_WIDTHS, key=lambda name: sizes[name])
+        expected = f"a model of at most {MOST_PARAMETERS:.0e} parameters"
+        yield run.broken(f"model.{largest}", expected, None, f"{sizes[largest]}, which makes {count:.1e}")
+
+
 def _attention(run: _Run) -> Iterator[Mistake]:
     heads, kv_heads, head_dim = run("model.heads"), run("model.kv_heads"), run("model.head_dim")
     if heads and kv_heads and heads % kv_heads:
-        divisor = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - kv_heads))
-        yield run.broken("model.kv_heads", f"a divisor of model.heads = {heads}", str(divisor))
+        near = str(nearest_divisor(heads, kv_heads))
+        yield run.broken("model.kv_heads", f"a divisor of model.heads = {heads}", near)
     if head_dim and head_dim % 2 and run("model.positions") == "rope":
         yield run.broken("model.head_dim", "an even number, as rotary embedding turns pairs", str(head_dim + 1))
 
@@ -193,8 +222,8 @@ def _expert_pin(run: _Run) -> Iterator[Mistake]:
     if not experts:
         yield run.broken("plan.expert", "no key, as the model is dense (model.experts is 0)")
     elif experts % ranks:
-        divisor = min((n for n in range(1, experts + 1) if experts % n == 0), key=lambda n: abs(n - ranks))
-        yield run.broken("plan.expert", f"a divisor of model.experts = {experts}", str(divisor))
+        near = str(nearest_divisor(experts, ranks))
+        yield run.broken("plan.expert", f"a divisor of model.experts = {experts}", near)
     elif (shard := run("plan.shard")) is not None:
         size = shard * (run("plan.context_ring") or 1) * (run("plan.context_ulysses") or 1)
         if size % ranks:
@@ -215,8 +244,8 @@ def _tensor(run: _Run) -> Iterator[Mistake]:
     """Tensor ranks divide heads, feed-forward width and sequence evenly."""
     ranks = run("plan.tensor")
     if ranks and (expected := _tensor_misfit(run, ranks)):
-        nearest_below = next(size for size in range(ranks - 1, 0, -1) if not _tensor_misfit(run, size))
-        yield run.broken("plan.tensor", expected, str(nearest_below))
+        smaller = (size for size in reversed(divisors(run("model.heads"))) if size < ranks)
+        yield run.broken("plan.tensor", expected, str(next(size for size in smaller if not _tensor_misfit(run, size))))
 
 
 def _tensor_misfit(run: _Run, ranks: int) -> str | None:
@@ -232,7 +261,7 @@ def _context(run: _Run) -> Iterator[Mistake]:
     sizes = {axis: run(f"plan.{axis}") or 1 for axis in (*CONTEXT_AXES, "tensor")}
     if wrong := _context_misfit(run, sizes):
         axis, expected = wrong
-        smaller = ({**sizes, axis: size} for size in range(sizes[axis] - 1, 0, -1) if sizes[axis] % size == 0)
+        smaller = ({**sizes, axis: size} for size in reversed(divisors(sizes[axis])[:-1]))
         near = next((str(fit[axis]) for fit in smaller if not _context_misfit(run, fit)), None)
         yield run.broken(f"plan.{axis}", expected, near)
 
@@ -280,8 +309,8 @@ def _emulated(run: _Run) -> Iterator[Mistake]:
     if nodes and nodes > 1:
         yield run.broken("cluster.emulate_nodes", f"1, as the cluster has {nodes} hosts: one host plays nodes", "1")
     elif per_node and per_node % emulated:
-        divisor = min((n for n in range(1, per_node + 1) if per_node % n == 0), key=lambda n: abs(n - emulated))
-        yield run.broken("cluster.emulate_nodes", f"a divisor of cluster.gpus_per_node = {per_node}", str(divisor))
+        near = str(nearest_divisor(per_node, emulated))
+        yield run.broken("cluster.emulate_nodes", f"a divisor of cluster.gpus_per_node = {per_node}", near)
 
 
 _OTHER_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")
@@ -305,11 +334,16 @@ def _ranks(run: _Run) -> Iterator[Mistake]:
     ranks, replicate, shard = _rank_count(run), run("plan.replicate"), run("plan.shard")
     if ranks is None:
         return
+    if ranks > MOST_RANKS:
+        nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
+        key = "cluster.nodes" if nodes > per_node else "cluster.gpus_per_node"
+        got = f"{nodes} × {per_node} = {ranks}"
+        yield run.broken(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
+        return
     wrong = [axis for axis in (*_OTHER_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
     for axis in wrong:
         size = run(f"plan.{axis}")
-        divisor = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
-        yield run.broken(f"plan.{axis}", f"a divisor of the cluster's {ranks} ranks", str(divisor))
+        yield run.broken(f"plan.{axis}", f"a divisor of the cluster's {ranks} ranks", str(nearest_divisor(ranks, size)))
     if wrong:
         return
     pinned = _model_ranks(run)
@@ -317,14 +351,21 @@ def _ranks(run: _Run) -> Iterator[Mistake]:
     said = "".join(f" ÷ {key} {size}" + " rows" * (key == "plan.stages") for key, size in pinned.items())
     if ranks % others:
         worst = max(pinned, key=lambda key: pinned[key])
-        yield run.broken(worst, f"axes whose product divides the cluster's {ranks} ranks", None, str(others))
+        product = " × ".join(map(str, pinned.values()))
+        got = f"{product} = {others} ranks, the cluster has {ranks}" if len(pinned) > 1 else str(others)
+        yield run.broken(worst, f"axes whose product divides the cluster's {ranks} ranks", None, got)
         return
     data, free = ranks // others, any(run(f"plan.{axis}") is None for axis in _OTHER_AXES)
-    if replicate and shard and (data % (replicate * shard) if free else data != replicate * shard):
-        near = str(data // replicate) if data % replicate == 0 else None
-        got = f"{replicate} × {shard} = {replicate * shard}"
-        what = f"plan.replicate × plan.shard {'a divisor of' if free else '='} the cluster's {ranks} ranks{said}"
-        yield run.broken("plan.shard", what, near, got)
+    sizes = {f"plan.{axis}": run(f"plan.{axis}") for axis in DATA_AXES if run(f"plan.{axis}")}
+    product, exact = math.prod(sizes.values()), len(sizes) == 2 and not free
+    if data % product or (exact and data != product):
+        key = "plan.shard" if shard else "plan.replicate"
+        rest, odd = divmod(data, replicate) if shard and replicate else (data, 0)
+        near = None if odd else str(rest if exact else nearest_divisor(rest, sizes[key]))
+        factors = [*sizes.values(), *pinned.values()]
+        got = f"{' × '.join(map(str, factors))} = {math.prod(factors)} ranks, the cluster has {ranks}"
+        both = "plan.replicate × plan.shard " if len(sizes) == 2 else ""
+        yield run.broken(key, f"{both}{'=' if exact else 'a divisor of'} the cluster's {ranks} ranks{said}", near, got)
 
 
 def _global_batch(run: _Run) -> Iterator[Mistake]:
@@ -334,7 +375,10 @@ def _global_batch(run: _Run) -> Iterator[Mistake]:
     if ranks is None or any(ranks % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
         return
     unit = math.prod(pinned.values())
-    if batch and batch % unit:
+    if batch and batch > MOST_SEQUENCES * ranks:
+        expected = f"at most {MOST_SEQUENCES} sequences for each of the cluster's {ranks} ranks"
+        yield run.broken("train.global_batch", expected, str(MOST_SEQUENCES * ranks))
+    elif batch and batch % unit:
         product = " × ".join(f"{key} {size}" for key, size in pinned.items())
         yield run.broken("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
 

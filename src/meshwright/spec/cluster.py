@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from meshwright.spec.chips import CHIPS, Chip, GiB, chip_from_device_name
-from meshwright.spec.fields import Bound
+from meshwright.spec.fields import Bound, Positive
 from meshwright.spec.network import NetworkSpec, NodeGroup
 
-Positive = Annotated[int, Bound(at_least=1)]
 EXAMPLES = Path(__file__).with_name("clusters")
 __all__ = ["CHIPS", "Chip", "ClusterSpec", "chip_from_device_name", "cluster_names"]
 
@@ -25,9 +24,9 @@ class ClusterSpec:
     """Hosts."""
     gpus_per_node: Positive = 1
     """Ranks on each host, one per device."""
-    memory_gib: Annotated[float, Bound(more_than=0)] | None = None
+    memory_gib: Annotated[float, Bound(more_than=0, at_most=1e6)] | None = None
     """Memory of one device; none takes the chip's own, and on `cpu` a share of what the host has. What a GPU has beyond it stays unused."""
-    host_memory_gib: Annotated[float, Bound(more_than=0)] | None = None
+    host_memory_gib: Annotated[float, Bound(more_than=0, at_most=1e6)] | None = None
     """Memory of one host, for what a plan lets wait there; none guesses 256 GiB a device, and a run is held to what its own host has."""
     network: NetworkSpec | None = None
     """What joins the devices; none takes the chip's reference machine."""

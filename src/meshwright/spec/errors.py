@@ -7,9 +7,11 @@ Exit codes (docs/getting-started.md lists them for users): 0 done, 1 internal er
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any
 
 EXIT_DONE = 0
@@ -25,9 +27,16 @@ EXIT_INTERRUPTED = 130
 
 
 class MeshwrightError(Exception):
-    """A failure with a message for people and an exit code for scripts."""
+    """A failure with a message for people and an exit code for scripts.
+
+    `key` is the dotted key of the run file that it is about, where it is about one.
+    """
 
     exit_code = EXIT_INTERNAL
+
+    def __init__(self, *words: object, key: str | None = None) -> None:
+        super().__init__(*words)
+        self.key = key
 
 
 class BadInput(MeshwrightError):
@@ -81,6 +90,16 @@ CLASS_OF_CODE: dict[int, type[MeshwrightError]] = {
 """Exit code → the class of error that ends with it."""
 
 
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """Give errors raised in the `with` block, unless they name a key themselves, the `key` of the run file that they are about."""
+    try:
+        yield
+    except MeshwrightError as error:
+        error.key = error.key or key
+        raise
+
+
 @dataclass(frozen=True)
 class Mistake:
     """One thing wrong in a user's configuration.
@@ -96,25 +115,64 @@ class Mistake:
     got: str
     nearest: str | None = None
 
+    @property
+    def position(self) -> str:
+        """FILE:LINE:COLUMN, or FILE alone where there is no line."""
+        return self.file if self.line is None else f"{self.file}:{self.line}:{self.column}"
+
     def __str__(self) -> str:
-        place = self.file if self.line is None else f"{self.file}:{self.line}:{self.column}"
         hint = f" (nearest: {self.nearest})" if self.nearest else ""
-        return f"{place}: {self.key}: expected {self.expected}, got {self.got}{hint}"
+        return f"{self.position}: {shortened(self.key)}: expected {self.expected}, got {self.got}{hint}"
+
+
+def shortened(text: str) -> str:
+    """`text`, or its beginning where it is longer than a message should show."""
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+class Refusal(Mistake):
+    """A mistake that only data, weights, devices or the planner could find; `got` is the sentence that says it."""
+
+    def __str__(self) -> str:
+        sentence = self.got
+        for prefix in (f"{self.key}: ", f"{self.key} ", f"{self.key.removeprefix('data.mix.')}: "):
+            sentence = sentence.removeprefix(prefix)
+        return f"{self.position}: {shortened(self.key)}: {sentence}"
+
+
+LONGEST_WORD = 200
+"""Letters of a word that are compared with valid ones."""
+MOST_LISTED = 100
+"""Mistakes that one report lists; of further ones it says how many there are."""
 
 
 class BadConfig(BadInput):
-    """Every mistake found in a configuration, reported together."""
+    """Every mistake found in a configuration, reported together; `exit_code` is that of the gravest."""
 
-    def __init__(self, mistakes: Iterable[Mistake]) -> None:
+    def __init__(self, mistakes: Iterable[Mistake], exit_code: int = EXIT_BAD_INPUT) -> None:
         self.mistakes = tuple(mistakes)
-        super().__init__("\n".join(map(str, self.mistakes)))
+        self.exit_code = exit_code
+        listed = [str(mistake) for mistake in self.mistakes[:MOST_LISTED]]
+        super().__init__("\n".join([*listed, *([f"… and {self.unlisted} more"] if self.unlisted else [])]))
+
+    @property
+    def unlisted(self) -> int:
+        """Mistakes beyond those that the message and `as_plain` list."""
+        return max(0, len(self.mistakes) - MOST_LISTED)
 
     def as_plain(self) -> list[dict[str, Any]]:
-        """The mistakes as plain dicts with the keys of `meshwright check --json`."""
-        return [asdict(mistake) for mistake in self.mistakes]
+        """The listed mistakes as plain dicts with the keys of `meshwright check --json`."""
+        return [asdict(mistake) for mistake in self.mistakes[:MOST_LISTED]]
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `word`, or None when nothing is close."""
-    found = get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+def nearest_file(name: str, candidates: Iterable[str]) -> str | None:
+    """`nearest`, by names without their endings, which would make all files alike."""
+    names = {PurePath(candidate).stem: candidate for candidate in candidates}
+    close = nearest(PurePath(name).stem, names)
+    return names[close] if close else None
+
+
+def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate most like `word`, or None when nothing is close: no two words are less alike than 0 or more than 1."""
+    found = get_close_matches(word[:LONGEST_WORD], list(candidates), n=1, cutoff=cutoff)
     return found[0] if found else None

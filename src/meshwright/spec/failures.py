@@ -27,7 +27,7 @@ _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
         "free some there, lower checkpoint.keep, or place the run elsewhere with --runs",
     ),
     BadInput: (
-        {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG},
+        {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENAMETOOLONG},
         "the place must be readable and writable by this user",
     ),
     Damaged: ({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}, "the device that holds it failed"),
@@ -74,6 +74,8 @@ def _of_system(error: OSError, prefix: str) -> MeshwrightError:
     what = f"{prefix}{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return OutOfResources(f"{what}; raise the limit of open files (ulimit -n) for this process")
+    if error.errno == errno.ENOTDIR:
+        return BadInput(f"{what}; a file stands where this path needs a folder, so choose another path")
     for kind, (numbers, remedy) in _BY_NUMBER.items():
         if error.errno in numbers:
             return kind(f"{what}; {remedy}")

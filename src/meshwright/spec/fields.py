@@ -15,7 +15,7 @@ import typing
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
 
@@ -28,6 +28,12 @@ class Bound:
     more_than: float | None = None
     at_most: float | None = None
     less_than: float | None = None
+
+
+LARGEST_COUNT = 10**9
+"""No count in a run file is larger: products of a few of them stay within a double and 64 bits."""
+Positive = Annotated[int, Bound(at_least=1, at_most=LARGEST_COUNT)]
+NotNegative = Annotated[int, Bound(at_least=0, at_most=LARGEST_COUNT)]
 
 
 def to_plain(value: Any) -> Any:
@@ -108,7 +114,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def describe_type(annotation: Any) -> str:
-    """A field's type in words, for help, error messages and the generated reference."""
+    """A field's type in words, for help, error messages and the generated reference; LARGEST_COUNT goes without saying."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return describe_type(arguments[0]) + _describe_bound(arguments[1])
@@ -129,5 +135,5 @@ def _describe_bound(bound: Any) -> str:
     if not isinstance(bound, Bound):
         return ""
     parts = [("≥", bound.at_least), (">", bound.more_than), ("≤", bound.at_most), ("<", bound.less_than)]
-    said = [f"{sign} {limit:g}" for sign, limit in parts if limit is not None]
+    said = [f"{sign} {limit:g}" for sign, limit in parts if limit not in (None, LARGEST_COUNT)]
     return f" ({', '.join(said)})" if said else ""

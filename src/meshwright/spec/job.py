@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from meshwright.spec.fields import Bound
+from meshwright.spec.fields import Bound, NotNegative, Positive
 
-Positive = Annotated[int, Bound(at_least=1)]
-NotNegative = Annotated[int, Bound(at_least=0)]
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
 
@@ -16,7 +14,7 @@ Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 class DataSpec:
     """What the model reads."""
 
-    mix: dict[str, Annotated[float, Bound(more_than=0)]] = field(default_factory=lambda: {"stdlib": 1.0})
+    mix: dict[str, Annotated[float, Bound(more_than=0, at_most=1e15)]] = field(default_factory=lambda: {"stdlib": 1.0})
     """Prepared data directories and their weights in sequences drawn; one directory may stand alone. `stdlib` is Python's own
     standard library, prepared on first use."""
     validation: str | None = None

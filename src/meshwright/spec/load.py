@@ -22,9 +22,10 @@ from meshwright.spec.mistakes import schema_mistakes
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_file import plan_rules
 from meshwright.spec.profile import load_profile
+from meshwright.spec.reading import Reading, in_reading_order
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import validate
-from meshwright.spec.sources import COMMAND_LINE, EMBEDDED, Detect, gather
+from meshwright.spec.sources import EMBEDDED, Detect, gather
 from meshwright.spec.yaml_positions import Document, KeyPath, dump_yaml, read_yaml
 
 QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
@@ -49,15 +50,25 @@ def load_run(
     `detect` answers `cluster: auto` with ClusterSpec's keys, and `model_reader` gives ModelSpec's keys for
     `model.init: hf:DIR` when the file gives no dimensions. Raises BadConfig with every mistake found.
     """
+    return read_run(path, overrides, runs=runs, detect=detect, model_reader=model_reader).run()
+
+
+def read_run(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    runs: Path = Path("runs"),
+    detect: Detect | None = None,
+    model_reader: ModelReader | None = None,
+) -> Reading:
+    """What `load_run` reads, with the mistakes in it and the positions of its keys. Raises nothing for a mistake."""
     file, shown = (QUICKSTART, EMBEDDED) if path is None else (path, str(path))
     document = gather(file, shown, overrides, detect or _one_cpu_rank)
     complete(document, file.stem, runs, model_reader)
-    given, mistakes, unusable = schema_mistakes(RunSpec, document)
+    _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable) + _plan_file_mistakes(document, unusable)
     mistakes += _profile_mistakes(document, unusable)
-    if mistakes:
-        raise BadConfig(_in_reading_order(mistakes, shown))
-    return from_plain(RunSpec, given)
+    return Reading(document, shown, tuple(mistakes), frozenset(unusable))
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -70,7 +81,7 @@ def load_resolved(path: Path) -> RunSpec:
     given, mistakes, _ = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes
     if mistakes:
-        raise BadConfig(_in_reading_order(mistakes, str(path)))
+        raise BadConfig(in_reading_order(mistakes, str(path)))
     return from_plain(RunSpec, given)
 
 
@@ -86,7 +97,7 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
     mistakes += document.mistakes + cross_checks(document, unusable)
     mistakes = [mistake for mistake in mistakes if mistake.key.partition(".")[0] == "cluster"]
     if mistakes:
-        raise BadConfig(_in_reading_order(mistakes, shown))
+        raise BadConfig(in_reading_order(mistakes, shown))
     given, _ = validate(ClusterSpec, document.data.get("cluster", {}))
     return from_plain(ClusterSpec, given)
 
@@ -99,7 +110,7 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
     document = read_yaml(path)
     given, mistakes, _ = _checked_plan(document)
     if mistakes:
-        raise BadConfig(_in_reading_order(mistakes, str(path)))
+        raise BadConfig(in_reading_order(mistakes, str(path)))
     plan = from_plain(Plan, given)
     return placed(plan, cluster.ranks_per_node) if cluster else plan
 
@@ -125,8 +136,9 @@ def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
 
 def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
     """What `meshwright check --json` prints for these mistakes."""
-    errors = BadConfig(mistakes).as_plain()
-    return {"ok": not errors, "errors": errors}
+    report = BadConfig(mistakes)
+    more = {"more": report.unlisted} if report.unlisted else {}
+    return {"ok": not report.mistakes, "errors": report.as_plain(), **more}
 
 
 def _one_cpu_rank() -> dict[str, Any]:
@@ -177,16 +189,6 @@ def _checked_plan(document: Document) -> tuple[dict[str, Any], list[Mistake], se
     if not mistakes:
         mistakes += plan_rules(document)
     return given, mistakes, unusable
-
-
-def _in_reading_order(mistakes: list[Mistake], first: str) -> list[Mistake]:
-    """Each mistake once: those of the file first, then of other files, then of the command line, each from the top."""
-
-    def order(mistake: Mistake) -> tuple[int, str, int, int]:
-        rank = {first: 0, COMMAND_LINE: 2}.get(mistake.file, 1)
-        return rank, mistake.file, mistake.line or 0, mistake.column or 0
-
-    return sorted(dict.fromkeys(mistakes), key=order)
 
 
 def _flat(run: RunSpec) -> dict[str, Any]:

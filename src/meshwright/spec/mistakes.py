@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from meshwright.spec.complete import DIMENSIONS
-from meshwright.spec.errors import Mistake, nearest
-from meshwright.spec.fields import hints_of
+from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
+from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import (
@@ -61,8 +62,9 @@ def schema_mistakes(cls: type, document: Document) -> tuple[dict[str, Any], list
     given, wrongs = validate(cls, document.data)
     wrongs = [wrong for wrong in wrongs if not _said_already(document, wrong.path)]
     unknown = [wrong for wrong in wrongs if wrong.kind == "unknown"]
-    meant = {wrong.path: meant_key(cls, wrong.path, document) for wrong in unknown}
-    mistakes = [_unknown(cls, document, wrong.path, meant[wrong.path]) for wrong in unknown]
+    # Beyond those that are listed, no time goes into what someone meant.
+    meant = {wrong.path: meant_key(cls, wrong.path, document) for wrong in unknown[:MOST_LISTED]}
+    mistakes = [_unknown(cls, document, wrong.path, meant.get(wrong.path)) for wrong in unknown]
     missing = [wrong.path for wrong in wrongs if wrong.kind == "missing"]
     if not document.partial:
         mistakes += _missing(cls, document, [path for path in missing if not _begins(path, meant.values())])
@@ -75,7 +77,7 @@ def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
     around, word = path[:-1], str(path[-1]).lower().replace("-", "_")
     section = section_of(annotation_at(cls, around))
     here = list(hints_of(section)) if section else []
-    elsewhere = {str(key[-1]): key for key in reversed(list(all_keys(cls)))}
+    elsewhere = _key_of_name(cls)
     if word in here:
         return (*around, word)
     for table in (elsewhere, _SYNONYMS if cls is RunSpec else {}):
@@ -87,12 +89,18 @@ def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
         # In a file a typo usually stands in for a key that is not there; an override may well mean one that is.
         likely = close if document.key_place(path).file == COMMAND_LINE else absent or close
         return (*around, likely[0])
-    far = nearest(word, elsewhere)
+    far = nearest(word, elsewhere, cutoff=0.8)
     return elsewhere[far] if far else None
 
 
+@cache
+def _key_of_name(cls: type) -> dict[str, KeyPath]:
+    """The last step of every key's path → the first key that ends with it."""
+    return {str(key[-1]): key for key in reversed(list(all_keys(cls)))}
+
+
 def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
-    around, place, got = path[:-1], document.key_place(path), f"'{path[-1]}'"
+    around, place, got = path[:-1], document.key_place(path), f"'{shortened(str(path[-1]))}'"
     expected = f"a key of {dotted(around)}" if around else "a top-level key"
     refused = _refusal(path if cls is RunSpec else ("plan", *path))
     if refused:
@@ -135,6 +143,8 @@ def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistak
 def _value(cls: type, document: Document, path: KeyPath) -> Mistake:
     annotation, value = annotation_at(cls, path), document.get(path)
     expected = (_SHORTHANDS.get(path, "") if cls is RunSpec else "") + expected_text(annotation)
+    if isinstance(value, int) and value > LARGEST_COUNT and takes(annotation, int) and "<" not in expected:
+        expected += f" of at most {LARGEST_COUNT:,}"
     return _mistake(document.value_place(path), path, expected, say(value), _near_value(annotation, value))
 
 

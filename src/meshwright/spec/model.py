@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from meshwright.spec.fields import Bound
+from meshwright.spec.fields import Bound, NotNegative, Positive
 
-Positive = Annotated[int, Bound(at_least=1)]
 Fill = Literal["normal", "ones", "zeros"]
 
 
@@ -38,8 +37,8 @@ class ModelSpec:
 
     family: Literal["gpt2", "llama", "qwen3", "mixtral", "qwen3_moe"]
     """Whose Hugging Face names and config keys the model is imported from and exported to."""
-    layers: Positive
-    """Transformer blocks."""
+    layers: Annotated[int, Bound(at_least=1, at_most=1000)]
+    """Transformer blocks. The planner times every block of every layout, so their number is limited."""
     hidden: Positive
     """Width of the residual stream."""
     heads: Positive
@@ -50,7 +49,7 @@ class ModelSpec:
     """Width of one head."""
     ffn_hidden: Positive
     """Width inside the feed-forward network of a dense layer."""
-    vocab_size: Annotated[int, Bound(at_least=0)] = 0
+    vocab_size: NotNegative = 0
     """Rows of the embedding; 0 takes the tokenizer's size, rounded up to a multiple of 128."""
     max_seq_len: Positive = 2048
     """Longest sequence the model is built for, in tokens."""
@@ -76,17 +75,17 @@ class ModelSpec:
     """Attention and feed-forward network read one norm and are added together (MegaScale §3.1)."""
     sliding_window: Positive | None = None
     """Each token attends to this many tokens, itself included; none is full causal attention."""
-    experts: Annotated[int, Bound(at_least=0)] = 0
+    experts: NotNegative = 0
     """Routed experts in place of a layer's feed-forward network, of which a router picks some for each token; 0 is a dense model."""
-    experts_per_token: Annotated[int, Bound(at_least=0)] = 0
+    experts_per_token: NotNegative = 0
     """Experts that each token passes."""
-    expert_hidden: Annotated[int, Bound(at_least=0)] = 0
+    expert_hidden: NotNegative = 0
     """Width inside one routed expert."""
-    shared_expert_hidden: Annotated[int, Bound(at_least=0)] = 0
+    shared_expert_hidden: NotNegative = 0
     """Width inside the expert that every token passes beside the routed ones; 0 is none."""
     normalised_routing: bool = True
     """A token's experts are weighted by their probabilities divided by the sum of those chosen; else by the bare probabilities."""
-    first_dense_layers: Annotated[int, Bound(at_least=0)] = 0
+    first_dense_layers: NotNegative = 0
     """Layers at the start that have a dense feed-forward network in place of experts."""
     init_std: Annotated[float, Bound(more_than=0)] = 0.02
     """Standard deviation of initial weights; projections back into the residual stream use it / √(2·layers)."""
@@ -187,6 +186,7 @@ def active_parameter_count(spec: ModelSpec) -> int:
     return sum(_active(spec, row) for row in parameters(spec))
 
 
+@lru_cache(maxsize=64)
 def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     """Training FLOPs (forward + backward) per token at `seq_len`.
 

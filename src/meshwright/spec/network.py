@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from meshwright.spec.fields import Bound
+from meshwright.spec.fields import Bound, Positive
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
 
-Rate = Annotated[float, Bound(more_than=0)]
-Count = Annotated[int, Bound(at_least=1)]
+Rate = Annotated[float, Bound(more_than=0, at_most=1e6)]
 Fabric = Literal["infiniband", "roce", "efa", "tcp"]
 
 
@@ -29,11 +28,11 @@ class NetworkSpec:
     """One device's share of its node's network ports, one direction, in GB/s (a 400 Gb/s port for each device: 50)."""
     port_us: Rate | None = None
     """Latency of one step across nodes, microseconds."""
-    domain: Count | None = None
+    domain: Positive | None = None
     """Devices that see each other at link speed: those of a node, or more where links leave it (NVL72: 64 or 72)."""
-    pod_nodes: Count | None = None
+    pod_nodes: Positive | None = None
     """Nodes below the level at which the fabric narrows; none when it never does."""
-    oversubscription: Annotated[float, Bound(at_least=1)] = 1.0
+    oversubscription: Annotated[float, Bound(at_least=1, at_most=1e6)] = 1.0
     """Bandwidth below that level over bandwidth above it."""
     bridge_gb_per_s: Rate | None = None
     """One device's share of what joins nodes of different fabrics, where only TCP goes, in GB/s; none takes the slower of the two ports."""
@@ -43,7 +42,7 @@ class NetworkSpec:
     """Threads that serve the TCP sockets of one connection between nodes; none takes NCCL's own number."""
     sockets_per_thread: Annotated[int, Bound(at_least=1, at_most=16)] | None = None
     """TCP sockets each of those threads serves; NCCL allows 64 sockets a connection."""
-    timeout_seconds: Count | None = None
+    timeout_seconds: Positive | None = None
     """How long a collective may take on this cluster before the run ends; none takes `train.timeout_seconds`."""
     ib_timeout: Annotated[int, Bound(at_least=1, at_most=31)] | None = None
     """InfiniBand and RoCE: a packet is sent again after 4.096 µs × 2 to this power; none takes NCCL's own number."""
@@ -59,7 +58,7 @@ FABRIC_US = {"infiniband": 5.0, "roce": 8.0, "efa": 15.0, "tcp": 30.0}
 class NodeGroup:
     """Nodes that differ from the rest of the cluster, and stand behind it in the order of ranks."""
 
-    nodes: Count
+    nodes: Positive
     """How many."""
     gpu: str | None = None
     """Their chip, when it is another."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
-from meshwright.spec.fields import Bound
+from meshwright.spec.fields import Positive
 
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
@@ -27,7 +27,6 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Engine = Literal["kernel", "copy"]
 ReduceEngine = Literal["kernel", "exchange"]
-Positive = Annotated[int, Bound(at_least=1)]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""

@@ -53,7 +53,10 @@ or `model.max_seq_len`, whichever is less.
 **Values.** YAML 1.2: `3e-4` is a number, `10_000` an integer, `yes` and `no` are text. `none` and `null` both empty a
 key that allows it (`null` alone where `none` is a choice of its own, as in `plan.recompute`). An unknown key, a wrong
 type, a value out of bounds or a key given twice is an error with its file, line and column, and all errors are reported
-at once.
+at once, together with those of the data, the weights and the plan; a report lists a hundred of them.
+
+**Limits.** An integer whose type names no upper bound is at most 1,000,000,000. A model has at most 10^15 parameters, a
+cluster at most 2^20 ranks, a step at most 2^14 sequences for each rank, and a file at most 512 KiB and 5,000 values.
 """
 _DERIVED = {"kv_heads": "`heads`", "head_dim": "`hidden / heads`", "name": "the file's stem", "extends": "none"}
 _EXTENDS = ["extends", "text", _DERIVED["extends"], "Preset or run file whose keys this file builds on."]

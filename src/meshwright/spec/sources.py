@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.cluster import EXAMPLES, cluster_names
-from meshwright.spec.errors import nearest
+from meshwright.spec.errors import nearest_file
 from meshwright.spec.presets import MODEL_PRESETS, run_preset
 from meshwright.spec.yaml_positions import Document, KeyPath, Place, dotted, parse_yaml, read_yaml, say
 
@@ -76,7 +76,7 @@ def _with_base(path: Path, shown: str, above: tuple[Path, ...], detect: Detect) 
     file = path.parent / os.path.expanduser(str(name))
     chain = (*above, path.resolve())
     if not isinstance(name, str) or not os.path.isfile(file):
-        close = nearest(str(name), [*MODEL_PRESETS, *_yaml_files(path.parent)])
+        close = nearest_file(str(name), [*MODEL_PRESETS, *_yaml_files(path.parent)])
         document.complain(place, "extends", "a preset or an existing run file", say(name), close)
     elif file.resolve() in chain:
         circle = " → ".join(part.name for part in (*chain, file.resolve()))
@@ -175,7 +175,7 @@ def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
     if given in cluster_names() and not os.path.isfile(file):
         file = EXAMPLES / f"{given}.yaml"
     if not os.path.isfile(file):
-        close = nearest(given, ["auto", *cluster_names(), *_yaml_files(folder)])
+        close = nearest_file(given, ["auto", *cluster_names(), *_yaml_files(folder)])
         document.reject(("cluster",), "auto, a built-in cluster, an existing cluster file, or a section", nearest=close)
         return
     document.graft("cluster", read_yaml(file, os.path.normpath(file)))
@@ -197,7 +197,7 @@ def _expand_plan(document: Document, folder: Path) -> None:
     if os.path.isfile(file):
         document.data["plan"] = os.path.abspath(file)
     else:
-        close = nearest(given, ["auto", *_yaml_files(folder)])
+        close = nearest_file(given, ["auto", *_yaml_files(folder)])
         document.reject(("plan",), "auto, an existing plan file, or a section of pins", nearest=close)
 
 

@@ -24,12 +24,13 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 from yaml.serializer import Serializer
 
-from meshwright.spec.errors import Mistake, nearest
+from meshwright.spec.errors import Mistake, nearest_file
 
 KeyPath = tuple[str | int, ...]
-MAX_BYTES = 4 << 20
+MAX_BYTES = 512 << 10
 MAX_DEPTH = 32
-MAX_VALUES = 20_000
+MAX_VALUES = 5_000
+"""Parsing in Python takes about a second for a file at these limits; a run file has a hundredth of them."""
 _CORE = "tag:yaml.org,2002:"
 
 
@@ -135,10 +136,10 @@ def read_yaml(path: Path, shown: str | None = None) -> Document:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        close = nearest(path.name, [near.name for near in path.parent.glob("*.y*ml")])
+        close = nearest_file(path.name, [near.name for near in path.parent.glob("*.y*ml")])
         return _unreadable(file, None, None, "a readable file", (error.strerror or str(error)).lower(), close)
     if len(raw) > MAX_BYTES:
-        return _unreadable(file, 1, 1, f"at most {MAX_BYTES >> 20} MiB of YAML", "a larger file")
+        return _unreadable(file, 1, 1, f"at most {MAX_BYTES >> 10} KiB of YAML", "a larger file")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -161,6 +162,8 @@ def parse_yaml(text: str, file: str) -> Document:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         got = ", ".join(part for part in (error.context, error.problem) if part)
+        if r"'\t'" in got:
+            got = "a tab; indent with spaces"
         return _unreadable(file, line, column, "valid YAML", got)
     except ReaderError as error:
         line, column = _line_and_column(text, int(error.position))
@@ -213,7 +216,7 @@ class _Resolver(BaseResolver):
 
     def __init__(self) -> None:
         super().__init__()
-        self.depth = 0
+        self.depth = self.nodes = 0
 
 
 class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
@@ -226,8 +229,11 @@ class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
 
     def descend_resolver(self, current_node: Node | None, current_index: Any) -> None:
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            problem = f"more than {MAX_DEPTH} levels of nesting"
+        self.nodes += 1
+        problem = f"more than {MAX_DEPTH} levels of nesting" if self.depth > MAX_DEPTH else ""
+        if self.nodes > 2 * MAX_VALUES:  # each may have a key
+            problem = f"more than {MAX_VALUES} values"
+        if problem:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
 
     def ascend_resolver(self) -> None:
