@@ -48,7 +48,13 @@ def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
 
 
 def say(text: str) -> None:
+    """Print a remark beside a command's result, which has stdout to itself."""
     print(text, file=sys.stderr)
+
+
+def print_now(text: str) -> None:
+    """Print a line of progress on stdout at once: ranks in processes of their own print there too."""
+    print(text, flush=True)
 
 
 def check_place(option: str, file: Path | None) -> None:
