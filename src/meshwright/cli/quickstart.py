@@ -79,7 +79,7 @@ def _closing(folder: Path, total: float, steps: list[float]) -> None:
     if "held_out_loss" in summary:
         gain = summary["unigram_entropy_nats"] - summary["held_out_loss"]
         print(
-            f"held-out loss {summary['held_out_loss']:.3f} nats per token, {gain:.2f} below the text's unigram entropy "
+            f"held-out loss {summary['held_out_loss']:.3f} nats per token, {abs(gain):.2f} {'below' if gain > 0 else 'above'} the text's unigram entropy "
             f"({summary['unigram_entropy_nats']:.3f}); {summary['bits_per_byte']:.3f} bits per byte"
         )
     print(f"{total:.0f} s in all, {trained:.0f} s of it in {len(steps)} training steps ({trained / total:.0%})")
