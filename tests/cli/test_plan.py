@@ -19,8 +19,8 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
-from meshwright.spec.profile import MachineProfile, ProductTime, to_json
 from tests.cli.command import meshwright
+from tests.train.tiny import cpu_profile
 
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
 ONE = [*MODEL, "cluster.gpus_per_node=2"]
@@ -346,12 +346,7 @@ def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path
     shown = " ".join(meshwright(*asked[:3]).out.split())
     assert "CPU times are not predicted without a profile" in shown and "a step" not in shown
 
-    profile = MachineProfile(
-        date="2026-01-02T03:04:05Z", gpu="cpu", device="a processor", devices=2, nodes=1, cores=4, memory_bytes=32 << 30,
-        products=(ProductTime(format="fp32", m=512, k=512, n=512, seconds=5e-3, burst_seconds=5e-3),),
-    )  # fmt: skip
-    (tmp_path / "cpu.json").write_text(to_json(profile))
-    measured = meshwright(*asked, f"cluster.profile={tmp_path / 'cpu.json'}").json
+    measured = meshwright(*asked, f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}").json
     assert measured["predicted"]["step_seconds"] > 0 and "not predicted" not in measured["plan"]["why"][0]
 
 

@@ -95,6 +95,8 @@ def test_validation_prints_a_line_and_joins_the_next():
     progress.update({"kind": "validation", "step": 1, "loss": 2.5})
     progress.update(record(2))
     lines = stream.getvalue().splitlines()
+    progress.update({"kind": "validation", "step": 2, "loss": 2.5, "by_source": {"code": 2.0, "web": None}})
+    assert stream.getvalue().endswith("step 2 | validation loss 2.5000 (code 2.0000, web not finite)\n")
     assert lines[0] == "step 1 | validation loss 2.5000" and "| val 2.5000 |" in lines[1]
 
 

@@ -77,13 +77,16 @@ def _closing(folder: Path, total: float, steps: list[float]) -> None:
     trained = sum(steps)
     print()
     if "held_out_loss" in summary:
-        gain = summary["unigram_entropy_nats"] - summary["held_out_loss"]
+        loss, entropy = summary["held_out_loss"], summary["unigram_entropy_nats"]
+        side = "below" if loss < entropy else "above"
         print(
-            f"held-out loss {summary['held_out_loss']:.3f} nats per token, {abs(gain):.2f} {'below' if gain > 0 else 'above'} the text's unigram entropy "
-            f"({summary['unigram_entropy_nats']:.3f}); {summary['bits_per_byte']:.3f} bits per byte"
+            f"held-out loss {loss:.3f} nats per token, {abs(entropy - loss):.2f} {side} the text's unigram entropy "
+            f"({entropy:.3f}); {summary['bits_per_byte']:.3f} bits per byte"
         )
     print(f"{total:.0f} s in all, {trained:.0f} s of it in {len(steps)} training steps ({trained / total:.0%})")
-    print(f"report {folder / 'report.html'} · Hugging Face folder {folder / 'hf'} · checkpoints {folder / 'checkpoints'}")
+    print(
+        f"report {folder / 'report.html'} · Hugging Face folder {folder / 'hf'} · checkpoints {folder / 'checkpoints'}"
+    )
     print("Next:")
     print(f"  meshwright generate {folder} -p 'class Stack:' --tokens 80")
     print(f"  meshwright eval {folder}")

@@ -60,7 +60,9 @@ class Progress:
         """Show one metrics line: a step, or a validation."""
         if record.get("kind") == "validation":
             self._validation = record.get("loss")
-            self.note(f"step {record['step']:,} | validation loss {_number(self._validation, '.4f')}")
+            by_source = [f"{name} {_number(loss, '.4f')}" for name, loss in record.get("by_source", {}).items()]
+            parts = f" ({', '.join(by_source)})" if by_source else ""
+            self.note(f"step {record['step']:,} | validation loss {_number(self._validation, '.4f')}{parts}")
         else:
             self._take_step(record)
 
