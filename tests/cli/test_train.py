@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshwright.launch import machine
 from meshwright.launch.folder import held
 from meshwright.launch.prepare import plan_yaml, prepare_run
 from meshwright.observe.account import read_account
+from meshwright.observe.closing import command_to_continue
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_plan, load_run
@@ -56,6 +58,11 @@ def test_a_finished_run_is_left_as_it_is(finished: Path, tiny: Path, launched: b
     assert answer.code == 0
     assert answer.out == f"{finished} is finished: 6 of 6 steps; nothing is changed in it\n"
     assert contents() == before
+
+
+def test_the_command_to_continue_continues_the_run(finished: Path) -> None:
+    answer = meshwright(*shlex.split(command_to_continue(finished))[1:])
+    assert (answer.code, answer.out) == (0, f"{finished} is finished: 6 of 6 steps; nothing is changed in it\n")
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])

@@ -31,7 +31,7 @@ def simulate(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Where to write the timeline; compressed when the name ends in .gz. timelines/simulated.json.gz in the run's folder when left out.",
+            help="Where to write the timeline; compressed when the name ends in .gz. RUN/timelines/simulated.json.gz when left out.",
             show_default=False,
         ),
     ] = None,
