@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def run(
         with torch.no_grad():
             _part(session.engine.model.get_parameter(poison)).view(-1)[0] = torch.nan
     error = None
-    with Watching(session) as reporter:
+    with closing(Watching(session)) as reporter:
         try:
             train(session, reporter, stop)
         except MeshwrightError as raised:

@@ -63,7 +63,7 @@ class Job:
         pids = self.ranks()
         started = time.monotonic()
         act(pids)
-        code = self.process.wait(60)
+        code = self.process.wait(180)
         return End(code, self.said(), time.monotonic() - started, intact(self.run), pids)
 
     def said(self) -> str:
@@ -72,7 +72,7 @@ class Job:
 
 def until(done: Callable[[], bool], job: Job) -> None:
     """Wait for something that a running job does."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not done():
         assert job.process.poll() is None and time.monotonic() < deadline, job.said()
         threading.Event().wait(0.005)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.events.terminal import write_line
 from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def say(text: str) -> None:
 
 def print_now(text: str) -> None:
     """Print a line of progress on stdout at once: ranks in processes of their own print there too."""
-    print(text, flush=True)
+    write_line(text, sys.stdout)
 
 
 def check_place(option: str, file: Path | None) -> None:

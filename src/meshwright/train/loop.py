@@ -170,7 +170,8 @@ def _save(session: Session, reporter: Reporter) -> None:
         session.store.retain(session.run.checkpoint.keep)
     if saved.written:
         seconds = time.perf_counter() - started
-        reporter.event(session.step, f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s")
+        text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
+        reporter.checkpoint(session.step, saved.path, text)
 
 
 def _stop(session: Session, figures: FigureReader, reporter: Reporter) -> None:
