@@ -20,7 +20,7 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 from tests.cli.command import meshwright
-from tests.train.tiny import cpu_profile
+from tests.training.tiny import cpu_profile
 
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
 ONE = [*MODEL, "cluster.gpus_per_node=2"]

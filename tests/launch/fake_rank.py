@@ -57,8 +57,9 @@ def main() -> None:
             time.sleep(0.02)
         sys.exit(5)
     elif what == "wait":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: sys.exit(75))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGHUP])
         (folder / f"ready-{rank}").touch()
         time.sleep(60)
 

@@ -149,7 +149,7 @@ def test_ranks_end_when_their_parent_has_nothing_for_them(tmp_path: Path) -> Non
 
 
 def test_a_training_rank_whose_launcher_dies_before_the_run_begins_ends_with_0() -> None:
-    command = [sys.executable, "-m", "meshwright.train.rank", "cpu"]
+    command = [sys.executable, "-m", "meshwright.training.rank", "cpu"]
     reading, writing = os.pipe()
     answer = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60,
@@ -167,7 +167,8 @@ def test_a_rank_that_is_gone_before_it_is_told_shows_in_the_code(tmp_path: Path)
         assert ranks.finish(tmp_path, assignment=Path("train this")) == 1
 
 
-def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_reaches_every_rank(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from meshwright.launch.local import run_ranks; folder = Path(sys.argv[1]);"
         "from meshwright.spec.cluster import ClusterSpec; host = ClusterSpec(gpus_per_node=2);"
@@ -175,7 +176,7 @@ def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
-    parent.send_signal(signal.SIGTERM)
+    parent.send_signal(number)
     assert parent.wait(30) == 75
 
 
@@ -190,9 +191,9 @@ def test_a_host_without_loopback_is_one_sentence(monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
-    with pytest.raises(CommunicationFailure, match=r"127\.0\.0\.1, which cannot be reached: Network is unreachable"):
-        with _listening_socket():
-            pass
+    refusal = r"127\.0\.0\.1, which cannot be reached: Network is unreachable"
+    with pytest.raises(CommunicationFailure, match=refusal), _listening_socket():
+        pass
 
 
 def environments(cluster: ClusterSpec) -> list[dict[str, str]]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.verify import where_it_continues
+from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
 from meshwright.launch.folder import held
-from meshwright.launch.local import Listener, rank_threads, started_ranks
+from meshwright.launch.local import Listener, Ranks, rank_threads, started_ranks
 from meshwright.launch.machine import check_devices
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, Interrupted
 from meshwright.spec.run import RunSpec
@@ -30,8 +31,9 @@ def run_job(
 ) -> int:
     """Start the run's local ranks, prepare the run while they import, and let them train; returns the job's exit code.
 
-    `note` takes remarks of the preparation, `announce` the prepared run before it begins, `listener` the ranks' messages. Raises what
-    `prepare_run` raises, BadInput for a cluster of several hosts, and Interrupted at the second Ctrl-C.
+    `note` takes remarks of the preparation, `announce` the prepared run before it begins, `listener` the ranks' messages; what `listener`
+    raises stops the run after the running step, with a checkpoint, and is raised then. Raises what `prepare_run` raises, BadInput for a
+    cluster of several hosts, and Interrupted at the second Ctrl-C.
     """
     if run.cluster.nodes > 1:
         raise BadInput(
@@ -44,7 +46,7 @@ def run_job(
     with (
         held(folder),
         started_ranks(
-            "meshwright.train.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
+            "meshwright.training.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
         ) as ranks,
     ):
         from meshwright.launch.prepare import prepare_run  # while the ranks import too
@@ -53,10 +55,30 @@ def run_job(
         if prepared is None:
             return EXIT_DONE
         announce(prepared)
+        guard = _Guard(listener, ranks)
         try:
-            code = ranks.finish(folder / "logs", assignment=folder.absolute() / "assignment.json", listener=listener)
+            code = ranks.finish(folder / "logs", assignment=folder.absolute() / "assignment.json", listener=guard)
         except Interrupted as end:
             raise Interrupted(f"{end}; {where_it_continues(folder)}") from None
+        if guard.error is not None:
+            raise guard.error
     if code == EXIT_COMMUNICATION:
         write_line(f"meshwright: {where_it_continues(folder)}")
     return code
+
+
+class _Guard:
+    """Passes messages to a listener until it raises; then asks the ranks to stop, and keeps what was raised."""
+
+    def __init__(self, listener: Listener | None, ranks: Ranks) -> None:
+        self._listener, self._ranks = listener, ranks
+        self.error: BaseException | None = None
+
+    def __call__(self, rank: int, message: Message) -> None:
+        if self._listener is None or self.error is not None:
+            return
+        try:
+            self._listener(rank, message)
+        except BaseException as error:
+            self.error = error
+            self._ranks.stop()

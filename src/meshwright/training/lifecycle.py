@@ -25,7 +25,7 @@ from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import failure_of
 from meshwright.spec.place import Place
-from meshwright.train.stop import StopRequest
+from meshwright.training.stop import StopRequest
 
 log = logging.getLogger("meshwright")
 

@@ -29,9 +29,9 @@ from meshwright.spec.errors import (
     Preempted,
 )
 from meshwright.spec.place import Place, stop_signals
-from meshwright.train import lifecycle
-from meshwright.train.lifecycle import RankLife, end_with_parent
-from meshwright.train.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
+from meshwright.training import lifecycle
+from meshwright.training.lifecycle import RankLife, end_with_parent
+from meshwright.training.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
 
 
 @pytest.fixture
@@ -220,13 +220,13 @@ def test_a_hangup_asks_to_stop_unless_it_is_ignored(monkeypatch: pytest.MonkeyPa
 
 def test_signals_set_a_flag_and_are_answered_by_a_thread_of_their_own() -> None:
     """So that they are while the main thread waits in native code."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    kept = {number: signal.getsignal(number) for number in stop_signals()}
     shown: queue.Queue[tuple[str, str]] = queue.Queue()
     try:
         stop = StopRequest(lambda text: shown.put((text, threading.current_thread().name)))
         stop.listen()
         assert stop.flag == NOT_ASKED
-        for number, flag, said in [(signal.SIGUSR1, PREEMPT, "SIGUSR1"), (signal.SIGINT, INTERRUPT, "Ctrl-C")]:
+        for number, flag, said in [(signal.SIGHUP, PREEMPT, "SIGHUP"), (signal.SIGINT, INTERRUPT, "Ctrl-C")]:
             os.kill(os.getpid(), number)
             text, thread = shown.get(timeout=20)
             assert text.startswith(f"{said}: ending after the running step") and thread == "stop"
