@@ -50,7 +50,7 @@ def test_copies_are_written_once_and_shared_out(pool: Pool, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "kind", "code"), [(1, cases.ENOSPC, "OutOfResources", 3), (0, cases.EIO, "MeshwrightError", 1)]
+    ("rank", "number", "kind", "code"), [(1, cases.ENOSPC, "OutOfResources", 3), (0, cases.EIO, "Damaged", 4)]
 )
 def test_one_ranks_disk_failure_is_every_ranks_error(
     pool: Pool, tmp_path: Path, rank: int, number: int, kind: str, code: int

@@ -52,7 +52,7 @@ def rank(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     def leave(code: int) -> NoReturn:
         raise SystemExit(code)
 
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(lifecycle, "end_process", leave)
 
     def make(number: int = 0) -> RankLife:
         return RankLife(Place(number, 2, number, 2, "127.0.0.1", 0), StopRequest())
