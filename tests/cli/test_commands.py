@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 import typer
 
 from meshwright import __version__
-from meshwright.cli import generate
+from meshwright.cli import generate, main
+from meshwright.cli.main import COMMANDS as COMMAND_MODULES
 from meshwright.cli.main import app_for
 from meshwright.launch.prepare import prepare_run
 from meshwright.spec.load import load_run
@@ -314,6 +316,39 @@ def test_damage_is_named_with_file_and_byte(finished: Path, tmp_path: Path) -> N
         assert meshwright(command[0], run, *command[1:], "--json").code == 0
     answer = meshwright("eval", file.parent, "--json")
     assert answer.code == 4 and answer.json["ok"] is False and "is damaged" in answer.json["error"]
+
+
+@pytest.mark.parametrize(("tokens", "warned"), [(8, False), (20, True)])
+def test_generate_says_that_it_passes_the_model_s_context(finished: Path, tokens: int, warned: bool) -> None:
+    answer = meshwright("generate", finished, "-p", "the quick", "--tokens", tokens, "--json")
+    assert answer.code == 0 and len(answer.json["samples"]) == 1
+    assert ("pass the model's context of 16;" in answer.err) is warned and answer.err.count("\n") == warned
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["checkpoint"], ["checkpoint", "verify"]], ids=" ".join)
+def test_h_is_help(words: list[str]) -> None:
+    short, long = meshwright(*words, "-h"), meshwright(*words, "--help")
+    assert short.code == 0 and short.out == long.out and "Usage: meshwright" in short.out
+
+
+@pytest.mark.parametrize(
+    ("line", "proposals", "loaded"),
+    [
+        ("meshwright tr", ["train"], set(COMMAND_MODULES)),
+        ("meshwright train --fr", ["--fresh"], {"train"}),
+        ("meshwright checkpoint ver", ["verify"], {"checkpoint"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, line: str, proposals: list[str], loaded: set[str]
+) -> None:
+    """A line with a whole command loads only that command's module."""
+    modules: list[str] = []
+    monkeypatch.setattr(main, "import_module", lambda name: modules.append(name) or import_module(name))
+    asked = {"_MESHWRIGHT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    answer = meshwright(env=asked)
+    assert answer.code == 0 and answer.out.split() == proposals
+    assert set(modules) == {f"meshwright.cli.{COMMAND_MODULES[name]}" for name in loaded}
 
 
 def test_a_command_that_is_not_there_brings_the_nearest_once() -> None:

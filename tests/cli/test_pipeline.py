@@ -18,7 +18,7 @@ def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("pipeline")
     answer = meshwright("train", tiny, *PINS, "checkpoint.every=3", "--runs", runs)
     assert answer.code == 0, answer.err
-    assert "plan: pipeline 2, zbv; micro-batch 2 × 4" in answer.err
+    assert "plan: pipeline 2, zbv; micro-batch 2 × 4" in answer.out
     return runs / "tiny"
 
 

@@ -20,6 +20,7 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 from tests.cli.command import meshwright
+from tests.training.tiny import cpu_profile
 
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
 ONE = [*MODEL, "cluster.gpus_per_node=2"]
@@ -320,7 +321,7 @@ def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, 
     assert set(found) == KEYS | {"probes"}
     ran = {probe["measured_seconds"]: probe for probe in found["probes"]}
     assert len(ran) == 2 and all(seconds > 0 for seconds in ran)
-    assert all(probe["predicted_seconds"] > 0 and probe["measured_bytes"] > 0 for probe in ran.values())
+    assert all(probe["predicted_seconds"] is None and probe["measured_bytes"] > 0 for probe in ran.values())
     fastest = ran[min(ran)]["plan"]
     assert all(found["plan"][key] == fastest[key] for key in ("mesh", "batch", "schedule", "layers"))
     assert found["plan"]["why"][0].startswith(f"measured on this machine: {min(ran):.3g} s a step")
@@ -330,6 +331,23 @@ def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, 
     assert "measured on this machine" in out.read_text()
     text = meshwright("plan", tiny, f"plan={out}", "--probe", 2)
     assert text.code == 2 and "is one plan" in text.err
+
+
+def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path: Path) -> None:
+    """Without it plans are compared by a guess, which is no prediction."""
+    asked = ["plan", tiny, "cluster.gpus_per_node=2", "--json", "--explain"]
+    guessed = meshwright(*asked).json
+    for plan in (guessed["plan"], *(other["plan"] for other in guessed["alternatives"])):
+        assert plan["predicted"]["memory_peak_bytes"] > 0
+        assert all(plan["predicted"][key] is None for key in ("step_seconds", "tokens_per_second", "breakdown"))
+    assert "not predicted without a profile" in guessed["plan"]["why"][0]
+    assert guessed["alternatives"] and all("+" not in other["why_not"] for other in guessed["alternatives"])
+    assert guessed["limits"] == guessed["changes"] == [] and "80% band" not in guessed["sources"]
+    shown = " ".join(meshwright(*asked[:3]).out.split())
+    assert "CPU times are not predicted without a profile" in shown and "a step" not in shown
+
+    measured = meshwright(*asked, f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}").json
+    assert measured["predicted"]["step_seconds"] > 0 and "not predicted" not in measured["plan"]["why"][0]
 
 
 @pytest.mark.parametrize("more", [["--gpus", "2..4"], ["--objective", "cost"]])

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.costs.of_plan import STACK
+from meshwright.launch.folder import continues
+from meshwright.spec.load import load_run
 from tests.cli.command import meshwright
 
 NODE = ["model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=8", "train.seq_len=4096", "train.global_batch=32"]
@@ -64,11 +66,21 @@ def test_it_prints_a_summary_a_picture_and_where_the_trace_is() -> None:
         "bubble",
     ):
         assert words in answer.out
-    assert f"runs of {STACK}, of devices" in " ".join(answer.out.split()) and "mine.simulated.json.gz" in answer.out
+    assert f"runs of {STACK}, of devices" in " ".join(answer.out.split())
+    file = Path("runs/mine/timelines/simulated.json.gz")
+    assert f"trace: {file} " in answer.out
     rows = [line for line in answer.out.splitlines() if line.startswith(("0  F0", "1  ."))]
     assert len(rows) == 2 and "B0-" in rows[0] and max(map(len, rows)) <= 150
-    events = json.loads(gzip.decompress(Path("mine.simulated.json.gz").read_bytes()))["traceEvents"]
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert any(event["name"] == "forward 1.7/3" for event in events)
+
+
+def test_the_timeline_goes_beside_the_run_and_does_not_begin_it(tiny: Path, tmp_path: Path) -> None:
+    answer = meshwright("simulate", tiny, "--runs", tmp_path / "there")
+    assert answer.code == 0, answer.err
+    written = [file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()]
+    assert written == [Path("there/tiny/timelines/simulated.json.gz")]
+    assert not continues(load_run(tiny, []), tmp_path / "there" / "tiny")
 
 
 def test_too_narrow_a_terminal_gets_no_picture() -> None:
@@ -100,7 +112,7 @@ def test_an_unknown_gpu_is_told_what_to_ask_and_a_processor_is_a_guess(tmp_path:
         and "no figures for T4" in answer.json["error"]
         and "meshwright profile" in answer.json["error"]
     )
-    assert not list(tmp_path.glob("*.json*"))
+    assert not list(tmp_path.iterdir())
     found = meshwright(*question, "cluster.gpu=cpu").json
     assert found["high_seconds"] > 8 * found["low_seconds"]
 
@@ -148,4 +160,6 @@ def test_plan_shows_schedule_and_stages() -> None:
 def test_a_processor_s_band_is_said_to_be_a_guess_and_no_rank_computes_longer_than_its_window() -> None:
     answer = meshwright("simulate", "cluster.gpus_per_node=2", "plan.shard=2", "plan.micro_batch=1", "train.seq_len=64")
     assert answer.code == 0, answer.err
-    assert "set by hand: the device is in no table" in " ".join(answer.out.split()) and "bubble 0.0%" in answer.out
+    shown = " ".join(answer.out.split())
+    assert "set by hand: the device is in no table" in shown and "bubble 0.0%" in answer.out
+    assert "CPU times are not predicted without a profile" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshwright.launch import machine
 from meshwright.launch.folder import held
 from meshwright.launch.prepare import Prepared, plan_yaml, prepare_run
 from meshwright.observe.account import read_account
+from meshwright.observe.closing import command_to_continue
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_plan, load_run
@@ -54,8 +56,13 @@ def test_a_finished_run_is_left_as_it_is(finished: Path, tiny: Path, launched: b
     words = ["train", tiny, ONE, "checkpoint.every=3", "plan.micro_batch=2", "--runs", finished.parent]
     answer = train_here(*words[1:]) if launched else meshwright(*words)
     assert answer.code == 0
-    assert answer.err == f"{finished} is finished: 6 of 6 steps; nothing is changed in it\n"
+    assert answer.out == f"{finished} is finished: 6 of 6 steps; nothing is changed in it\n"
     assert contents() == before
+
+
+def test_the_command_to_continue_continues_the_run(finished: Path) -> None:
+    answer = meshwright(*shlex.split(command_to_continue(finished))[1:])
+    assert (answer.code, answer.out) == (0, f"{finished} is finished: 6 of 6 steps; nothing is changed in it\n")
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
@@ -95,7 +102,7 @@ def test_a_start_says_what_it_trains_on(
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     announce(Prepared(Assignment.read(finished / "assignment.json"), finished, resumes=False))
-    assert f"  {said}\n" in capsys.readouterr().err
+    assert f"  {said}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
@@ -112,22 +119,27 @@ def test_another_configuration_is_not_resumed(finished: Path, tiny: Path, launch
     assert "train.seq_len" not in answer.err and "--fresh" in answer.err
 
 
-def test_a_run_is_held_to_what_was_predicted_behind_its_warm_up_and_at_its_end(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_cpu_without_a_profile_says_once_that_its_step_time_was_not_predicted(
+    tiny: Path, tmp_path: Path
+) -> None:
     answer = train_here(tiny, ONE, "train.steps=17", "--runs", tmp_path)
     assert answer.code == 0, answer.err
-    told = [line for line in answer.err.splitlines() if line.startswith("steps ")]
-    assert len(told) == 2 and told[0].startswith("steps 6 to 15: step ") and told[1].startswith("steps 6 to 17: step ")
+    (told,) = [line for line in answer.out.splitlines() if line.startswith("steps ")]
+    assert told.startswith("steps 6 to 17: step ") and "CPU times are not predicted without a profile" in told
+    assert "GB resident, interpreter included, predicted about " in told.replace("MB", "GB")
+    assert "faster" not in told and "outside of the predicted band" not in answer.out
     run = tmp_path / "tiny"
     plan = load_plan(run / "plan.yaml")
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "account"]
-    assert [line["step"] for line in lines] == [16, 17]
-    assert plan.predicted is not None
-    assert all(line["memory_bytes"]["predicted"] == plan.predicted.memory_peak_bytes for line in lines)
+    assert [line["step"] for line in lines] == [17]
+    assert plan.predicted is not None and plan.predicted.step_seconds is None and plan.predicted.breakdown is None
+    assert lines[0]["memory_bytes"]["predicted"] == plan.predicted.memory_peak_bytes
     kept = read_account(lines[-1])
     assert json.loads((run / "summary.json").read_text())["account"] == to_plain(kept)
     steps = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
     assert kept.step_seconds.measured == pytest.approx(median(line["step_seconds"] for line in steps[5:]))
-    assert "Predicted and measured" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "Predicted and measured" in page and "CPU times are not predicted without a profile" in page
     assert meshwright("report", run, "--json").json["account"] == to_plain(kept)
 
 

@@ -14,14 +14,15 @@ import torch
 
 from meshwright.checkpoint.convert import export_checkpoint
 from meshwright.checkpoint.verify import list_checkpoints
-from meshwright.data.loader import open_data
+from meshwright.data.loader import MicroBatch, open_data
+from meshwright.data.prepare import prepare
 from meshwright.data.source import Split
 from meshwright.observe.metrics import STEP_KEYS, read_metrics
 from meshwright.spec.layout import shard_rows
 from meshwright.spec.load import load_resolved
 from meshwright.spec.model import parameters
 from meshwright.spec.run import Assignment, RunSpec
-from meshwright.training.evaluate import HeldOut, evaluate_plain
+from meshwright.training.evaluate import HeldOut, evaluate_plain, plain_loss
 from meshwright.training.load import load_model
 from meshwright.training.stop import INTERRUPT, PREEMPT
 from tests.distributed import cases_training as cases
@@ -220,6 +221,50 @@ def test_validation_is_the_same_for_any_number_of_ranks(
     for count in (2, 4):
         for (_, got), (_, truth) in zip(found[count], found[1], strict=True):
             assert got.loss == pytest.approx(truth.loss, rel=1e-12) and got.tokens == truth.tokens
+
+
+@pytest.mark.parametrize("layout", [ranks(2), [*staged(2, "1f1b"), "plan.micro_batch=2"]], ids=["shards", "stages"])
+def test_a_mixture_s_validation_names_each_source_s_loss(
+    pool: Pool, tiny: Path, tmp_path: Path, layout: list[str]
+) -> None:
+    mix = {str(tiny.parent / "data"): 2, str(other_data(tiny, tmp_path)): 1}
+    words = [f"data.mix={json.dumps(mix)}", "data.document_mask=true", "train.validate_batches=3"]
+    words += ["plan.compute=fp64", "train.steps=1", "train.warmup_steps=0", *layout]
+    seen = trained(pool, tiny, tmp_path, *words)
+    ((_, got),) = seen[0].validations
+    assert all(each.validations == seen[0].validations for each in seen)
+    rows = losses_by_source(tmp_path / "tiny", tiny_run(tiny, *words))
+    assert set(rows) == set(mix) and rows[str(tmp_path / "other")][1] != rows[str(tiny.parent / "data")][1]
+    assert got.by_source == pytest.approx({name: loss / tokens for name, (loss, tokens) in rows.items()}, rel=1e-9)
+    losses, tokens = zip(*rows.values(), strict=True)
+    assert got.loss == pytest.approx(sum(losses) / sum(tokens), rel=1e-9) and got.tokens == sum(tokens)
+    (line,) = (one for one in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if one["kind"] == "validation")
+    assert line["by_source"] == got.by_source
+
+
+def other_data(tiny: Path, folder: Path) -> Path:
+    """Another corpus by the tiny run's tokenizer, in which a few words come again and again."""
+    text = folder / "text"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text("seven wizards eat blue ink " * (5 + number % 7), encoding="utf-8")
+    prepare([str(text)], str(tiny.parent / "data" / "train"), folder / "other", held_out=0.5)
+    return folder / "other"
+
+
+def losses_by_source(folder: Path, run: RunSpec) -> dict[str, tuple[float, int]]:
+    """Summed loss and valid tokens of each source's held-out samples, sample by sample by the plain model of a finished run."""
+    model = load_model(folder, torch.device("cpu"), torch.float64)
+    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, split="validation")
+    found: dict[str, tuple[float, int]] = {}
+    for index in range(HeldOut.of(source, run.train.global_batch * run.train.validate_batches).samples):
+        row, name = source.samples([index]), source.describe(index)["source"]
+        tensors = [torch.from_numpy(part) for part in (row.tokens, row.targets, row.positions, row.documents)]
+        with torch.no_grad():
+            loss = plain_loss(model, MicroBatch(*tensors, valid_tokens=0)).item()
+        before, tokens = found.get(name, (0.0, 0))
+        found[name] = before + loss, tokens + int((row.targets >= 0).sum())
+    return found
 
 
 def valid_tokens(run: RunSpec, samples: int, split: Split = "train") -> int:

@@ -152,7 +152,8 @@ def test_without_figures_of_the_device_memory_alone_is_compared() -> None:
     told = account(Predicted(memory_peak_bytes=67 * GIB), of(step(6)), TIMELINE)
     assert told.parts == () and told.recorded is None and told.step_seconds.error is None
     (line,) = lines(told, "runs/demo")
-    assert "step 920 ms, not predicted" in line and "predicted 71.9 GB: -6.0%" in line
+    assert "step 920 ms (no figures of this device are known; `meshwright profile" in line
+    assert "predicted 71.9 GB: -6.0%" in line
 
 
 @pytest.mark.parametrize("timeline", [None, TIMELINE])

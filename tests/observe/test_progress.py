@@ -1,6 +1,10 @@
 import io
 import os
 import pty
+import re
+import sys
+
+import pytest
 
 from meshwright.observe.progress import Progress
 
@@ -91,6 +95,8 @@ def test_validation_prints_a_line_and_joins_the_next():
     progress.update({"kind": "validation", "step": 1, "loss": 2.5})
     progress.update(record(2))
     lines = stream.getvalue().splitlines()
+    progress.update({"kind": "validation", "step": 2, "loss": 2.5, "by_source": {"code": 2.0, "web": None}})
+    assert stream.getvalue().endswith("step 2 | validation loss 2.5000 (code 2.0000, web not finite)\n")
     assert lines[0] == "step 1 | validation loss 2.5000" and "| val 2.5000 |" in lines[1]
 
 
@@ -119,7 +125,7 @@ def test_a_broken_pipe_ends_the_display_and_not_the_run():
     progress.close()
 
 
-def on_terminal(monkeypatch, scene):
+def on_terminal(monkeypatch, scene, **options):
     """Run `scene(progress)` on a pseudo-terminal of 80 columns and return what it showed."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
@@ -127,7 +133,7 @@ def on_terminal(monkeypatch, scene):
     monkeypatch.setenv("COLUMNS", "80")
     ours, theirs = pty.openpty()
     stream = os.fdopen(theirs, "w")
-    with Progress(100, stream=stream, title="quick", ranks=2) as progress:
+    with Progress(100, stream=stream, title="quick", ranks=2, **options) as progress:
         scene(progress)
     stream.close()
     return drained(ours)
@@ -153,7 +159,35 @@ def test_a_terminal_shows_the_bar_figures_and_notes(monkeypatch):
     text = on_terminal(monkeypatch, scene)
     assert "quick" in text and "50/100" in text and "━" in text and "checkpoint written" in text
     assert "3.2500" in text and "41.3%" in text and "elapsed" in text
-    assert "step 50" not in text, "plain lines belong to logs"
+
+
+def test_a_terminal_keeps_a_step_line_every_few_seconds_above_the_display(monkeypatch):
+    time = Time()
+
+    def scene(progress):
+        for step in range(1, 61):
+            time.now += 0.5
+            progress.update(record(step))
+        progress.update({"kind": "validation", "step": 60, "loss": 2.5})
+
+    text = on_terminal(monkeypatch, scene, clock=time)
+    lines = [int(step) for step in re.findall(r"step +(\d+)/100", text)]
+    assert lines == [1, 2, 3, 4, 5, *range(9, 61, 4)]
+    assert "step 60 | validation loss 2.5000" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_goes_to_stdout_and_never_to_stderr(monkeypatch, terminal):
+    monkeypatch.setenv("TERM", "xterm" if terminal else "dumb")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as out, io.StringIO() as err:
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        with Progress(9) as progress:
+            progress.update(record(1))
+            print("a warning", file=sys.stderr)
+        shown = err.getvalue()
+    assert shown == "a warning\n" and "step 1/9" in drained(ours)
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch):

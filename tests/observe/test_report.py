@@ -180,10 +180,19 @@ def test_what_was_predicted_stands_beside_what_was_measured(folder):
     assert page.classes().count("slim") == 6 and "off" in page.classes()
 
 
+def test_the_loss_of_each_source_of_a_mixture_is_drawn(folder):
+    with MetricsWriter(folder / "metrics.jsonl", resume_from=40) as writer:
+        writer.write_validation(40, 2.5, by_source={"corpora/code": 2.0, HOSTILE: 3.0})
+    page = page_of(folder)
+    assert "validation, corpora/code" in page.text and f"validation, {HOSTILE}" in page.text
+
+
 def test_without_figures_of_the_device_the_card_has_a_table_and_no_bars(folder):
     write_account(folder, Predicted(memory_peak_bytes=9 << 30))
     page = page_of(folder)
-    assert "no step time was predicted" in page.text and "Step time–500 ms" in page.text
+    assert (
+        "without a profile; meshwright profile measures this machine" in page.text and "Step time–500 ms" in page.text
+    )
     assert "slim" not in page.classes()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.observe.sinks import SinkThread, open_sinks, scalars
 from meshwright.spec.errors import BadInput
-from meshwright.spec.job import ObserveSpec
+from meshwright.spec.job import ObserveSpec, WandbSpec
 
 
 class Collecting:
@@ -111,7 +111,8 @@ def test_scalars_are_named_by_kind_and_nesting():
         "flag": True,
     }
     assert dict(scalars(record)) == {"train/loss": 2.0, "train/phases/forward": 0.5}
-    assert dict(scalars({"kind": "validation", "step": 3, "loss": 1.0})) == {"validation/loss": 1.0}
+    validation = {"kind": "validation", "step": 3, "loss": 1.0, "by_source": {"corpora/code": 0.5, "web": 2.0}}
+    assert dict(scalars(validation)) == {"validation/loss": 1.0, "val/corpora/code": 0.5, "val/web": 2.0}
 
 
 def test_tensorboard_files_hold_the_scalars(tmp_path):
@@ -129,7 +130,8 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "package"), [(ObserveSpec(tensorboard=True), "tensorboard"), (ObserveSpec(wandb="p"), "wandb")]
+    ("spec", "package"),
+    [(ObserveSpec(tensorboard=True), "tensorboard"), (ObserveSpec(wandb=WandbSpec(project="p")), "wandb")],
 )
 def test_a_missing_package_is_named_with_its_key(tmp_path, monkeypatch, spec, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -167,7 +169,7 @@ class FakeWandb(types.ModuleType):
 def test_wandb_gets_steps_and_the_config(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    thread = open_sinks(ObserveSpec(wandb="project"), tmp_path / "quick", {"seed": 1}, print)
+    thread = open_sinks(ObserveSpec(wandb=WandbSpec(project="project")), tmp_path / "quick", {"seed": 1}, print)
     thread.put({"kind": "step", "step": 7, "loss": 2.0})
     thread.close()
     assert wandb.logged == [{"step": 7, "train/loss": 2.0}] and wandb.finished
@@ -178,7 +180,23 @@ def test_wandb_gets_steps_and_the_config(tmp_path, monkeypatch):
     )
 
 
+def test_wandb_is_told_team_name_tags_and_notes(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    spec = WandbSpec(project="project", entity="team", name="first", tags=("a", "b"), notes="why")
+    open_sinks(ObserveSpec(wandb=spec), tmp_path / "quick", {}, print).close()
+    told = {key: wandb.options[key] for key in ("project", "entity", "name", "group", "tags", "notes")}
+    assert told == {
+        "project": "project",
+        "entity": "team",
+        "name": "first",
+        "group": "quick",
+        "tags": ["a", "b"],
+        "notes": "why",
+    }
+
+
 def test_wandb_without_a_login_is_bad_input(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(refuse=True))
     with pytest.raises(BadInput, match="WANDB_MODE=offline"):
-        open_sinks(ObserveSpec(wandb="project"), tmp_path, {}, print)
+        open_sinks(ObserveSpec(wandb=WandbSpec(project="project")), tmp_path, {}, print)

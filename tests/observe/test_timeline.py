@@ -37,7 +37,7 @@ from meshwright.training.stop import StopRequest
 from meshwright.training.timelines import prediction
 from tests.cli.command import meshwright
 from tests.distributed.pool import Pool
-from tests.training.tiny import make_tiny, prepared
+from tests.training.tiny import cpu_profile, make_tiny, prepared
 
 UNITS = 2
 
@@ -206,7 +206,8 @@ def measured_rank(names: dict[int, str]) -> dict[int, int]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe_v"])
 def test_a_pipeline_run_draws_what_its_schedule_says(pool: Pool, tmp_path: Path, schedule: str) -> None:
-    file, played, _ = drawn(pool, tmp_path, 2, "plan.pipeline=2", f"plan.schedule={schedule}")
+    profile = f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}"
+    file, played, _ = drawn(pool, tmp_path, 2, "plan.pipeline=2", f"plan.schedule={schedule}", profile)
     names, events = read_trace(file)
     assert [names[rank] for rank in (0, 1)] == ["predicted: pipeline rank 0", "predicted: pipeline rank 1"]
     process = measured_rank(names)
@@ -230,6 +231,13 @@ def test_a_pipeline_run_draws_what_its_schedule_says(pool: Pool, tmp_path: Path,
         assert 0 <= row["bubble"] < 1
         parts = [row[key] for key in row if key not in ("step", "step_seconds", "bubble")]
         assert sum(parts) == pytest.approx(row["step_seconds"])
+
+
+def test_a_step_of_a_cpu_without_a_profile_is_drawn_without_a_prediction(pool: Pool, tmp_path: Path) -> None:
+    file, *_ = drawn(pool, tmp_path, 1)
+    found = json.loads(file.with_name("steps-2-3.summary.json").read_text())
+    assert found["predicted"] is None and found["not_predicted"].startswith("CPU times are not predicted without a")
+    assert list(measured_rank(read_trace(file)[0])) == [0]
 
 
 def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ FOUND = [
     ("plan.layers.0.range", "0}", "text", '"0"'),
     ("plan.layers.1.recompute", "ful}", "none | selective | all_but_attention | full", "full"),
     ("checkpoint", "5", "a section (every, keep, at_end)", None),
-    ("observe.wandb", "[project]", "text", None),
+    ("observe.wandb", "[project]", "a project's name or a section", None),
     ("zebra", "zebra", "top-level key", None),
     ("zebra", "!paint", "without tags", None),
 ]

@@ -162,7 +162,8 @@ def test_what_is_coerced() -> None:
         (("plan", "recompute"), "none | selective | all_but_attention | full"),
         (("data", "mix", "any"), "number (> 0, ≤ 1e+15)"),
         (("checkpoint",), "a section (every, keep, at_end)"),
-        (("observe", "wandb"), "text, or none"),
+        (("observe", "wandb"), "a section (project, entity, name, tags, …), or none"),
+        (("observe", "wandb", "entity"), "text, or none"),
     ],
 )
 def test_what_a_field_takes_in_words(path: tuple[str | int, ...], text: str) -> None:

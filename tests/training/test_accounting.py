@@ -85,6 +85,12 @@ def test_a_short_start_speaks_at_its_end_alone_or_not_at_all(monkeypatch: pytest
         assert (held.close(None) is not None) == speaks
 
 
+def test_without_a_predicted_step_time_it_speaks_at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, kept, session = start(monkeypatch, Predicted(memory_peak_bytes=9))
+    play(held, session, 30)
+    assert not kept.told and held.close(None) is not None and len(kept.lines) == 1
+
+
 def test_nothing_is_said_where_nothing_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     held, kept, session = start(monkeypatch, None)
     play(held, session, 20)

@@ -9,6 +9,7 @@ from meshwright.data.prepare import prepare
 from meshwright.launch import prepare as launching
 from meshwright.launch.prepare import Prepared
 from meshwright.spec.load import load_run
+from meshwright.spec.profile import MachineProfile, ProductTime, to_json
 from meshwright.spec.run import RunSpec
 
 RUN_FILE = """\
@@ -36,6 +37,17 @@ def make_tiny(folder: Path) -> Path:
             (source / f"{number}.txt").write_text(f"Story {number}. {' '.join(words)}.\n", encoding="utf-8")
         prepare([str(source)], "train:300", data, held_out=0.2)
         file.write_text(RUN_FILE.format(data=data), encoding="utf-8")
+    return file
+
+
+def cpu_profile(file: Path) -> Path:
+    """`file` with a profile of a CPU of two ranks: its times are predicted then."""
+    product = ProductTime(format="fp32", m=512, k=512, n=512, seconds=5e-3, burst_seconds=5e-3)
+    profile = MachineProfile(
+        date="2026-01-02T03:04:05Z", gpu="cpu", device="a processor", devices=2, nodes=1, cores=4, memory_bytes=32 << 30,
+        products=(product,),
+    )  # fmt: skip
+    file.write_text(to_json(profile), encoding="utf-8")
     return file
 
 

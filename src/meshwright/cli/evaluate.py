@@ -57,12 +57,15 @@ def evaluate(
         "perplexity": result.perplexity,
         "bits_per_byte": result.bits_per_byte,
         "tokens": result.tokens,
+        **({"by_source": result.by_source} if result.by_source else {}),
     }
     if as_json:
         print(json.dumps(answer))
         return
     bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte else ""
     print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}{bits} ({result.tokens:,} tokens)")
+    for name, loss in result.by_source.items():
+        print(f"  {name}: loss {loss:.4f}")
 
 
 def _evaluate(

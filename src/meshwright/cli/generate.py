@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.evaluate import Model
-from meshwright.cli.options import Json, model_folder
-from meshwright.cli.spread import PlanFile, ask_ranks
+from meshwright.cli.options import Json, model_folder, say
+from meshwright.cli.spread import PlanFile, ask_ranks, model_in
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -79,13 +79,25 @@ def sample(
     tokenizer = Tokenizer.from_file(str(file))
     stop = tokenizer.token_to_id("<|endoftext|>")
     how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
-    made = _continued(folder, [tokenizer.encode(prompt).ids or [stop or 0] for prompt in prompts], how, plan)
+    ids = [tokenizer.encode(prompt).ids or [stop or 0] for prompt in prompts]
+    _warn_past_context(folder, max(map(len, ids)), tokens)
+    made = _continued(folder, ids, how, plan)
     samples = []
     for prompt, tokens_made in zip(prompts, made, strict=True):
         show(prompt)
         samples.append({"prompt": prompt, "text": _shown(tokenizer, tokens_made, show)})
         show("\n")
     return samples
+
+
+def _warn_past_context(folder: Path, prompt: int, tokens: int) -> None:
+    """Say on stderr when a prompt of `prompt` tokens and `tokens` new ones are more than the model's context."""
+    context = model_in(folder)[0].max_seq_len
+    if prompt + tokens > context:
+        say(
+            f"meshwright: a prompt of {prompt} tokens and {tokens} new tokens pass the model's context of {context}; "
+            f"each new token then follows from the last {context} alone. Fewer --tokens or a shorter prompt stay within it"
+        )
 
 
 def _shown(tokenizer: Tokenizer, tokens: Iterable[int], show: Callable[[str], object]) -> str:

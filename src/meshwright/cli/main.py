@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def app_for(words: Sequence[str]) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         # click 8.4 suggests by itself; the click inside of newer typers leaves it to them.
         suggest_commands=find_spec("typer._click") is not None,
     )
@@ -67,7 +68,7 @@ def _root(
 def main() -> None:
     """Run the command line; ends the process with the exit codes of docs/getting-started.md."""
     try:
-        app_for(sys.argv[1:])()
+        app_for(_words_to_complete() or sys.argv[1:])(prog_name="meshwright")
     except BadConfig as error:
         _say(f"{len(error.mistakes)} mistake{'s' * (len(error.mistakes) > 1)} in the configuration:\n{error}", error)
     except MeshwrightError as error:
@@ -80,6 +81,13 @@ def main() -> None:
         if failure.exit_code == EXIT_INTERNAL:
             traceback.print_exc()
         _say(str(failure), failure)
+
+
+def _words_to_complete() -> list[str]:
+    """The words behind `meshwright` on the line that a shell asks to complete; empty when none asks."""
+    if "_MESHWRIGHT_COMPLETE" not in os.environ:
+        return []
+    return os.environ.get("_TYPER_COMPLETE_ARGS", os.environ.get("COMP_WORDS", "")).split()[1:]
 
 
 def _say(message: str, error: MeshwrightError) -> None:

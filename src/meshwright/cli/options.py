@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.events.terminal import write_line
 from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
 
 
 def say(text: str) -> None:
+    """Print a remark beside a command's result, which has stdout to itself."""
     print(text, file=sys.stderr)
 
 
@@ -63,6 +65,11 @@ def check_runs(runs: Path) -> None:
     above = next((folder for folder in (runs, *runs.parents) if os.path.lexists(folder)), Path())
     if not above.is_dir():
         raise BadInput(f"--runs {runs}: expected a folder, and {above} is a file; name another folder")
+
+
+def print_now(text: str) -> None:
+    """Print a line of progress on stdout at once: ranks in processes of their own print there too."""
+    write_line(text, sys.stdout)
 
 
 def check_place(option: str, file: Path | None) -> None:

@@ -32,7 +32,7 @@ from meshwright.planner.objectives import (
     scaling,
     shortest_training,
 )
-from meshwright.planner.reprice import repriced
+from meshwright.planner.reprice import predicted
 from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
@@ -216,7 +216,7 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
         raise BadInput(
             f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
-    plan = repriced(run, given_plan(run))
+    plan = predicted(run, given_plan(run))
     if wishes.trainable:
         refuse_untrainable(run, plan)
     return Answer(run, wishes, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)

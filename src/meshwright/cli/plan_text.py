@@ -73,7 +73,7 @@ def _head(console: Console, answer: Answer) -> None:
     said = plan.predicted
     if said is not None:
         console.print(_figures(said, cluster.memory_bytes()))
-        if said.step_seconds and (warned := caution(run)):
+        if warned := caution(run):
             console.print(f"  {warned}")
     if answer.given:
         console.print(f"the plan of {run.plan}, priced on this cluster")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.options import split_words
+from meshwright.costs.machine import UNPREDICTED, is_guessed
 from meshwright.costs.of_plan import STACK, as_nodes
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
@@ -25,6 +26,8 @@ STAGES_SHOWN = 8
 
 def caution(run: RunSpec) -> str:
     """What to think of the predicted seconds, where this program's own runs do not say that they are right; empty where they do."""
+    if is_guessed(run.cluster):
+        return UNPREDICTED
     if STACK != "meshwright":
         return f"with {STACK}'s constants: good for comparing plans and networks, not as a promise"
     if run.data.document_mask:

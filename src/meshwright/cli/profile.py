@@ -204,8 +204,9 @@ def _correct(folder: Path, out: Path | None) -> None:
     after = corrected(before, run, plan, _measured_step(folder))
     write_durable(out, to_json(after))
     row = after.corrections[-1]
+    verb = "guessed" if known is None and run.cluster.is_cpu else "predicted"
     print(
-        f"{run.name}: predicted {row.predicted_seconds:.4g} s a step{'' if known else ' (nothing measured)'}, measured "
+        f"{run.name}: {verb} {row.predicted_seconds:.4g} s a step{'' if known else ' (nothing measured)'}, measured "
         f"{row.measured_seconds:.4g} s; device time × {row.factor:.3f}"
     )
     print(f"wrote {out}", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Runs, Words, load, say
+from meshwright.cli.options import Runs, Words, load
 from meshwright.cli.train import start_ranks
 from meshwright.files.durable import write_durable
 
@@ -75,19 +75,22 @@ def _steps(folder: Path) -> list[float]:
 def _closing(folder: Path, total: float, steps: list[float]) -> None:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     trained = sum(steps)
-    say("")
+    print()
     if "held_out_loss" in summary:
-        gain = summary["unigram_entropy_nats"] - summary["held_out_loss"]
-        say(
-            f"held-out loss {summary['held_out_loss']:.3f} nats per token, {gain:.2f} below the text's unigram entropy "
-            f"({summary['unigram_entropy_nats']:.3f}); {summary['bits_per_byte']:.3f} bits per byte"
+        loss, entropy = summary["held_out_loss"], summary["unigram_entropy_nats"]
+        side = "below" if loss < entropy else "above"
+        print(
+            f"held-out loss {loss:.3f} nats per token, {abs(entropy - loss):.2f} {side} the text's unigram entropy "
+            f"({entropy:.3f}); {summary['bits_per_byte']:.3f} bits per byte"
         )
-    say(f"{total:.0f} s in all, {trained:.0f} s of it in {len(steps)} training steps ({trained / total:.0%})")
-    say(f"report {folder / 'report.html'} · Hugging Face folder {folder / 'hf'} · checkpoints {folder / 'checkpoints'}")
-    say("Next:")
-    say(f"  meshwright generate {folder} -p 'class Stack:' --tokens 80")
-    say(f"  meshwright eval {folder}")
-    say(
+    print(f"{total:.0f} s in all, {trained:.0f} s of it in {len(steps)} training steps ({trained / total:.0%})")
+    print(
+        f"report {folder / 'report.html'} · Hugging Face folder {folder / 'hf'} · checkpoints {folder / 'checkpoints'}"
+    )
+    print("Next:")
+    print(f"  meshwright generate {folder} -p 'class Stack:' --tokens 80")
+    print(f"  meshwright eval {folder}")
+    print(
         "  meshwright plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=16"
     )
-    say("  meshwright data prepare YOUR_TEXT --tokenizer train:16384 --held-out 0.01 --out corpus")
+    print("  meshwright data prepare YOUR_TEXT --tokenizer train:16384 --held-out 0.01 --out corpus")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json, Words, check_place, load, say
+from meshwright.cli.options import Json, Runs, Words, check_place, load, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,12 +25,13 @@ PRINTED = {"compute": "compute", "closing": "norm, optimizer", "idle": "idle"}
 
 def simulate(
     words: Words = None,
+    runs: Runs = Path("runs"),
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Where to write the timeline; compressed when the name ends in .gz. NAME.simulated.json.gz when left out.",
+            help="Where to write the timeline; compressed when the name ends in .gz. RUN/timelines/simulated.json.gz when left out.",
             show_default=False,
         ),
     ] = None,
@@ -60,12 +61,13 @@ def simulate(
     from meshwright.simulator.trace import write_trace
 
     check_place("--trace", trace)
-    run = with_vocabulary(load(words))
+    run = with_vocabulary(load(words, runs))
     for remark in remarks(words, run):
         say(remark)
     plan, candidates = plan_for(run)
     timeline = simulate_plan(run.model, run.train, plan, run.cluster)
-    file = trace or Path(f"{run.name}.simulated.json.gz")
+    file = trace or runs / run.name / "timelines" / "simulated.json.gz"
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_trace(timeline, file, _rank_names(run, plan))
     answer = _answer(run, plan, timeline, chosen=bool(candidates), trace=file)
     if as_json:

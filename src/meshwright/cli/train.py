@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from meshwright.cli.check import with_all_mistakes
-from meshwright.cli.options import Runs, Words, load, say
+from meshwright.cli.options import Runs, Words, load, print_now
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def start_ranks(
     """Train on local ranks with messages on this terminal; returns the job's exit code."""
     from meshwright.launch.job import run_job
 
-    return run_job(run, runs, profile=profile, timeline=timeline, note=say, announce=announce)
+    return run_job(run, runs, profile=profile, timeline=timeline, note=print_now, announce=announce)
 
 
 def join_ranks(
@@ -136,7 +136,7 @@ def _prepared(
     """What the ranks are handed, announced; None when the run is finished."""
     from meshwright.launch.prepare import prepare_run
 
-    prepared = prepare_run(run, runs, profile=profile, note=say, timeline=timeline)
+    prepared = prepare_run(run, runs, profile=profile, note=print_now, timeline=timeline)
     if prepared is None:
         return None
     announce(prepared)
@@ -153,13 +153,13 @@ def announce(prepared: Prepared) -> None:
     run, plan = assignment.run, assignment.plan
     spared = any(layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
     seq = run.train.seq_len
-    say(f"{'resume' if prepared.resumes else 'run'} {assignment.folder}")
-    say(
+    print_now(f"{'resume' if prepared.resumes else 'run'} {assignment.folder}")
+    print_now(
         f"  {short(parameter_count(run.model))} parameters, {flops_per_token(run.model, seq, causal=True) / 1e9:.3g} GFLOP a token "
         f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.global_batch * seq:,} tokens a step, "
         f"{run.train.steps} steps"
     )
-    say(f"  on {_devices(run.cluster)}")
+    print_now(f"  on {_devices(run.cluster)}")
     batch = plan.batch
     parts = [
         axes_line(plan),
@@ -168,7 +168,7 @@ def announce(prepared: Prepared) -> None:
         *([layers_line(plan)] if spared else []),
         *plan.why[:1],
     ]
-    say(f"  plan: {'; '.join(parts)}")
+    print_now(f"  plan: {'; '.join(parts)}")
 
 
 def _devices(cluster: ClusterSpec) -> str:

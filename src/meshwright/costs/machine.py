@@ -19,6 +19,8 @@ FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp
 """Number format of matrix products → Machine.low."""
 KERNEL_US = 10.0
 """What one operation costs a processor beside its arithmetic and bytes: a guess."""
+UNPREDICTED = "CPU times are not predicted without a profile (`meshwright profile --out FILE` measures this machine)"
+"""What is said in place of seconds where `is_guessed`."""
 GUESSED_SPREAD, MEASURED_SPREAD, CORRECTED_SPREAD = (-1.1, 1.1), (-0.3, 0.9), (-0.2, 0.2)
 
 
@@ -33,6 +35,11 @@ def chip_of(cluster: ClusterSpec) -> Chip | None:
     if cluster.profile is not None:
         return chip_of_profile(load_profile(cluster.profile))
     return guessed_processor((os.cpu_count() or 1) // cluster.gpus_per_node) if cluster.is_cpu else None
+
+
+def is_guessed(cluster: ClusterSpec) -> bool:
+    """Whether the device is a CPU without a profile: its guessed rates are good for comparing plans, not for predicting seconds."""
+    return cluster.is_cpu and cluster.profile is None
 
 
 def spread(cluster: ClusterSpec) -> tuple[float, float] | None:

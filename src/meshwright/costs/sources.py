@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.costs.constants import OWN, constants, is_measured, table
-from meshwright.costs.machine import as_measured, chip_of, machine_of
+from meshwright.costs.machine import as_measured, chip_of, is_guessed, machine_of
 from meshwright.costs.measured import fits
 from meshwright.costs.of_plan import STACK, as_nodes, doubt
 from meshwright.spec.chips import CHIPS
@@ -32,7 +32,7 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None
     absent = {"network"} if nodes.nodes == 1 else {"links inside a node"} if nodes.gpus_per_node == 1 else set()
     absent |= {"overlap", "links inside a node"} if nodes.ranks == 1 else set()
     found = {group: _unmeasured(cluster, group) for group in GROUPS if group not in absent}
-    if plan is not None:
+    if plan is not None and not is_guessed(cluster):
         found["80% band"] = doubt(cluster, plan)[1]
     chip = chip_of(nodes)
     if cluster.profile is None or chip is None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -51,6 +52,14 @@ class _Ahead:
     arrived: torch.cuda.Event | None
 
 
+class Samples(Protocol):
+    """What a loader reads: a `DataSource`, or a part of it."""
+
+    document_mask: bool
+
+    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch: ...
+
+
 class Loader:
     """Iterator over steps; each item is this data rank's list of micro-batches for one step. It never ends by itself.
 
@@ -63,7 +72,7 @@ class Loader:
 
     def __init__(
         self,
-        source: DataSource,
+        source: Samples,
         *,
         global_batch: int,
         data_rank: int,

@@ -31,7 +31,7 @@ from meshwright.planner.candidate import (
 )
 from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
-from meshwright.planner.reprice import repriced
+from meshwright.planner.reprice import predicted
 from meshwright.schedules.of_plan import stage_schedule
 from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
@@ -226,7 +226,7 @@ def prepare_run(
             check_init(run)
     with about("plan"):
         # What the run is held to; a plan file's own figures may be of another machine.
-        plan = repriced(run, training_plan(run, note))
+        plan = predicted(run, training_plan(run, note))
         check_host_memory(run, plan)
     with about("checkpoint"):
         check_disk(run, folder)

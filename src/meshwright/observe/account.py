@@ -192,17 +192,23 @@ def comparable_memory(predicted: Predicted, *, resident: bool) -> int:
 def lines(told: Account, run: str) -> list[str]:
     """What a person reads: step and memory, the parts, and what to do about a step time outside of its band. `run` is the run's folder."""
     step = told.step_seconds
-    first = f"steps {told.steps[0]} to {told.steps[1]}: step {_step(step)}; memory {_memory(told)}"
+    first = f"steps {told.steps[0]} to {told.steps[1]}: step {_step(told)}; memory {_memory(told)}"
     return [first, *(_part_line(part) for part in told.parts), *(_hints(told, run) if step.outside else [])]
 
 
-def _step(step: Beside) -> str:
+def _step(told: Account) -> str:
+    step = told.step_seconds
     measured = figures.duration(step.measured)
     if step.predicted is None or step.error is None:
-        return f"{measured}, not predicted (no figures of this device; `meshwright profile` measures them)"
+        return f"{measured} ({why_unpredicted(told)}; `meshwright profile --out FILE` measures this machine)"
     ends = f" ({figures.duration(step.low)} to {figures.duration(step.high)})" if step.low and step.high else ""
     way = "slower" if step.error >= 0 else "faster"
     return f"{measured}, predicted {figures.duration(step.predicted)}{ends}: {100 * abs(step.error):.1f}% {way}"
+
+
+def why_unpredicted(told: Account) -> str:
+    """Why the account has no predicted step time. Memory is resident on CPUs alone."""
+    return "CPU times are not predicted without a profile" if told.resident else "no figures of this device are known"
 
 
 def _memory(told: Account) -> str:

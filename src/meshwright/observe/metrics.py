@@ -61,7 +61,7 @@ class MetricsWriter:
         self._append({"kind": "step", **record})
 
     def write_validation(self, step: int, loss: float, **more: Any) -> None:
-        """The mean validation loss (nat per token) after `step`."""
+        """The mean validation loss (nat per token) after `step`; of a mixture `by_source` has each source's."""
         self._append({"kind": "validation", "step": step, "loss": loss, **more})
 
     def write_event(self, step: int, text: str) -> None:

@@ -1,7 +1,7 @@
-"""Live progress of a run on stderr: two lines that stay in place on a terminal, plain lines in a log file.
+"""Progress of a run on stdout: plain lines, which a log file and a terminal's scrollback keep, and on a terminal a live display below them.
 
 A figure that is not known is left out; an unknown chip shows no MFU rather than a wrong one. When the terminal goes
-away the display ends and the run goes on.
+away the display ends and the run goes on. Warnings and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REMEMBERED_STEPS = 50
 class Progress:
     """Shows step lines as they come (see observe.metrics.STEP_KEYS); also a context manager.
 
-    `start_step` is the number of steps already done. `stream` and `clock` are for tests; they default to stderr and the
+    `start_step` is the number of steps already done. `stream` and `clock` are for tests; they default to stdout and the
     monotonic clock.
     """
 
@@ -53,14 +53,16 @@ class Progress:
         self._loss: float | None = None
         self._validation: float | None = None
         self._record: Mapping[str, Any] = {}
-        self._console = Console(file=cast(TextIO, _Terminal(stream or sys.stderr)), highlight=False)
+        self._console = Console(file=cast(TextIO, _Terminal(stream or sys.stdout)), highlight=False)
         self._live = self._open_live()
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show one metrics line: a step, or a validation."""
         if record.get("kind") == "validation":
             self._validation = record.get("loss")
-            self._say(f"step {record['step']:,} | validation loss {_number(self._validation, '.4f')}")
+            by_source = [f"{name} {_number(loss, '.4f')}" for name, loss in record.get("by_source", {}).items()]
+            parts = f" ({', '.join(by_source)})" if by_source else ""
+            self.note(f"step {record['step']:,} | validation loss {_number(self._validation, '.4f')}{parts}")
         else:
             self._take_step(record)
 
@@ -87,7 +89,7 @@ class Progress:
             console=self._console,
             get_renderable=self._picture,
             refresh_per_second=4,
-            redirect_stdout=False,
+            redirect_stderr=sys.stderr.isatty(),  # else warnings would leave the file that stderr leads to
             vertical_overflow="crop",
         )
         live.start()
@@ -98,14 +100,10 @@ class Progress:
         loss = record.get("loss")
         self._loss = self._smooth.add(loss) if loss is not None else self._loss
         self._arrivals.append((self._clock(), self._step))
-        if self._live is None and self._line_is_due():
+        if self._line_is_due():
             self._printed += 1
             self._printed_at = self._clock()
-            self._say(self._plain_line())
-
-    def _say(self, line: str) -> None:
-        if self._live is None:
-            self.note(line)
+            self.note(self._plain_line())
 
     def _line_is_due(self) -> bool:
         """The first steps and the last, then every 2 s, growing with the run to every 30 s: a log stays readable for

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 
 from meshwright.observe import figures
-from meshwright.observe.account import WARM_UP, Account, Beside, Part
+from meshwright.observe.account import WARM_UP, Account, Beside, Part, why_unpredicted
 from meshwright.observe.runfolder import RunFolder
 
 COLOURS = {
@@ -54,9 +54,8 @@ def _words(told: Account) -> str:
         "memory is the fullest rank's."
     ]
     if told.step_seconds.predicted is None:
-        said.append(
-            "No figures of this device are known, so no step time was predicted; meshwright profile measures them."
-        )
+        why = why_unpredicted(told)
+        said.append(f"{why[0].upper()}{why[1:]}; meshwright profile measures this machine.")
     elif told.step_seconds.outside:
         said.append(
             "The step time is outside of its band; meshwright profile --from-run corrects the costs by this run."

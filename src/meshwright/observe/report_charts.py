@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.events.span import PHASES
@@ -27,6 +27,8 @@ from meshwright.spec.cluster import ClusterSpec
 MOST_POINTS = 1500
 MOST_COLUMNS = 160
 MOST_VALIDATIONS = 500
+SOURCE_COLOURS = ("c-second", "c-optim", "c-checkpoint", "c-backward")
+"""Of the validation loss of a mixture's first few sources; the metrics have them all."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def _loss(run: RunFolder, rows: Sequence[int], validations: Sequence[Record]) ->
     ]
     if validations:
         series.append(Series("validation", "c-validation", "validation", column(validations, "loss"), "points"))
+        series += _by_source(validations)
     if run.events:
         series.append(Series("events", "c-event", "events", [0.0] * len(run.events), "marks"))
     entropy = number(run.summary.get("unigram_entropy_nats"))
@@ -85,6 +88,16 @@ def _loss(run: RunFolder, rows: Sequence[int], validations: Sequence[Record]) ->
         "loss", "Loss", "nat per token", "loss", tuple(series), from_zero=False, height=300, reference=reference
     )
     return chart if _any(losses) else None
+
+
+def _by_source(validations: Sequence[Record]) -> list[Series]:
+    """The validation loss of each source of a mixture."""
+    found = [record["by_source"] for record in validations if isinstance(record.get("by_source"), Mapping)]
+    names = dict.fromkeys(str(name) for losses in found for name in losses)
+    return [
+        Series(f"validation, {name}", colour, "validation", column(validations, "by_source", name), "points")
+        for name, colour in zip(names, SOURCE_COLOURS, strict=False)
+    ]
 
 
 def _throughput(run: RunFolder, rows: Sequence[int]) -> list[Chart | None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.spec.errors import BadInput
-from meshwright.spec.job import ObserveSpec
+from meshwright.spec.job import ObserveSpec, WandbSpec
 
 Record = Mapping[str, Any]
 
@@ -134,13 +134,16 @@ class WandbSink:
 
     name = "Weights & Biases"
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, spec: WandbSpec, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb  # pyrefly: ignore[missing-import]  (an extra, absent from the test environment)
 
         try:
             self._run = wandb.init(
-                project=project,
-                name=folder.name,
+                project=spec.project,
+                entity=spec.entity,
+                name=spec.name or folder.name,
+                tags=list(spec.tags),
+                notes=spec.notes,
                 group=folder.name,
                 dir=str(folder),
                 config=dict(config),
@@ -160,10 +163,14 @@ class WandbSink:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a line as (`kind/key`, value), nested keys joined by `/`; `step` itself and text are left out."""
+    """The numbers of a line as (`kind/key`, value), nested keys joined by `/`; `step` itself and text are left out.
+
+    The validation loss of a mixture's source is `val/SOURCE`.
+    """
     kind = {"step": "train"}.get(record.get("kind", "step"), record.get("kind"))
     for key, value in record.items():
         inner = value.items() if isinstance(value, Mapping) else [("", value)]
         for sub, number in inner:
             if key not in ("step", "kind") and isinstance(number, (int, float)) and not isinstance(number, bool):
-                yield f"{kind}/{key}/{sub}" if sub else f"{kind}/{key}", float(number)
+                within = "val" if key == "by_source" else f"{kind}/{key}"
+                yield f"{within}/{sub}" if sub else within, float(number)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from meshwright.costs.machine import is_guessed
 from meshwright.costs.of_plan import shard_size
 from meshwright.planner.candidate import (
     HEADROOM,
@@ -53,6 +54,7 @@ CARRIED: tuple[
 """What travels between devices by kernels or by copy engines: by which in a plan or in its pins, between how many ranks, and why by kernels
 where no comparison of seconds says it."""
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
+GUESSED = "plans are compared by guessed rates of a CPU, whose times are not predicted without a profile"
 BESIDE = 3
 """Other values of a choice that are named."""
 NAMED_RANGES = 2
@@ -64,7 +66,8 @@ def reasons(
 ) -> tuple[str, ...]:
     """One sentence for each thing that a person might ask about `best`; `fits` says which plans have enough memory."""
     plan, pins = best.plan, pins_of(run)
-    said = [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
+    said = [GUESSED] if is_guessed(run.cluster) else []
+    said += [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
     said += [*_by_memory(plan, run, fits), *_carried(best, others, run)]
     if refused := untrainable(plan):
         said.append(refused)

@@ -1,9 +1,13 @@
-"""A plan with `predicted` as it is on a run's cluster: memory by kind and the step's seconds by part."""
+"""A plan with `predicted` as it is on a run's cluster: memory by kind and the step's seconds by part.
+
+`repriced` is for comparing plans; `predicted` is for people and leaves out seconds that rest on a guess.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.costs.machine import is_guessed
 from meshwright.costs.memory import fullest
 from meshwright.costs.of_plan import band, pricing
 from meshwright.planner.clock import played_by_stages, played_by_units
@@ -39,6 +43,19 @@ def repriced(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing 
         breakdown=breakdown,
     )  # fmt: skip
     return replace(plan, predicted=said)
+
+
+def predicted(run: RunSpec, plan: Plan) -> Plan:
+    """`plan` repriced for people to read: only memory where the device's rates are a guess. Raises as `repriced`."""
+    return without_guess(run, repriced(run, plan))
+
+
+def without_guess(run: RunSpec, plan: Plan) -> Plan:
+    """`plan` with only memory predicted where its seconds rest on a guess (`costs.machine.is_guessed`)."""
+    said = plan.predicted
+    if said is None or not is_guessed(run.cluster):
+        return plan
+    return replace(plan, predicted=Predicted(memory_peak_bytes=said.memory_peak_bytes, memory_bytes=said.memory_bytes))
 
 
 def _breakdown(run: RunSpec, plan: Plan, by_units: bool, timing: Timing) -> Breakdown:

@@ -18,7 +18,7 @@ from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, fits, moves_activations, pins_of
 from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
-from meshwright.planner.reprice import repriced
+from meshwright.planner.reprice import repriced, without_guess
 from meshwright.planner.space import Points, by_kernels, points
 from meshwright.planner.sweep import MOVING, PLAIN, Strategy, Swept, leaner_than, smallest, strategies_in, sweep
 from meshwright.simulator.of_plan import priced_or_refused
@@ -81,7 +81,8 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
     best = chosen(candidates)
     others = tuple(one for one in candidates if one is not best)
     best = replace(best, plan=replace(best.plan, why=reasons(best, others, run, lambda plan: fits(run, plan, budget))))
-    return Answer(best, others, considered, time.perf_counter() - begun)
+    best, *others = (replace(one, plan=without_guess(run, one.plan)) for one in (best, *others))
+    return Answer(best, tuple(others), considered, time.perf_counter() - begun)
 
 
 def _pricing(run: RunSpec, space: Points) -> Pricing:

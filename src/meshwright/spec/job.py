@@ -84,6 +84,22 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WandbSpec:
+    """A run on Weights & Biases."""
+
+    project: str
+    """Project that the run belongs to."""
+    entity: str | None = None
+    """User or team that owns the project; none takes the default of the login."""
+    name: str | None = None
+    """Name shown there; none takes the name of the run's folder."""
+    tags: tuple[str, ...] = ()
+    """Tags to filter runs by."""
+    notes: str | None = None
+    """Description shown beside the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObserveSpec:
     """What is measured, and where figures go besides metrics.jsonl and report.html."""
 
@@ -91,5 +107,5 @@ class ObserveSpec:
     """Time each phase of every step; without, a step line says how long the step took and not on what."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder (package `tensorboard`)."""
-    wandb: str | None = None
-    """Weights & Biases project to log to (package `wandb`)."""
+    wandb: WandbSpec | None = None
+    """Where to log on Weights & Biases (package `wandb`)."""

@@ -54,6 +54,7 @@ _SHORTHANDS: dict[KeyPath, str] = {
     ("model",): "a preset's name or ",
     ("cluster",): "auto, a cluster file or ",
     ("data", "mix"): "a data directory or ",
+    ("observe", "wandb"): "a project's name or ",
 }
 
 

@@ -37,10 +37,10 @@ another preset starts `model` anew.
 **Extends.** `extends: NAME` starts from a model preset with its usual sequence length and learning rate (table below),
 `extends: FILE` from another run file, which may extend a further one.
 
-**Short forms.** `model: NAME` is `model: {preset: NAME}`. `data.mix: DIR` is `data.mix: {DIR: 1.0}`. `cluster: auto`
-takes what is found on this machine, `cluster: NAME` a built-in example, `cluster: FILE` a YAML file with the keys of
-`cluster`. `plan: auto` leaves everything to the planner, `plan: FILE` runs a plan file as it is, and a section of pins
-fixes single fields.
+**Short forms.** `model: NAME` is `model: {preset: NAME}`. `data.mix: DIR` is `data.mix: {DIR: 1.0}`.
+`observe.wandb: PROJECT` is `observe.wandb: {project: PROJECT}`. `cluster: auto` takes what is found on this machine,
+`cluster: NAME` a built-in example, `cluster: FILE` a YAML file with the keys of `cluster`. `plan: auto` leaves
+everything to the planner, `plan: FILE` runs a plan file as it is, and a section of pins fixes single fields.
 
 **Paths.** Files that describe something (`extends`, `cluster`, `plan`) are looked for beside the file that names them.
 Data and weights (`data.mix`, `data.validation`, `model.init`) are looked for from the current directory, as on any

@@ -136,6 +136,7 @@ def json_schema() -> dict[str, Any]:
     _allow(keys["model"], {"enum": list(MODEL_PRESETS)})
     _allow(keys["cluster"], {"type": "string"})
     _allow(definitions["DataSpec"]["properties"]["mix"], {"type": "string"})
+    _allow(definitions["ObserveSpec"]["properties"]["wandb"], {"type": "string"})
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "meshwright run file"}
     return {**schema, **top, "$defs": definitions}
 

@@ -161,6 +161,9 @@ def _expand(document: Document, folder: Path, detect: Detect) -> None:
     _expand_plan(document, folder)
     if isinstance(document.get(("data", "mix")), str):
         document.put(("data", "mix"), {data["data"]["mix"]: 1.0}, document.value_place(("data", "mix")))
+    project = document.get(("observe", "wandb"))
+    if isinstance(project, str) and project != "none":
+        document.put(("observe", "wandb"), {"project": project}, document.value_place(("observe", "wandb")))
     _expand_home(document)
 
 

@@ -1,4 +1,5 @@
 """What a run says of its own plan: measured step time and memory beside the predicted ones, once behind the warm-up and again at its end.
+A run whose step time is not predicted has nothing to compare early, and says its figures at its end alone.
 
 Everything comes from step lines that were written already; ranks exchange two short tensors between their processors, twice a run.
 """
@@ -42,6 +43,9 @@ class Accounting:
 
     def end_step(self, step: int, timeline: Summary | None) -> None:
         """Step `step` was launched; says once how the first steps behind the warm-up compare. Collective at that step."""
+        said = self._session.plan.predicted
+        if said is None or said.step_seconds is None:
+            return
         if step == self._enough + 1:  # the device is a step behind
             self._tell([record for record in self._steps if record["step"] <= self._enough], timeline)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from meshwright.data.loader import DataSource, Loader, MicroBatch
+from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import Engine
@@ -23,6 +24,8 @@ class Evaluation:
     loss: float
     tokens: int
     bits_per_byte: float | None
+    by_source: dict[str, float] = field(default_factory=dict)
+    """Of a mixture, mean loss in nats per token of each source's tokens; `loss` is their mean by tokens."""
 
     @property
     def perplexity(self) -> float:
@@ -41,6 +44,13 @@ class HeldOut:
         """`wanted` samples, or all when the source has fewer."""
         return cls(source, min(wanted, source.windows))
 
+    def indices_by_source(self) -> dict[str, np.ndarray]:
+        """Global indices of the samples, by the name of their source."""
+        indices = np.arange(self.samples)
+        numbers = self.source.mixture.places(indices).source
+        parts = {name: indices[numbers == number] for number, name in enumerate(self.source.mixture.names)}
+        return {name: part for name, part in parts.items() if len(part)}
+
 
 def evaluate(engine: Engine, held_out: HeldOut, *, mesh: Mesh, micro_batch: int, device: torch.device) -> Evaluation:
     """Mean loss on the held-out samples under the plan of the run; collective."""
@@ -55,7 +65,7 @@ def evaluate(engine: Engine, held_out: HeldOut, *, mesh: Mesh, micro_batch: int,
     if not engine.holds_loss:
         sums.zero_()
     if any(mesh.coordinate(axis) for axis in ("tensor", *CONTEXT_AXES)):
-        sums[1] = 0  # these ranks divide a sequence's loss, and each counted all its tokens
+        sums[:, 1] = 0  # these ranks divide a sequence's loss, and each counted all its tokens
     return _evaluation(held_out, mesh.sum_over_all(sums))
 
 
@@ -83,26 +93,40 @@ def _sums(
     at_once: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """[summed loss, valid tokens] of one data rank's part of the samples, float64. All ranks run every pass, as it is collective."""
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    share = at_once * micro_batch
-    loader = Loader(
-        held_out.source,
-        global_batch=ranks * share,
-        data_rank=rank,
-        data_ranks=ranks,
-        micro_batch=micro_batch,
-        device=device,
-    )
-    with loader:
-        for first in range(0, held_out.samples, ranks * share):
-            batches = next(loader)
-            own = first + rank * share
-            valid = torch.stack(
-                [_valid(batch, held_out.samples - own - number * micro_batch) for number, batch in enumerate(batches)]
-            ).sum()
-            sums += torch.stack([measure(batches), valid])
-    return sums
+    """[summed loss, valid tokens] of one data rank's part of each source's samples, float64 `(sources, 2)`.
+
+    All ranks run every pass, as it is collective. Sources share no pass, so a mixture takes at most one pass more for each source.
+    """
+    rows = []
+    for indices in held_out.indices_by_source().values():
+        sums, share = torch.zeros(2, dtype=torch.float64, device=device), at_once * micro_batch
+        loader = Loader(
+            _Part(held_out.source, indices),
+            global_batch=ranks * share,
+            data_rank=rank,
+            data_ranks=ranks,
+            micro_batch=micro_batch,
+            device=device,
+        )
+        with loader:
+            for first in range(0, len(indices), ranks * share):
+                batches = next(loader)
+                left = len(indices) - first - rank * share
+                valid = [_valid(batch, left - number * micro_batch) for number, batch in enumerate(batches)]
+                sums += torch.stack([measure(batches), torch.stack(valid).sum()])
+        rows.append(sums)
+    return torch.stack(rows)
+
+
+class _Part:
+    """The samples of `source` with the global indices `indices`; behind the last comes the first again."""
+
+    def __init__(self, source: DataSource, indices: np.ndarray) -> None:
+        self.document_mask = source.document_mask
+        self._source, self._indices = source, indices
+
+    def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        return self._source.samples(self._indices[np.asarray(indices) % len(self._indices)])
 
 
 def _valid(batch: MicroBatch, rows: int) -> torch.Tensor:
@@ -113,6 +137,10 @@ def _valid(batch: MicroBatch, rows: int) -> torch.Tensor:
 
 
 def _evaluation(held_out: HeldOut, sums: torch.Tensor) -> Evaluation:
-    loss, tokens = sums[0].item() / sums[1].item(), int(sums[1].item())
-    per_byte = held_out.source.bytes_per_token
-    return Evaluation(loss, tokens, loss / math.log(2) / per_byte if per_byte else None)
+    """The figures that follow from [summed loss, valid tokens] by source."""
+    rows = dict(zip(held_out.indices_by_source(), sums.tolist(), strict=True))
+    by_source = {name: loss / tokens for name, (loss, tokens) in rows.items() if tokens}
+    loss, tokens = (sum(column) for column in zip(*rows.values(), strict=True))
+    mean, per_byte = loss / tokens, held_out.source.bytes_per_token
+    bits = mean / math.log(2) / per_byte if per_byte else None
+    return Evaluation(mean, int(tokens), bits, by_source if len(by_source) > 1 else {})

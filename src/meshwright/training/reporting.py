@@ -83,7 +83,12 @@ class Reporter:
 
     def validation(self, step: int, result: Evaluation) -> None:
         """A validation after `step`."""
-        more = {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, "tokens": result.tokens}
+        more: dict[str, Any] = {
+            "perplexity": result.perplexity,
+            "bits_per_byte": result.bits_per_byte,
+            "tokens": result.tokens,
+        }
+        more |= {"by_source": result.by_source} if result.by_source else {}
         if self._metrics:
             self._metrics.write_validation(step, result.loss, **more)
             self._channel.send(Validation(step, result.loss))

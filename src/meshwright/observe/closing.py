@@ -1,0 +1,47 @@
+"""The last lines of a run: where its report is, and the command that a person needs next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+
+
+def closing_lines(folder: Path, code: int) -> list[str]:
+    """Lines about the run in `folder`, which ended with exit code `code`.
+
+    A finished run is sampled and measured next, a stopped run continued. A failed run gets the path of its logs, as the error message
+    has said what to change.
+    """
+    report, named = folder / "report.html", shlex.quote(str(folder))
+    lines = [f"report: {report}"] if report.exists() else []
+    if code == EXIT_DONE:
+        return lines + [f"next: {command}" for command in _next_commands(folder, named)]
+    if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
+        return lines + [f"continue: {command_to_continue(folder)}"] * _has_checkpoint(folder)
+    return [*lines, f"logs: {folder / 'logs'}"]
+
+
+def command_to_continue(folder: Path) -> str:
+    """The command that continues the run in `folder`, whichever command started it."""
+    runs = [] if folder.parent == Path("runs") else ["--runs", str(folder.parent)]
+    return shlex.join(["meshwright", "train", str(folder / "config.yaml"), *runs])
+
+
+def _next_commands(folder: Path, named: str) -> list[str]:
+    """Commands that work on what the finished run left."""
+    if not _has_checkpoint(folder):
+        return []
+    commands = [f"meshwright generate {named} --prompt 'The '"] if (folder / "tokenizer.json").exists() else []
+    return commands + [f"meshwright eval {named}"] * _was_validated(folder)
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step-*"))
+
+
+def _was_validated(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.exists() and "held_out_loss" in json.loads(summary.read_text(encoding="utf-8"))
