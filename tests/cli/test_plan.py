@@ -361,8 +361,11 @@ def test_the_header_names_nodes_that_differ(cluster: str, words: str, tmp_path: 
 
 def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:
     asked = meshwright("plan", "model=llama3-1b", "cluster.gpu=H100", "train.global_batch=16", "--json")
-    assert asked.err == "no run file: cluster.gpus_per_node=8 train.seq_len=8192 assumed\n"
-    assert meshwright("plan", *ONE, "--json").err == meshwright("plan", tiny, "--json").err == ""
+    assert asked.err == (
+        "no run file: name=quickstart data.mix=stdlib train.steps=140 train.seq_len=8192 train.learning_rate=0.0004 "
+        "train.warmup_steps=20 train.validate_every=50 cluster.gpus_per_node=8 assumed\n"
+    )
+    assert meshwright("plan", tiny, "--json").err == ""
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])

@@ -6,13 +6,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.cli.options import Json, Runs, Words, load, say
-from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake
+from meshwright.spec.errors import BadConfig, BadInput, MeshwrightError, Mistake
 
 if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
+
+T = TypeVar("T")
 
 
 def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
@@ -48,35 +50,21 @@ def find_mistakes(words: list[str] | None, runs: Path) -> tuple[list[Mistake], i
 
 
 def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightError, Mistake]]:
-    from meshwright.launch import prepare
-    from meshwright.launch.folder import continues
-    from meshwright.observe.sinks import check_sinks
+    from meshwright.launch.machine import check_devices
+    from meshwright.launch.prepare import check_start
 
     wrong: list[tuple[MeshwrightError, Mistake]] = []
 
-    def attempt(key: str, expected: str, work: Callable[[], object]) -> bool:
+    def attempt(key: str, expected: str, work: Callable[[], T]) -> T | None:
         try:
-            work()
+            return work()
         except MeshwrightError as error:
             wrong.append((error, Mistake(file, None, None, key, expected, str(error))))
-            return False
-        return True
+            return None
 
-    attempt("observe", "packages that are installed", lambda: check_sinks(run.observe))
-    resolved = run
-    data = "prepared data with a tokenizer the model fits"
-    if not prepare.lacks_stdlib(run) and attempt("data", data, lambda: prepare.resolve_data(run, _quiet)):
-        resolved = prepare.resolve_data(run, _quiet)
-    complete, folder = prepare.with_vocabulary(resolved), runs / run.name
-    # Without a vocabulary every earlier run would seem to differ in it.
-    known = bool(resolved.model.vocab_size)
-    named = "a new name, or a run with the same configuration"
-    if not known or (attempt("name", named, lambda: continues(resolved, folder)) and not continues(resolved, folder)):
-        attempt("model.init", "weights of this model", lambda: prepare.check_init(complete))
-    attempt("plan", "a plan that fits the cluster", lambda: prepare.training_plan(complete, say))
-    attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(complete, folder))
+    check_start(run, runs, attempt, say, build_stdlib=False)
+    try:
+        check_devices(run.cluster)
+    except BadInput as error:  # no mistake: a run may be checked on another machine than its own
+        say(f"on this machine `train` would stop: {error}")
     return wrong
-
-
-def _quiet(text: str) -> None:
-    del text
