@@ -60,10 +60,9 @@ def load(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path 
     from meshwright.launch.machine import found_cluster
     from meshwright.models.families import folder_spec
     from meshwright.spec.load import load_run
-    from meshwright.spec.place import Place, started_by_launcher
 
     path, overrides = split_words(words)
-    leads = not started_by_launcher() or Place.from_environment().rank == 0
+    leads = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     note = say if leads else (lambda text: None)
     return load_run(path or otherwise, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec, note=note)
 

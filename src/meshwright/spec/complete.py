@@ -62,13 +62,11 @@ def _complete_cluster(document: Document, detect: Detect) -> list[str]:
     cluster = document.data.setdefault("cluster", {})
     if not isinstance(cluster, dict) or cluster.get("gpu") is not None or ("cluster",) in document.rejected:
         return []
-    place = Place("cluster=auto")
     assumed = {key: value for key, value in detect().items() if cluster.get(key) is None}
     for key, value in assumed.items():
-        document.put(("cluster", key), value, place)
-    return [
-        f"no cluster.gpu: cluster=auto assumed, {' '.join(f'{key}={value}' for key, value in assumed.items())} on this machine"
-    ]
+        document.put(("cluster", key), value, Place("cluster=auto"))
+    values = " ".join(f"{key}={value}" for key, value in assumed.items())
+    return [f"no cluster.gpu: cluster=auto assumed, {values} on this machine"]
 
 
 def _spell_chips(document: Document) -> None:
@@ -134,17 +132,14 @@ def _dimensions_of_folder(document: Document, init: str, model_reader: ModelRead
 def _complete_model(document: Document) -> list[str]:
     """Adds the values of the model's family, then the dimensions that follow others by convention; says which in one sentence."""
     model = document.data["model"]
-    family = model.get("family")
-    own = [
-        _put_beside(document, "family", name, value)
-        for name, value in FAMILY_VALUES.get(str(family), {}).items()
-        if name not in model
-    ]
-    sized = [
-        text for text in (_complete_ffn(document), _complete_kv_heads(document), _complete_head_dim(document)) if text
-    ]
-    said = [*([f"{', '.join(own)} as {family} has them"] if own else []), *([", ".join(sized)] if sized else [])]
-    return [f"model: {'; '.join([str(family), *said])}"] if said else []
+    family = str(model.get("family"))
+    values = [item for item in FAMILY_VALUES.get(family, {}).items() if item[0] not in model]
+    of_family = ", ".join(_put_beside(document, "family", name, value) for name, value in values)
+    derived = ", ".join(
+        filter(None, (_complete_ffn(document), _complete_kv_heads(document), _complete_head_dim(document)))
+    )
+    parts = [part for part in (of_family and f"{of_family} as {family} has them", derived) if part]
+    return [f"model: {'; '.join([family, *parts])}"] if parts else []
 
 
 def _complete_ffn(document: Document) -> str | None:
@@ -159,9 +154,11 @@ def _complete_kv_heads(document: Document) -> str | None:
     heads = document.data["model"].get("heads")
     if document.data["model"].get("kv_heads") is not None or heads is None:
         return None
-    if not _counts(heads):
-        document.rejected.add(("model", "kv_heads"))
-    return f"{_put_beside(document, 'heads', 'kv_heads', heads)} = heads"
+    text = _put_beside(document, "heads", "kv_heads", heads)
+    if _counts(heads):
+        return f"{text} = heads"
+    document.rejected.add(("model", "kv_heads"))
+    return None
 
 
 def _complete_head_dim(document: Document) -> str | None:
