@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.cli.options import Json, Runs, Words, load, say
 from meshwright.spec.errors import BadConfig, BadInput, MeshwrightError, Mistake
+from meshwright.spec.sources import COMMAND_LINE
 
 if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
@@ -44,7 +45,7 @@ def find_mistakes(words: list[str] | None, runs: Path) -> tuple[list[Mistake], i
         run = load(words, runs)
     except BadConfig as error:
         return list(error.mistakes), error.exit_code
-    file = next((word for word in words or [] if "=" not in word), "built-in run")
+    file = next((word for word in words or [] if "=" not in word), COMMAND_LINE)
     found = [(mistake, error.exit_code) for error, mistake in _run_checks(run, runs, file)]
     return [mistake for mistake, _ in found], max((code for _, code in found), default=0)
 
