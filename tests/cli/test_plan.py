@@ -379,8 +379,11 @@ def test_the_header_names_nodes_that_differ(cluster: str, words: str, tmp_path: 
 
 def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:
     asked = meshwright("plan", "model=llama3-1b", "cluster.gpu=H100", "train.global_batch=16", "--json")
-    assert asked.err == "no run file: cluster.gpus_per_node=8 train.seq_len=8192 assumed\n"
-    assert meshwright("plan", *ONE, "--json").err == meshwright("plan", tiny, "--json").err == ""
+    assert asked.err == (
+        "no run file: name=quickstart data.mix=stdlib train.steps=140 train.seq_len=8192 train.learning_rate=0.0004 "
+        "train.warmup_steps=20 train.validate_every=50 cluster.gpus_per_node=8 assumed\n"
+    )
+    assert meshwright("plan", tiny, "--json").err == ""
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
@@ -406,7 +409,7 @@ def test_tcp_without_a_rate_is_priced_by_a_guess() -> None:
 
 def test_small_memory_is_told_in_its_own_unit_and_every_letter_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    out = meshwright("plan", "cluster.gpus_per_node=1").out.replace("\u00a0", " ")
+    out = meshwright("plan", "cluster.gpu=cpu").out.replace("\u00a0", " ")
     assert re.search(r"llama-nano, \d\.\d+M parameters", out) and re.search(r"W weights [\d.]+ MB", out)
     bar = re.search(r"every rank +([A-Z]+) ", out)
     assert bar is not None and all(f"{letter} " in out.partition(bar[0])[2] for letter in set(bar[1]))

@@ -158,7 +158,14 @@ def test_plan_shows_schedule_and_stages() -> None:
 
 
 def test_a_processor_s_band_is_said_to_be_a_guess_and_no_rank_computes_longer_than_its_window() -> None:
-    answer = meshwright("simulate", "cluster.gpus_per_node=2", "plan.shard=2", "plan.micro_batch=1", "train.seq_len=64")
+    answer = meshwright(
+        "simulate",
+        "cluster.gpu=cpu",
+        "cluster.gpus_per_node=2",
+        "plan.shard=2",
+        "plan.micro_batch=1",
+        "train.seq_len=64",
+    )
     assert answer.code == 0, answer.err
     shown = " ".join(answer.out.split())
     assert "set by hand: the device is in no table" in shown and "bubble 0.0%" in answer.out

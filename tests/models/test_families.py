@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
-from meshwright.models.families import folder_spec, from_hf_config, hf_tensors, to_hf_config
+from meshwright.models.families import (
+    FAMILIES,
+    export_obstacle,
+    folder_spec,
+    from_hf_config,
+    hf_tensors,
+    to_hf_config,
+)
 from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.families import FAMILY_VALUES, MIXTURES
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.presets import MODEL_PRESETS
@@ -152,9 +161,37 @@ def test_what_a_folder_cannot_say_is_refused_by_field(spec, field):
         to_hf_config(spec)
 
 
-def test_a_refused_field_names_the_family_that_has_it():
-    with pytest.raises(BadInput, match="family: qwen3 can"):
-        to_hf_config(replace(LLAMA, qk_norm=True))
+@pytest.mark.parametrize(
+    ("spec", "able"),
+    [
+        (replace(LLAMA, qk_norm=True), "qwen3"),
+        (replace(LLAMA, qk_norm=True, sliding_window=8), "qwen3"),
+        (replace(LLAMA, experts=4, experts_per_token=2, expert_hidden=8), "mixtral"),
+        (replace(LLAMA, experts=4, experts_per_token=2, expert_hidden=8, qk_norm=True), "qwen3_moe"),
+        (replace(MIXTRAL, experts=0, sliding_window=None), "llama"),
+        (replace(QWEN3, bias=True), None),
+    ],
+)
+def test_a_refused_field_names_the_families_that_hold_the_whole_model(spec, able):
+    obstacle = export_obstacle(spec)
+    assert obstacle
+    named = re.search(r"\(model\.family: (.*) can\)$", obstacle)
+    assert able in named[1].split(" or ") if named else able is None
+    with pytest.raises(BadInput, match=re.escape(obstacle)):
+        to_hf_config(spec)
+    if able:
+        assert read(to_hf_config(replace(spec, family=able))).family == able
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_a_model_of_a_family_is_one_that_the_family_s_folder_can_hold(family):
+    """With what `spec.families` says, which knows nothing of Hugging Face."""
+    name, sizes = family.model_type, {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16}
+    mixture = name in MIXTURES
+    assert mixture == ("experts" not in family.fixed)
+    experts = {"experts": 4, "experts_per_token": 2, "expert_hidden": 32} if mixture else {}
+    spec = ModelSpec(family=name, ffn_hidden=256, **sizes, **experts, **FAMILY_VALUES.get(name, {}))
+    assert export_obstacle(spec) is None and spec.tied == family.tied
 
 
 @pytest.mark.parametrize("spec", [LLAMA, QWEN3, GPT2, replace(GPT2, tied=False), SCALED, MIXTRAL, QWEN3_MOE])

@@ -24,7 +24,9 @@ PLAN = Plan(
     why=("one", "two"),
 )
 PINS = PlanPins(shard=2, reshard=False, layers=(LayerStrategy(range="all", recompute="selective"),))
-RUN = load_run(None, ["plan.shard=2", "model=llama3-8b", "observe.wandb=p", "data.mix={a: 1, b: 0.5}"])
+RUN = load_run(
+    None, ["plan.shard=2", "cluster.gpus_per_node=2", "model=llama3-8b", "observe.wandb=p", "data.mix={a: 1, b: 0.5}"]
+)
 
 
 @pytest.mark.parametrize(

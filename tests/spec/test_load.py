@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.load import differences, load_plan, load_resolved, load_run, resolved_yaml
+from meshwright.spec.load import differences, load_cluster, load_plan, load_resolved, load_run, resolved_yaml
 from meshwright.spec.model import RopeScaling
 from meshwright.spec.plan import LayerStrategy, PlanPins, Recompute
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
+from meshwright.spec.sources import QUICKSTART
 
 SMALL = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "ffn_hidden": 64}
 PLAN = """\
@@ -50,18 +51,20 @@ def run_of(text: str, *overrides: str, **options: Any) -> RunSpec:
     return load_run(write("run.yaml", f"train: {{steps: 10, global_batch: 8}}\n{text}\n"), overrides, **options)
 
 
-def test_without_a_file_it_is_the_quick_start() -> None:
-    run = load_run(None)
+def test_the_quick_start_names_all_of_its_run() -> None:
+    run = load_run(QUICKSTART)
     assert (run.name, run.model.preset, run.data.mix) == ("quickstart", "llama-nano", {"stdlib": 1.0})
     assert (run.cluster.gpu, run.cluster.ranks, run.plan) == ("cpu", 2, "auto")
     assert (run.train.seq_len, run.train.learning_rate) == (256, 3e-3)
 
 
 def test_the_quick_start_can_be_shortened_without_touching_its_warm_up() -> None:
-    assert load_run(None, ["train.steps=20"]).train.warmup_steps == 2
-    assert load_run(None, ["train.steps=1"]).train.warmup_steps == 0
-    with pytest.raises(BadConfig, match=r"train\.warmup_steps"):
-        load_run(None, ["train.steps=20", "train.warmup_steps=20"])
+    for path in (QUICKSTART, None):
+        assert load_run(path, ["train.steps=20"]).train.warmup_steps == 2
+        assert load_run(path, ["train.steps=1"]).train.warmup_steps == 0
+        with pytest.raises(BadConfig, match=r"train\.warmup_steps"):
+            load_run(path, ["train.steps=20", "train.warmup_steps=20"])
+    assert load_run(QUICKSTART, ["model.layers=2"]).model.hidden == 256
 
 
 def test_a_preset_and_a_chip_bring_their_own_to_a_question_without_a_file() -> None:
@@ -69,7 +72,65 @@ def test_a_preset_and_a_chip_bring_their_own_to_a_question_without_a_file() -> N
     assert (run.train.seq_len, run.train.learning_rate, run.cluster.gpus_per_node) == (8192, 3e-4, 4)
     given = load_run(None, ["model=llama3-8b", "train.seq_len=512", "cluster={gpu: H100, gpus_per_node: 2}"])
     assert (given.train.seq_len, given.cluster.gpus_per_node) == (512, 2)
-    assert load_run(None, ["model.layers=2"]).train.seq_len == 256
+    assert load_run(QUICKSTART, ["model=llama3-8b"]).train.seq_len == 8192
+
+
+def notes_of(path: Path | None, *overrides: str, **options: Any) -> tuple[RunSpec, list[str]]:
+    """The run, and what was assumed for it."""
+    notes: list[str] = []
+    return load_run(path, overrides, note=notes.append, **options), notes
+
+
+def test_without_a_file_all_that_is_assumed_is_said() -> None:
+    run, notes = notes_of(None, "train.steps=20", detect=lambda: {"gpu": "H200", "nodes": 1, "gpus_per_node": 8})
+    assert (run.model.preset, run.cluster.gpu, run.cluster.ranks) == ("llama-nano", "H200", 8)
+    assert notes == [
+        "no cluster.gpu: cluster=auto assumed, gpu=H200 nodes=1 gpus_per_node=8 on this machine",
+        "no run file: name=quickstart model.preset=llama-nano data.mix=stdlib train.global_batch=16 train.seq_len=256 "
+        "train.learning_rate=0.003 train.warmup_steps=2 train.validate_every=50 assumed",
+    ]
+    (said,) = notes_of(None, "model=llama3-8b", "cluster.gpu=H100")[1]
+    assert "model" not in said and "train.seq_len=8192" in said and "cluster.gpus_per_node=8" in said
+    assert notes_of(QUICKSTART)[1] == []
+
+
+@pytest.mark.usefixtures("here")
+def test_a_cluster_that_names_no_devices_is_this_machine_s() -> None:
+    def detect() -> dict[str, Any]:
+        return {"gpu": "H200", "nodes": 1, "gpus_per_node": 8, "host_memory_gib": 900.0}
+
+    assert run_of("model: llama3-8b", detect=detect).cluster.ranks == 8
+    part = run_of("model: llama3-8b\ncluster: {gpus_per_node: 4, memory_gib: 90}", detect=detect).cluster
+    assert (part.gpu, part.gpus_per_node, part.memory_gib, part.host_memory_gib) == ("H200", 4, 90, 900)
+    assert run_of("model: llama3-8b", "cluster.gpu=cpu", detect=detect).cluster == ClusterSpec()
+    assert load_cluster(Path("run.yaml"), detect=detect).gpu == "H200"
+    write("base.yaml", "model: llama3-8b\ntrain: {steps: 5, global_batch: 8}\ncluster: {gpu: H100, gpus_per_node: 2}")
+    assert load_run(write("run.yaml", "extends: base.yaml"), detect=detect).cluster.gpu == "H100"
+
+
+def test_a_family_without_a_preset_has_its_own_dimensions_and_values() -> None:
+    words = ["model.family=gpt2", "model.hidden=3072", "model.layers=20", "model.heads=24"]
+    run, notes = notes_of(None, *words, "cluster.gpu=H100")
+    model = run.model
+    assert (model.preset, model.ffn_hidden, model.kv_heads, model.head_dim) == (None, 12288, 24, 128)
+    assert (model.positions, model.norm, model.mlp, model.bias, model.tied) == (
+        "learned",
+        "layernorm",
+        "gelu",
+        True,
+        True,
+    )
+    assert notes[0] == (
+        "model: gpt2; positions learned, norm layernorm, mlp gelu, bias true, tied true as gpt2 has them; "
+        "ffn_hidden 12288 = 4 × hidden, kv_heads 24 = heads, head_dim 128 = hidden / heads"
+    )
+    llama, notes = notes_of(
+        None, *words, "model.family=llama", "model.hidden=4096", "model.heads=32", "model.kv_heads=8"
+    )
+    assert (llama.model.ffn_hidden, llama.model.mlp, llama.model.tied) == (11008, "swiglu", False)  # Llama 2 7B
+    assert notes[-2].startswith("model: llama; ffn_hidden 11008 = 8/3 × hidden") and "kv_heads" not in notes[-2]
+    assert load_run(None, [*words, "model.bias=false"]).model.bias is False
+    assert load_run(None, ["model=llama-nano", "model.family=qwen3"]).model.qk_norm
 
 
 @pytest.mark.usefixtures("here")
@@ -220,6 +281,7 @@ def test_dimensions_come_from_the_weights_when_not_given() -> None:
     assert asked == [Path("weights/tiny")]
     assert run_of("model: {init: 'hf:weights/tiny', preset: llama-nano}", model_reader=reader).model.hidden == 256
     assert len(asked) == 1
+    assert load_run(None, ["model.init=hf:weights/tiny"], model_reader=reader).model.hidden == 32
 
     def refusing(folder: Path) -> dict[str, Any]:
         raise BadInput(f"{folder}/config.json: no such file")
@@ -302,7 +364,7 @@ VALUES = {
 @settings(max_examples=60, deadline=None)
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_any_run_survives_resolving(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
-    run = load_run(None, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()])
+    run = load_run(QUICKSTART, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()])
     file = tmp_path_factory.getbasetemp() / "config.yaml"
     file.write_text(resolved_yaml(run), encoding="utf-8")
     assert load_run(file) == run

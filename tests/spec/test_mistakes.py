@@ -140,9 +140,24 @@ def test_the_message_and_the_json_say_the_same(tmp_path: Path) -> None:
 def test_a_model_without_dimensions_says_what_it_needs(tmp_path: Path) -> None:
     text = "train: {steps: 1, global_batch: 1}\nmodel: {family: llama, layers: 2, heads: 2}\n"
     (mistake,) = mistakes_in(tmp_path / "run.yaml", text)
-    assert (mistake.line, mistake.column, mistake.key, mistake.got) == (2, 1, "model", "no hidden, ffn_hidden")
+    assert (mistake.line, mistake.column, mistake.key, mistake.got) == (2, 1, "model", "no hidden")
+    assert "all of family, layers, hidden, heads" in mistake.expected and "ffn_hidden" not in mistake.expected
     (mistake,) = mistakes_in(tmp_path / "run.yaml", "train: {steps: 1, global_batch: 1}\n")
     assert (mistake.line, mistake.key, mistake.got) == (1, "model", "none of them")
+
+
+def test_everything_that_a_model_lacks_is_in_one_mistake() -> None:
+    """Also without a file, where nothing comes from the quick start's model, and of a mixture's experts."""
+    for words, got in (
+        (["model.family=gpt2", "model.hidden=64"], "no layers, heads"),
+        (["model.layers=2"], "no family, hidden, heads"),
+        (["model={family: mixtral, layers: 2, hidden: 64}"], "no heads, experts, experts_per_token, expert_hidden"),
+        (["model.family=qwen3_moe", "model.experts=4"], "no layers, hidden, heads, experts_per_token, expert_hidden"),
+    ):
+        with pytest.raises(BadConfig) as caught:
+            load_run(None, words)
+        (mistake,) = caught.value.mistakes
+        assert (mistake.file, mistake.key, mistake.got) == ("command line", "model", got)
 
 
 def test_a_misspelt_section_is_not_also_missing(tmp_path: Path) -> None:
@@ -323,7 +338,7 @@ def test_whatever_is_written_ends_in_a_run_or_in_placed_mistakes(
 
 
 FULL = (
-    resolved_yaml(load_run(None, ["model=llama3-8b", "plan.shard=2"]))
+    resolved_yaml(load_run(None, ["model=llama3-8b", "cluster.gpus_per_node=2", "plan.shard=2"]))
     .replace("layers: null", "layers: [{range: all}]")
     .replace("mix:\n    stdlib: 1.0", "mix: {stdlib: 1.0}")
 )

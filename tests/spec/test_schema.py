@@ -117,7 +117,9 @@ def test_the_json_schema_takes_good_files_and_refuses_bad_ones() -> None:
 
 def test_the_json_schema_takes_a_resolved_run() -> None:
     schema = json_schema()
-    assert fits(to_plain(load_run(None, ["model=llama3-8b", "plan.shard=2"])), schema, schema)
+    assert fits(
+        to_plain(load_run(None, ["model=llama3-8b", "cluster.gpus_per_node=2", "plan.shard=2"])), schema, schema
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
         "train.seq_len=128",
         "model.max_seq_len=128",
         "model.hidden=128",
+        "model.head_dim=32",
         "model.layers=4",
         "train.validate_every=3",
     ]

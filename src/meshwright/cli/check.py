@@ -12,6 +12,8 @@ from typing import Any
 from meshwright.cli.options import Json, Runs, Words, read, say
 from meshwright.spec.errors import EXIT_BAD_INPUT, BadConfig, MeshwrightError, Mistake
 
+T = TypeVar("T")
+
 
 def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
     """Check a run without starting it: configuration, data, divisibility, plan, disk, and what it would resume.
@@ -35,14 +37,19 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
 
 
 def find_mistakes(
-    words: list[str] | None, runs: Path, known: MeshwrightError | None = None, *, fresh: bool = False
+    words: list[str] | None,
+    runs: Path,
+    known: MeshwrightError | None = None,
+    *,
+    note: Callable[[str], None] = say,
+    fresh: bool = False,
 ) -> tuple[list[Mistake], int]:
-    """Everything wrong with the run that the words describe, and its exit code; `known` and `fresh` as `Refusals` takes them."""
+    """Everything wrong with the run that the words describe, and its exit code; the other parameters as `Refusals` takes them."""
     from meshwright.launch.refusals import Refusals
     from meshwright.spec.reading import in_reading_order
 
     reading = read(words, runs)
-    refusals = Refusals(reading, runs, say, known, fresh=fresh)
+    refusals = Refusals(reading, runs, note, known, fresh=fresh)
     mistakes = in_reading_order([*reading.mistakes, *refusals.found], reading.shown)
     return mistakes, max(EXIT_BAD_INPUT * bool(reading.mistakes), refusals.exit_code)
 
@@ -58,7 +65,7 @@ def with_all_mistakes(command: Callable[..., None]) -> Callable[..., None]:
             if not isinstance(error, BadConfig) and error.key is None:
                 raise
             runs, fresh = options.get("runs", Path("runs")), options.get("fresh", False)
-            mistakes, code = find_mistakes(options.get("words"), runs, error, fresh=fresh)
+            mistakes, code = find_mistakes(options.get("words"), runs, error, note=lambda text: None, fresh=fresh)
             if not mistakes:
                 raise
             raise BadConfig(mistakes, code) from error

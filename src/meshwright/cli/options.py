@@ -16,14 +16,29 @@ if TYPE_CHECKING:
     from meshwright.spec.reading import Reading
     from meshwright.spec.run import RunSpec
 
+
+def _require_words(context: typer.Context, words: list[str] | None) -> list[str] | None:
+    if not words:
+        context.fail(
+            "name a run file, or at least one KEY=VALUE, e.g. model=llama3-1b; `meshwright quickstart` has a run of its own"
+        )
+    return words
+
+
+_METAVAR = "[RUN.yaml] [KEY=VALUE]..."
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN.yaml] [KEY=VALUE]...",
-        help="A run file, and values that replace what it says, e.g. `train.steps=200 model=llama3-8b`. "
-        "Without a file the quick start's built-in run is used, with what a named preset or chip brings.",
+        metavar=_METAVAR,
+        help="A run file, and values that replace what it says, e.g. `train.steps=200 model=llama3-8b`. Without a file the values alone "
+        "describe the run; what they leave open is assumed and said first.",
         show_default=False,
+        callback=_require_words,
     ),
+]
+QuickstartWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar=_METAVAR, help="Values that replace the quick start's, or a run file.", show_default=False),
 ]
 Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which each run has a folder of its own.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; everything else goes to stderr.")]
@@ -39,20 +54,29 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     return (Path(files[0]) if files else None), [word for word in words or [] if "=" in word]
 
 
-def read(words: list[str] | None, runs: Path = Path("runs")) -> Reading:
-    """What the words of a command line say, with its mistakes; `runs` is where `model.init: checkpoint:NAME` looks."""
+def read(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> Reading:
+    """What the words of a command line say, with its mistakes; `runs` is where `model.init: checkpoint:NAME` looks, `otherwise` the run
+    file where the words name none."""
     from meshwright.launch.machine import found_cluster
     from meshwright.models.families import folder_spec
     from meshwright.spec.load import read_run
 
     path, overrides = split_words(words)
     check_runs(runs)
-    return read_run(path, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
+    return read_run(path or otherwise, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
 
 
-def load(words: list[str] | None, runs: Path = Path("runs")) -> RunSpec:
-    """The run that the words of a command line describe. Raises BadConfig with every mistake in its keys."""
-    return read(words, runs).run()
+def load(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunSpec:
+    """The run that the words of a command line describe; one rank of a job says on stderr what was assumed. Parameters as for `read`.
+
+    Raises BadConfig with every mistake in its keys.
+    """
+    reading = read(words, runs, otherwise=otherwise)
+    run = reading.run()
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        for note in reading.notes:
+            say(note)
+    return run
 
 
 def say(text: str) -> None:

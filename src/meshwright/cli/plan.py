@@ -93,7 +93,7 @@ def plan(
     check_place("--out", out)
     check_place("--html", html)
     run = load(words)
-    for remark in remarks(words, run):
+    for remark in remarks(run):
         say(remark)
     answer = answer_of(run if probe else with_vocabulary(run), wishes, note=say)
     for remark in idle_fields(answer.plan):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.options import split_words
 from meshwright.costs.machine import UNPREDICTED, is_guessed
 from meshwright.costs.of_plan import STACK, as_nodes
 from meshwright.planner.explain import MOVES, border
@@ -35,19 +34,8 @@ def caution(run: RunSpec) -> str:
     return ""
 
 
-def remarks(words: list[str] | None, run: RunSpec) -> Iterator[str]:
-    """What a question leaves to be assumed, where it names no file, and what of its cluster is not as it is sold."""
-    path, overrides = split_words(words)
-    given = {word.removeprefix("--").partition("=")[0] for word in overrides}
-    assumed = {
-        "cluster.gpu": run.cluster.gpu,
-        "cluster.gpus_per_node": run.cluster.gpus_per_node,
-        "train.seq_len": run.train.seq_len,
-        "train.global_batch": run.train.global_batch,
-    }
-    left = [f"{key}={value}" for key, value in assumed.items() if not given & {key, key.partition(".")[0]}]
-    if path is None and given and left:
-        yield f"no run file: {' '.join(left)} assumed"
+def remarks(run: RunSpec) -> Iterator[str]:
+    """What of the run's cluster is not as it is sold."""
     chip, many, network = CHIPS.get(run.cluster.gpu), run.cluster.ranks_per_node, run.cluster.network
     if chip and many > chip.domain and not (network and network.domain):
         yield (

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Runs, Words, load
+from meshwright.cli.options import QuickstartWords, Runs, load
 from meshwright.cli.train import start_ranks
 from meshwright.files.durable import write_durable
 
@@ -19,7 +19,7 @@ PROMPTS = ["def read_lines(path):\n", "class Queue:\n    def __init__(self", "im
 
 
 def quickstart(
-    words: Words = None,
+    words: QuickstartWords = None,
     runs: Runs = Path("runs"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Start again beside an earlier quick start.")] = False,
 ) -> None:
@@ -36,9 +36,10 @@ def quickstart(
         meshwright quickstart train.steps=50 cluster.gpus_per_node=1
     """
     from meshwright.launch.folder import renamed
+    from meshwright.spec.sources import QUICKSTART
 
     started = time.perf_counter()
-    run = load(words, runs)
+    run = load(words, runs, otherwise=QUICKSTART)
     run = renamed(run, runs) if fresh else run
     folder = runs / run.name
     before = len(_steps(folder))

@@ -62,7 +62,7 @@ def simulate(
 
     check_place("--trace", trace)
     run = with_vocabulary(load(words, runs))
-    for remark in remarks(words, run):
+    for remark in remarks(run):
         say(remark)
     plan, candidates = plan_for(run)
     timeline = simulate_plan(run.model, run.train, plan, run.cluster)

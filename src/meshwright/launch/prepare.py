@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
@@ -19,6 +20,7 @@ from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.files.durable import write_durable
 from meshwright.launch.folder import continues, is_finished
 from meshwright.launch.machine import host_memory_bytes
+from meshwright.models.families import export_obstacle
 from meshwright.observe.sinks import check_sinks
 from meshwright.planner.candidate import (
     HOST_HEADROOM,
@@ -49,6 +51,7 @@ BYTES_PER_PARAMETER = 12
 """A checkpoint's master weight and two moments in fp32."""
 
 Note = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,8 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
         ensure_stdlib(stdlib_folder(), shown=True)
     source = open_run_data(run)
-    if not has_validation(run.data, run.train.seq_len) and has_validation(run.data, 0):
-        note(
-            f"no validation: what was held out fills no sequence of {run.train.seq_len:,} tokens; data.validation may name other text"
-        )
+    if source.tokenizer_file is not None and not source.tokenizer_file.is_file():
+        raise Damaged(f"{source.tokenizer_file}: missing; the data was prepared with it. Prepare the data again")
     if run.model.vocab_size:
         return run
     if source.vocab_size is None:
@@ -88,16 +89,32 @@ def open_run_data(run: RunSpec) -> DataSource:
     return open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size or None)
 
 
-def check_validation(run: RunSpec) -> None:
-    """Raise BadInput or Damaged where `data.validation` names data that a validation cannot read."""
-    if run.data.validation:
-        vocabulary = run.model.vocab_size or None
-        open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=vocabulary, split="validation")
+def check_validation(run: RunSpec, note: Note) -> None:
+    """Raise BadInput or Damaged when the validation data cannot be read, or is not of the training data's tokenizer."""
+    if not has_validation(run.data, run.train.seq_len):
+        if has_validation(run.data, 0):
+            note(
+                f"no validation: what was held out fills no sequence of {run.train.seq_len:,} tokens; data.validation may name other text"
+            )
+        return
+    vocabulary = run.model.vocab_size or None
+    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=vocabulary, split="validation")
+    ours, theirs = _tokenizer_digests(open_run_data(run)), _tokenizer_digests(source)
+    if ours and theirs and not theirs <= ours:
+        raise BadInput(
+            f"data.validation: {run.data.validation} was prepared with another tokenizer than {', '.join(run.data.mix)}; "
+            "prepare it with the tokenizer.json of the training data"
+        )
+
+
+def _tokenizer_digests(source: DataSource) -> set[str]:
+    manifests = [opened.directory.manifest for opened in source.sources.values()]
+    return {manifest.tokenizer.digest for manifest in manifests if manifest}
 
 
 def needs_stdlib(run: RunSpec) -> bool:
     """Whether the run reads the built-in corpus, which is prepared on first use."""
-    return STDLIB in run.data.mix and not Path(STDLIB).exists()
+    return STDLIB in (*run.data.mix, run.data.validation) and not Path(STDLIB).exists()
 
 
 def lacks_stdlib(run: RunSpec) -> bool:
@@ -198,6 +215,107 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
     return None
 
 
+class Attempt(Protocol):
+    """Does one check: returns what `work` returns, or None where it raised a MeshwrightError that was recorded, or was not tried.
+
+    `key` is the key of the run file that is wrong then, `expected` what should be there. `needs` are the keys, besides `key`, without whose
+    values the check makes no sense.
+    """
+
+    def __call__(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None: ...
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """What the checks before a start found."""
+
+    run: RunSpec
+    """With the vocabulary of its data."""
+    resumes: bool = False
+    finished: bool = False
+    plan: Plan | None = None
+
+
+def check_start(
+    run: RunSpec, runs: Path, attempt: Attempt, note: Note, *, build_stdlib: bool, fresh: bool = False
+) -> Readiness:
+    """Every check between a loaded run and its start, for `check` and `train` alike.
+
+    Each one goes through `attempt`. `build_stdlib` prepares the built-in corpus on its first use; without, what needs it is not checked. A
+    `fresh` run takes another name where its own is taken.
+    """
+    folder = runs / run.name
+    run = _check_data(run, attempt, note, build_stdlib=build_stdlib)
+    known = bool(run.model.vocab_size)
+    run = with_vocabulary(run)
+    resumes = None
+    if known and not fresh:  # without its vocabulary a run would seem to differ from every earlier run
+        same_name = "a new name, or a run with the same configuration"
+        resumes = attempt("name", same_name, lambda: continues(run, folder), ("seed", "model", "data", "train"))
+    if resumes and is_finished(run, folder):
+        note(f"{folder} is finished: {run.train.steps} of {run.train.steps} steps; nothing is changed in it")
+        return Readiness(run, resumes=True, finished=True)
+    attempt("observe", "packages that are installed", lambda: check_sinks(run.observe))
+    if resumes:
+        unchanged = "the data of the run's checkpoints"
+        attempt("data.mix", unchanged, lambda: check_unchanged(run, folder, open_run_data(run), note))
+    else:
+        attempt("model.init", "weights of this model and tokenizer", lambda: check_init(run, note), ("model", "data"))
+    if obstacle := export_obstacle(run.model):
+        note(f"this model trains, and cannot be exported to a Hugging Face folder: {obstacle}")
+    plan = attempt("plan", "a plan that fits the cluster", lambda: _checked_plan(run, note), ("model", "train", "cluster"))
+    seconds = plan.predicted.step_seconds if plan is not None and plan.predicted is not None else None
+    room = "room for the run's checkpoints"
+    attempt("checkpoint", room, lambda: check_disk(run, folder, seconds), ("model", "name"))
+    return Readiness(run, resumes=bool(resumes), plan=plan)
+
+
+def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: bool) -> RunSpec:
+    """The run with the vocabulary of its data, every source of which is looked for before any is opened or prepared."""
+    expected, found = "prepared data", True
+    for name in run.data.mix:
+        found &= attempt(f"data.mix.{name}", expected, lambda name=name: _opened_alone(run, name), ("data",)) or False
+    validation = run.data.validation
+    if validation:
+        found &= attempt("data.validation", expected, lambda: _located(validation), ("data",)) or False
+    if not found or (lacks_stdlib(run) and not build_stdlib):
+        return run
+    fitting = "prepared data with a tokenizer that the model fits"
+    resolved = attempt("data.mix", fitting, lambda: resolve_data(run, note), ("data", "model", "train.seq_len"))
+    if resolved is not None:
+        attempt("data.validation", fitting, lambda: check_validation(resolved, note))
+    return resolved or run
+
+
+def _opened_alone(run: RunSpec, name: str) -> bool:
+    """Open one source of a mixture, so that what is wrong with it is found by its name; the built-in corpus may be missing yet."""
+    if not (name == STDLIB and lacks_stdlib(run)):
+        _located(name)
+        open_run_data(replace(run, data=replace(run.data, mix={name: 1.0}, validation=None)))
+    return True
+
+
+def _located(name: str) -> bool:
+    """Raise BadInput for data that is not there; the built-in corpus may be missing yet."""
+    if name != STDLIB or Path(name).exists():
+        locate(Path(name))
+    return True
+
+
+def _checked_plan(run: RunSpec, note: Note) -> Plan:
+    """The plan that the run is held to; a plan file's own figures may be of another machine."""
+    plan = predicted(run, training_plan(run, note))
+    check_host_memory(run, plan)
+    return plan
+
+
+def _raise_first(key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T:
+    """The Attempt of a start: the first check that fails ends it, with an error that carries its key."""
+    del expected, needs
+    with about(key):
+        return work()
+
+
 def prepare_run(
     run: RunSpec,
     runs: Path,
@@ -206,30 +324,16 @@ def prepare_run(
     note: Note,
     timeline: tuple[int, int] | None = None,
 ) -> Prepared | None:
-    """Make or reopen the run's folder and write what its ranks need; a run that is finished is said to be, and left as it is.
+    """Make or reopen the run's folder and write what its ranks need; None for a run that is finished, which is left as it is.
 
-    Raises BadInput when a run of this name exists with another configuration, when the weights it starts from are not there, or a package
-    it asks for is missing, and OutOfResources when the devices, the disk or the host's memory are too small.
+    Raises the first error of `check_start`: BadInput when a run of this name exists with another configuration, when data or weights are
+    not there, or a package is missing, and OutOfResources when the devices, the disk or the host's memory are too small.
     """
-    with about("data"):
-        run, folder = resolve_data(run, note), runs / run.name
-        check_validation(run)
-    with about("name"):
-        resumes = continues(run, folder)
-    if resumes and is_finished(run, folder):
-        note(f"{folder} is finished: {run.train.steps} of {run.train.steps} steps; nothing is changed in it")
+    ready = check_start(run, runs, _raise_first, note, build_stdlib=True)
+    if ready.finished:
         return None
-    with about("observe"):
-        check_sinks(run.observe)
-    with about("model.init"):
-        if not resumes:
-            check_init(run)
-    with about("plan"):
-        # What the run is held to; a plan file's own figures may be of another machine.
-        plan = predicted(run, training_plan(run, note))
-        check_host_memory(run, plan)
-    with about("checkpoint"):
-        check_disk(run, folder)
+    run, plan, resumes, folder = ready.run, ready.plan, ready.resumes, runs / run.name
+    assert plan is not None  # or a check raised
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):
         (folder / name).mkdir(exist_ok=True)

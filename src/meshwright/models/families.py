@@ -55,12 +55,8 @@ def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = N
     Raises BadInput for a field that the family's architecture cannot express.
     """
     family = FAMILIES[spec.family]
-    for name, value in family.fixed.items():
-        if getattr(spec, name) != value:
-            raise BadInput(
-                f"model.{name}: a {family.architecture} folder can only say {value!r}, got {getattr(spec, name)!r}"
-                f"{_elsewhere(name, spec)}; Meshwright's own checkpoint holds the model as it is"
-            )
+    if obstacle := export_obstacle(spec):
+        raise BadInput(f"{obstacle}; Meshwright's own checkpoint holds the model as it is")
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -74,6 +70,25 @@ def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = N
         "torch_dtype": DTYPE_NAMES[dtype],
         "dtype": DTYPE_NAMES[dtype],
     }
+
+
+def export_obstacle(spec: ModelSpec) -> str | None:
+    """Why no Hugging Face folder of the model's family can hold it, and which families' can; None where its own can."""
+    if (obstacle := _obstacle(FAMILIES[spec.family], spec)) is None:
+        return None
+    able = [name for name, family in FAMILIES.items() if _obstacle(family, spec) is None]
+    return obstacle + (f" (model.family: {' or '.join(able)} can)" if able else "")
+
+
+def _obstacle(family: Family, spec: ModelSpec) -> str | None:
+    for name, value in family.fixed.items():
+        if getattr(spec, name) != value:
+            return f"model.{name}: a {family.architecture} folder can only say {value!r}, got {getattr(spec, name)!r}"
+    try:
+        family.to_config(spec)
+    except BadInput as error:
+        return str(error)
+    return None
 
 
 def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -129,13 +144,6 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     if given and given != [family.architecture]:
         raise BadInput(f"{where}: architectures: expected [{family.architecture!r}], got {given!r}")
     return family
-
-
-def _elsewhere(name: str, spec: ModelSpec) -> str:
-    value = getattr(spec, name)
-    mixtures_or_dense = (family for family in FAMILIES.values() if ("experts" in family.fixed) == (not spec.experts))
-    able = [family.model_type for family in mixtures_or_dense if family.fixed.get(name, value) == value]
-    return f" (family: {', '.join(able)} can)" if able else ""
 
 
 def _tensors_of(family: Family, row: ParameterSpec) -> list[HFTensor]:

@@ -21,10 +21,7 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
     if spec.hidden % spec.heads:
-        raise BadInput(
-            f"model.heads: a Llama folder needs heads that divide hidden ({spec.hidden}), got {spec.heads}; "
-            "train with such a number, or keep Meshwright's own checkpoint"
-        )
+        raise BadInput(f"model.heads: a Llama folder needs heads that divide hidden ({spec.hidden}), got {spec.heads}")
     return {**gated_decoder_config(spec), "attention_bias": spec.bias, "mlp_bias": spec.bias}
 
 

@@ -44,7 +44,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
 def refuse_dense(spec: ModelSpec, folder: str) -> None:
     """Raise BadInput for a model without experts."""
     if not spec.experts:
-        raise BadInput(f"model.experts: a {folder} folder needs experts, got 0; give model.family: llama or qwen3")
+        raise BadInput(f"model.experts: a {folder} folder needs experts, got 0")
 
 
 MIXTRAL = replace(

@@ -1,4 +1,4 @@
-"""What follows from what was given: the run's name, the model's dimensions, a sequence length that fits the model."""
+"""What follows from the keys of a run: its name, its cluster, the model's dimensions, a sequence length that fits the model."""
 
 from __future__ import annotations
 
@@ -11,46 +11,62 @@ from typing import Any
 
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.families import DIMENSIONS, EXPERT_DIMENSIONS, FAMILY_VALUES, ffn_width
 from meshwright.spec.fields import to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import MODEL_PRESETS, run_preset
-from meshwright.spec.sources import EMBEDDED, merged
-from meshwright.spec.yaml_positions import Document, KeyPath, read_yaml
+from meshwright.spec.sources import EMBEDDED, Detect, merged
+from meshwright.spec.yaml_positions import Document, KeyPath, Place, read_yaml, say
 
 ModelReader = Callable[[Path], dict[str, Any]]
-DIMENSIONS = ("family", "layers", "hidden", "heads", "ffn_hidden")
-"""What a model needs; `kv_heads` and `head_dim` follow from these, the rest has defaults."""
-_DERIVED = ("kv_heads", "head_dim")
+_DERIVED = ("ffn_hidden", "kv_heads", "head_dim")
 
 
-def complete(document: Document, stem: str, runs: Path, model_reader: ModelReader | None) -> None:
-    """Adds to `document` what a file may leave out because it follows from the rest."""
+def complete(document: Document, stem: str, runs: Path, detect: Detect, model_reader: ModelReader | None) -> list[str]:
+    """Adds to `document` what a run may leave out because it follows from the rest; returns a sentence for each assumption."""
     if document.data.get("name") is None:
         document.put(("name",), stem, document.top)
     for section in ("model", "train"):
         if section not in document.data:
             document.data[section] = {}
     _spell_chips(document)
-    if not isinstance(document.data["model"], dict):
-        return
     _follow_question(document)
+    notes = _complete_cluster(document, detect)
+    if not isinstance(document.data["model"], dict):
+        return notes
     _find_run(document, runs)
     _take_dimensions(document, model_reader)
-    _derive_dimensions(document)
+    notes += _complete_model(document)
     _fit_sequence(document)
     _fit_warmup(document)
+    return notes
 
 
 def _follow_question(document: Document) -> None:
     """A preset or a chip that overrides name brings its own training defaults and node in place of the quick start's."""
+    if document.top.file != EMBEDDED:
+        return
     preset, chip = document.get(("model", "preset")), CHIPS.get(str(document.get(("cluster", "gpu"))))
     usual = run_preset(preset)["train"] if isinstance(preset, str) and preset in MODEL_PRESETS else {}
     values: dict[KeyPath, Any] = {("train", key): value for key, value in usual.items()}
     values |= {("cluster", "gpus_per_node"): chip.per_node} if chip else {}
     for path, value in values.items():
-        if document.has(path) and document.value_place(path).file == EMBEDDED:
-            document.put(path, value, document.value_place(path))
+        assumed = not document.has(path) or document.value_place(path).file == EMBEDDED
+        if assumed and isinstance(document.get(path[:-1]), dict):
+            document.put(path, value, document.top)
+
+
+def _complete_cluster(document: Document, detect: Detect) -> list[str]:
+    """A cluster that names no devices is this machine's, as with `cluster: auto`; keys beside it replace single values."""
+    cluster = document.data.setdefault("cluster", {})
+    if not isinstance(cluster, dict) or cluster.get("gpu") is not None or ("cluster",) in document.rejected:
+        return []
+    assumed = {key: value for key, value in detect().items() if cluster.get(key) is None}
+    for key, value in assumed.items():
+        document.put(("cluster", key), value, Place("cluster=auto"))
+    values = " ".join(f"{key}={value}" for key, value in assumed.items())
+    return [f"no cluster.gpu: cluster=auto assumed, {values} on this machine"]
 
 
 def _spell_chips(document: Document) -> None:
@@ -80,13 +96,13 @@ def _take_dimensions(document: Document, model_reader: ModelReader | None) -> No
         if dimensions is None:
             close = nearest(str(preset), MODEL_PRESETS)
             document.reject(path, f"a preset ({', '.join(MODEL_PRESETS)})", nearest=close)
-    elif any(model.get(name) is None for name in DIMENSIONS):
+    elif any(model.get(name) is None for name in (*DIMENSIONS, "ffn_hidden")):
         path = ("model", "init")
         dimensions = _dimensions_of_folder(document, str(model.get("init")), model_reader)
     else:
         return
     if path in document.rejected:
-        document.rejected.update(("model", name) for name in (*DIMENSIONS, *_DERIVED))
+        document.rejected.update(("model", name) for name in (*DIMENSIONS, *EXPERT_DIMENSIONS, *_DERIVED))
     place = document.value_place(path)
     for name, value in (dimensions or {}).items():
         if name not in model:
@@ -113,22 +129,56 @@ def _dimensions_of_folder(document: Document, init: str, model_reader: ModelRead
     return None
 
 
-def _derive_dimensions(document: Document) -> None:
+def _complete_model(document: Document) -> list[str]:
+    """Adds the values of the model's family, then the dimensions that follow others by convention; says which in one sentence."""
+    model = document.data["model"]
+    family = str(model.get("family"))
+    values = [item for item in FAMILY_VALUES.get(family, {}).items() if item[0] not in model]
+    of_family = ", ".join(_put_beside(document, "family", name, value) for name, value in values)
+    derived = ", ".join(
+        filter(None, (_complete_ffn(document), _complete_kv_heads(document), _complete_head_dim(document)))
+    )
+    parts = [part for part in (of_family and f"{of_family} as {family} has them", derived) if part]
+    return [f"model: {'; '.join([family, *parts])}"] if parts else []
+
+
+def _complete_ffn(document: Document) -> str | None:
+    model = document.data["model"]
+    if model.get("ffn_hidden") is not None or not _counts(model.get("hidden")):
+        return None
+    width, formula = ffn_width(model["hidden"], model.get("mlp"))
+    return f"{_put_beside(document, 'hidden', 'ffn_hidden', width)} = {formula}"
+
+
+def _complete_kv_heads(document: Document) -> str | None:
+    heads = document.data["model"].get("heads")
+    if document.data["model"].get("kv_heads") is not None or heads is None:
+        return None
+    text = _put_beside(document, "heads", "kv_heads", heads)
+    if _counts(heads):
+        return f"{text} = heads"
+    document.rejected.add(("model", "kv_heads"))
+    return None
+
+
+def _complete_head_dim(document: Document) -> str | None:
     model = document.data["model"]
     heads, hidden = model.get("heads"), model.get("hidden")
-    if model.get("kv_heads") is None and heads is not None:
-        document.put(("model", "kv_heads"), heads, document.value_place(("model", "heads")))
-        if not _counts(heads):
-            document.rejected.add(("model", "kv_heads"))
     if model.get("head_dim") is not None or heads is None or hidden is None:
-        return
+        return None
     if _counts(heads) and _counts(hidden) and hidden % heads == 0:
-        document.put(("model", "head_dim"), hidden // heads, document.value_place(("model", "hidden")))
-        return
+        return f"{_put_beside(document, 'hidden', 'head_dim', hidden // heads)} = hidden / heads"
     if _counts(heads) and _counts(hidden):
         expected = f"a multiple of model.heads = {heads}, or model.head_dim beside it"
         document.reject(("model", "hidden"), expected, nearest=str(max(1, round(hidden / heads)) * heads))
     document.rejected.add(("model", "head_dim"))
+    return None
+
+
+def _put_beside(document: Document, given: str, name: str, value: Any) -> str:
+    """Sets a model's key at the place of the key that it follows from; returns both in words."""
+    document.put(("model", name), value, document.value_place(("model", given)))
+    return f"{name} {say(value) if isinstance(value, bool) else value}"
 
 
 def _fit_sequence(document: Document) -> None:

@@ -8,7 +8,7 @@ Derived values are filled in after merging. A resolved run, written by `resolved
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ from meshwright.spec.profile import load_profile
 from meshwright.spec.reading import Reading, in_reading_order
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import validate
-from meshwright.spec.sources import EMBEDDED, Detect, gather
-from meshwright.spec.yaml_positions import Document, KeyPath, dump_yaml, read_yaml
+from meshwright.spec.sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
+from meshwright.spec.yaml_positions import Document, KeyPath, dotted, dump_yaml, read_yaml
 
-QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
 _SAME_TRAINING_SECTIONS = ("seed", "model", "data", "train")
 _NOT_COMPARED = {
     "model.preset", "data.validation", "train.validate_every", "train.validate_batches", "train.gc_every",
@@ -43,14 +42,20 @@ def load_run(
     runs: Path = Path("runs"),
     detect: Detect | None = None,
     model_reader: ModelReader | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> RunSpec:
     """The run that the file at `path` describes, with `overrides` such as `train.steps=200` laid over it.
 
-    Without a path it is the quick start. `runs` is where `model.init: checkpoint:NAME` looks for a run by name,
-    `detect` answers `cluster: auto` with ClusterSpec's keys, and `model_reader` gives ModelSpec's keys for
-    `model.init: hf:DIR` when the file gives no dimensions. Raises BadConfig with every mistake found.
+    Without a path the overrides describe the run (see `gather`); QUICKSTART is the path of the quick start's. `runs` is where
+    `model.init: checkpoint:NAME` looks for a run by name, `detect` answers `cluster: auto` and a cluster that is left out with
+    ClusterSpec's keys, `model_reader` gives ModelSpec's keys for `model.init: hf:DIR` when the file gives no dimensions, and `note` gets
+    a sentence for each assumption. Raises BadConfig with every mistake found.
     """
-    return read_run(path, overrides, runs=runs, detect=detect, model_reader=model_reader).run()
+    reading = read_run(path, overrides, runs=runs, detect=detect, model_reader=model_reader)
+    run = reading.run()
+    for text in reading.notes:
+        note(text)
+    return run
 
 
 def read_run(
@@ -62,13 +67,12 @@ def read_run(
     model_reader: ModelReader | None = None,
 ) -> Reading:
     """What `load_run` reads, with the mistakes in it and the positions of its keys. Raises nothing for a mistake."""
-    file, shown = (QUICKSTART, EMBEDDED) if path is None else (path, str(path))
-    document = gather(file, shown, overrides, detect or _one_cpu_rank)
-    complete(document, file.stem, runs, model_reader)
+    document = gather(path, overrides, detect or _one_cpu_rank)
+    notes = _complete(document, path, runs, detect, model_reader)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable) + _plan_file_mistakes(document, unusable)
     mistakes += _profile_mistakes(document, unusable)
-    return Reading(document, shown, tuple(mistakes), frozenset(unusable))
+    return Reading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -90,14 +94,13 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
 
     Raises BadConfig with every mistake in the section.
     """
-    file, shown = (QUICKSTART, EMBEDDED) if path is None else (path, str(path))
-    document = gather(file, shown, overrides, detect or _one_cpu_rank)
-    complete(document, file.stem, Path("runs"), None)
+    document = gather(path, overrides, detect or _one_cpu_rank)
+    _complete(document, path, Path("runs"), detect, None)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable)
     mistakes = [mistake for mistake in mistakes if mistake.key.partition(".")[0] == "cluster"]
     if mistakes:
-        raise BadConfig(in_reading_order(mistakes, shown))
+        raise BadConfig(in_reading_order(mistakes, shown_name(path)))
     given, _ = validate(ClusterSpec, document.data.get("cluster", {}))
     return from_plain(ClusterSpec, given)
 
@@ -139,6 +142,27 @@ def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
     report = BadConfig(mistakes)
     more = {"more": report.unlisted} if report.unlisted else {}
     return {"ok": not report.mistakes, "errors": report.as_plain(), **more}
+
+
+def _complete(
+    document: Document, path: Path | None, runs: Path, detect: Detect | None, model_reader: ModelReader | None
+) -> list[str]:
+    """Adds to `document` what follows from it; returns a sentence for each assumption."""
+    notes = complete(document, (path or QUICKSTART).stem, runs, detect or _one_cpu_rank, model_reader)
+    if path is not None:
+        return notes
+    assumed = " ".join(f"{dotted(path)}={text}" for path, text in _embedded_values(document))
+    return [*notes, f"no run file: {assumed} assumed"] if assumed else notes
+
+
+def _embedded_values(document: Document) -> Iterator[tuple[KeyPath, str]]:
+    """Keys that have the quick start's value or its preset's, chip's, and that value in words."""
+    for section, value in document.data.items():
+        for key, inner in value.items() if isinstance(value, dict) else ((None, value),):
+            path: KeyPath = (section,) if key is None else (section, key)
+            named = path in document.values and document.values[path].file == EMBEDDED
+            if named and (section != "model" or key == "preset"):
+                yield path, "+".join(inner) if isinstance(inner, dict) else str(inner)
 
 
 def _one_cpu_rank() -> dict[str, Any]:

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from meshwright.spec.complete import DIMENSIONS
 from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
+from meshwright.spec.families import required_dimensions
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
@@ -67,10 +67,20 @@ def schema_mistakes(cls: type, document: Document) -> tuple[dict[str, Any], list
     meant = {wrong.path: meant_key(cls, wrong.path, document) for wrong in unknown[:MOST_LISTED]}
     mistakes = [_unknown(cls, document, wrong.path, meant.get(wrong.path)) for wrong in unknown]
     missing = [wrong.path for wrong in wrongs if wrong.kind == "missing"]
+    missing += [path for path in _required(cls, document) if path not in missing]
     if not document.partial:
         mistakes += _missing(cls, document, [path for path in missing if not _begins(path, meant.values())])
     mistakes += [_value(cls, document, wrong.path) for wrong in wrongs if wrong.kind == "value"]
-    return given, mistakes, {wrong.path for wrong in wrongs} | document.rejected
+    return given, mistakes, {wrong.path for wrong in wrongs} | set(missing) | document.rejected
+
+
+def _required(cls: type, document: Document) -> list[KeyPath]:
+    """Dimensions that a run's model must have and has not, defaults or none."""
+    model = document.data.get("model") if cls is RunSpec else None
+    if not isinstance(model, dict):
+        return []
+    paths: list[KeyPath] = [("model", name) for name in required_dimensions(model) if model.get(name) is None]
+    return [path for path in paths if not _said_already(document, path)]
 
 
 def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
@@ -133,10 +143,11 @@ def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistak
         for path in paths
         if not (of_model and path[0] == "model")
     ]
-    needed = [name for name in DIMENSIONS if name in of_model]
+    required = required_dimensions(document.data.get("model") or {}) if of_model else ()
+    needed = [name for name in required if name in of_model]
     if needed:
-        expected = f"a preset ({', '.join(MODEL_PRESETS)}) or all of {', '.join(DIMENSIONS)}"
-        got = "none of them" if len(needed) == len(DIMENSIONS) else f"no {', '.join(needed)}"
+        expected = f"a preset ({', '.join(MODEL_PRESETS)}) or all of {', '.join(required)}"
+        got = "none of them" if len(needed) == len(required) else f"no {', '.join(needed)}"
         mistakes.append(_mistake(document.key_place(("model",)), ("model",), expected, got))
     return mistakes
 

@@ -19,13 +19,14 @@ from meshwright.spec.yaml_positions import Document, KeyPath
 class Reading:
     """The values of a run file, of what it extends and of the command line, and what is wrong with them.
 
-    `shown` is how mistakes name the run file; `unusable` holds the paths without a usable value.
+    `shown` is how mistakes name the run file; `unusable` holds the paths without a usable value; `notes` has a sentence for each assumption.
     """
 
     document: Document
     shown: str
     mistakes: tuple[Mistake, ...]
     unusable: frozenset[KeyPath]
+    notes: tuple[str, ...] = ()
 
     def run(self) -> RunSpec:
         """The run. Raises BadConfig with every mistake."""

@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.spec.complete import DIMENSIONS
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.families import DIMENSIONS
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import Plan, PlanPins
@@ -47,8 +48,18 @@ Data and weights (`data.mix`, `data.validation`, `model.init`) are looked for fr
 command line. `~` is the home directory.
 
 **What follows.** Without a preset, the dimensions can come from the weights: `model: {init: hf:DIR}` or
-`model: {init: checkpoint:DIR}`, where DIR is a run's folder, or a run's name. A `train.seq_len` left out is its default
-or `model.max_seq_len`, whichever is less.
+`model: {init: checkpoint:DIR}`, where DIR is a run's folder, or a run's name. Without either, `family`, `layers`, `hidden`
+and `heads` must be given, and for `mixtral` and `qwen3_moe` `experts`, `experts_per_token` and `expert_hidden`. `kv_heads` is then
+`heads`, `head_dim` is `hidden / heads`, and `ffn_hidden` is 4 × `hidden` with `mlp: gelu` and 8/3 × `hidden`, rounded up to a multiple of
+256, with `swiglu`. `positions`, `norm`, `mlp`, `bias`, `qk_norm` and `tied` are the family's. What is derived is said before the run
+starts. A `train.seq_len` left out is its default or `model.max_seq_len`, whichever is less.
+
+**Cluster left out.** Without `cluster.gpu` the cluster is `auto`: this machine's GPUs, or one CPU rank where it has none (a rank uses all
+cores; more CPU ranks only try a layout out, and `cluster: {gpu: cpu, gpus_per_node: 2}` asks for them). Other keys of `cluster` replace
+single values of what is found.
+
+**Without a file.** `meshwright train model=llama3-1b` takes the name, data and training settings of the quick start, with the preset's
+sequence length and learning rate, and says so. The model is the quick start's only where no key of `model` is given, the cluster never.
 
 **Values.** YAML 1.2: `3e-4` is a number, `10_000` an integer, `yes` and `no` are text. `none` and `null` both empty a
 key that allows it (`null` alone where `none` is a choice of its own, as in `plan.recompute`). An unknown key, a wrong
@@ -58,7 +69,14 @@ at once, together with those of the data, the weights and the plan; a report lis
 **Limits.** An integer whose type names no upper bound is at most 1,000,000,000. A model has at most 10^15 parameters, a
 cluster at most 2^20 ranks, a step at most 2^14 sequences for each rank, and a file at most 512 KiB and 5,000 values.
 """
-_DERIVED = {"kv_heads": "`heads`", "head_dim": "`hidden / heads`", "name": "the file's stem", "extends": "none"}
+_DERIVED = {
+    "ffn_hidden": "by `mlp`",
+    "kv_heads": "`heads`",
+    "head_dim": "`hidden / heads`",
+    "gpu": "what is found",
+    "name": "the file's stem",
+    "extends": "none",
+}
 _EXTENDS = ["extends", "text", _DERIVED["extends"], "Preset or run file whose keys this file builds on."]
 
 
@@ -110,7 +128,7 @@ def _type(annotation: Any) -> str:
 
 def _default(cls: type, field: dataclasses.Field[Any]) -> str:
     """What holds when the key is left out, as the table says it."""
-    if field.name in _DERIVED and issubclass(cls, (ModelSpec, RunSpec)):
+    if field.name in _DERIVED and issubclass(cls, (ModelSpec, ClusterSpec, RunSpec)):
         return _DERIVED[field.name]
     if issubclass(cls, ModelSpec) and field.name in DIMENSIONS:
         return "the preset's"

@@ -39,7 +39,7 @@ class RunSpec:
     train: TrainSpec
     """How it learns."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
-    """What it runs on; `auto` takes what is found."""
+    """What it runs on; `auto`, also when it is left out, takes what is found."""
     plan: PlanPins | str = "auto"
     """How it is laid out: `auto`, a plan file, or pins."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)

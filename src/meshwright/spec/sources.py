@@ -18,17 +18,40 @@ from meshwright.spec.presets import MODEL_PRESETS, run_preset
 from meshwright.spec.yaml_positions import Document, KeyPath, Place, dotted, parse_yaml, read_yaml, say
 
 COMMAND_LINE = "command line"
+QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
 EMBEDDED = "quickstart.yaml (embedded)"
 Detect = Callable[[], dict[str, Any]]
 _SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe")
 
 
-def gather(path: Path, shown: str, overrides: Sequence[str], detect: Detect) -> Document:
-    """Everything that is said about the run whose file is at `path`, merged; see `merge` for the rules."""
-    document = _with_base(path, shown, (), detect)
+def shown_name(path: Path | None) -> str:
+    """How messages name a run's file."""
+    return EMBEDDED if path in (None, QUICKSTART) else str(path)
+
+
+def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> Document:
+    """Everything that is said about the run whose file is at `path`, merged; see `merge` for the rules.
+
+    Without a path the overrides are laid over the quick start's run, of which its cluster is left out, and its model where an override
+    names any key of a model: `model.family=gpt2` must not train a model with the dimensions of another.
+    """
+    document = _with_base(path or QUICKSTART, shown_name(path), (), detect)
+    if path is None:
+        _drop(document, "cluster")
+        if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "model" for text in overrides):
+            _drop(document, "model")
+            document.put(("model",), {}, Place(COMMAND_LINE))
     for text in overrides:
         document = _overridden(document, text, detect)
     return document
+
+
+def _drop(document: Document, section: str) -> None:
+    """Takes a section out of `document`, with the places of its keys."""
+    del document.data[section]
+    for places in (document.keys, document.values):
+        for path in [path for path in places if path[:1] == (section,)]:
+            del places[path]
 
 
 def merge(base: Document, over: Document) -> Document:

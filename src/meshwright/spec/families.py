@@ -1,0 +1,40 @@
+"""What a model of a family is where a run does not say, and which dimensions a run must give.
+
+`models/families.py` says which values a Hugging Face folder of a family can hold; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DIMENSIONS = ("family", "layers", "hidden", "heads")
+"""What every model needs. `ffn_hidden`, `kv_heads` and `head_dim` follow from these by convention; the rest has defaults."""
+EXPERT_DIMENSIONS = ("experts", "experts_per_token", "expert_hidden")
+"""What a model of `MIXTURES` needs besides."""
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families whose layers have experts."""
+FAMILY_VALUES: dict[str, dict[str, Any]] = {
+    "gpt2": {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "tied": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+}
+"""Values of a family's architecture, where they differ from the defaults of `ModelSpec`."""
+_FFN_MULTIPLE = 256
+
+
+def required_dimensions(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that a `model` section must have after its preset or its weights' folder is applied."""
+    return (*DIMENSIONS, *EXPERT_DIMENSIONS) if model.get("family") in MIXTURES else DIMENSIONS
+
+
+def ffn_width(hidden: int, mlp: object) -> tuple[int, str]:
+    """The conventional `ffn_hidden` of a model, and its formula.
+
+    GPT: 4 × hidden (Radford et al. 2019). SwiGLU has three matrices in place of two, so Llama takes 2/3 of that and rounds up to a
+    multiple of 256 (Touvron et al. 2023).
+    """
+    if mlp == "gelu":
+        return 4 * hidden, "4 × hidden"
+    thirds = 8 * hidden // 3
+    return -(-thirds // _FFN_MULTIPLE) * _FFN_MULTIPLE, f"8/3 × hidden, rounded up to a multiple of {_FFN_MULTIPLE}"
