@@ -19,19 +19,20 @@ from meshwright.spec.run import RunSpec
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other jobs out of a run's folder for the length of a `with` block. It is made when missing, and removed when it is left empty.
+    """Keep other jobs out of a run's folder for the length of a `with` block. It is made when missing, and removed when it is left empty,
+    with the parents that were made for it.
 
     Taken once a job, by the process that prepares it: the launcher, or rank 0 where another launcher started the ranks. The lock is the
     process's, so one that was killed leaves none. Raises BadInput when another process has it.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         with locked(folder, wait=False, instead="give this run another name (name=…, or --fresh)"):
             yield
     finally:
         with suppress(OSError):  # not empty: the usual case
-            for place in made:
-                place.rmdir()
+            for path in (folder, *missing):
+                path.rmdir()
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:
