@@ -45,11 +45,12 @@ def test_exchanged_tokens_are_found_in_the_background(copy: Path) -> None:
     exchange_tokens(copy / "shard-00001.bin")
     verifier = ShardVerifier(0, 1)
     source = opened(copy, verifier)
-    with Loader(source, global_batch=8, data_rank=0, data_ranks=1, micro_batch=1) as loader:
-        with pytest.raises(Damaged, match=r"shard-00001.bin: expected content with digest \w+ .*data.damaged: skip"):
-            for _ in range(1000):
-                next(loader)
-                finished(verifier)
+    damage = r"shard-00001.bin: expected content with digest \w+ .*data.damaged: skip"
+    loader = Loader(source, global_batch=8, data_rank=0, data_ranks=1, micro_batch=1)
+    with loader, pytest.raises(Damaged, match=damage):
+        for _ in range(1000):
+            next(loader)
+            finished(verifier)
     (copy / "shard-00001.bin").unlink()
     assert open_data(DataSpec(mix={str(copy): 1.0}, damaged="skip"), seq_len=32, seed=0).windows < source.windows
 

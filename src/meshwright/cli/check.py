@@ -72,7 +72,7 @@ def _run_checks(run: RunSpec, runs: Path, file: str) -> list[tuple[MeshwrightErr
     known = bool(resolved.model.vocab_size)
     named = "a new name, or a run with the same configuration"
     if not known or (attempt("name", named, lambda: continues(resolved, folder)) and not continues(resolved, folder)):
-        attempt("model.init", "weights of this model", lambda: prepare.check_init(complete))
+        attempt("model.init", "weights of this model", lambda: prepare.check_init(complete, _quiet))
     attempt("plan", "a plan that fits the cluster", lambda: prepare.training_plan(complete, say))
     attempt("checkpoint", "room for one checkpoint", lambda: prepare.check_disk(complete, folder))
     return wrong

@@ -33,7 +33,7 @@ class CheckedFile:
     def read(self, offset: int, count: int) -> bytes:
         """Bytes [offset, offset + count). Raises Damaged, which names file and offset, when the file ends before or cannot be read."""
         pieces: list[bytes] = []
-        start, end = offset, offset + count
+        end = offset + count
         while offset < end:
             try:
                 piece = os.pread(self._descriptor, end - offset, offset)

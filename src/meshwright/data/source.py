@@ -174,6 +174,14 @@ class DataSource:
             return None
         return float(sum(share * value for share, value in zip(shares, known, strict=True) if value is not None))
 
+    def record(self) -> dict[str, dict[str, str | None]]:
+        """What a checkpoint keeps of each source: the digests of its content and tokenizer."""
+        directories = {source.name: source.directory for source in self._ordered}
+        return {
+            name: {"content": directory.content_digest, "tokenizer": directory.tokenizer_digest}
+            for name, directory in directories.items()
+        }
+
     @property
     def windows(self) -> int:
         """Different windows in all sources together."""

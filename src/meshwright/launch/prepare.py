@@ -17,6 +17,7 @@ from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.files.durable import write_durable
+from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.folder import continues, is_finished
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.observe.sinks import check_sinks
@@ -209,8 +210,11 @@ def prepare_run(
         note(f"{folder} is finished: {run.train.steps} of {run.train.steps} steps; nothing is changed in it")
         return None
     check_sinks(run.observe)
-    if not resumes:
-        check_init(run)
+    source = open_run_data(run)
+    if resumes:
+        check_unchanged(run, folder, source, note)
+    else:
+        check_init(run, note)
     # What the run is held to; a plan file's own figures may be of another machine.
     plan = repriced(run, training_plan(run, note))
     check_disk(run, folder)
@@ -220,20 +224,21 @@ def prepare_run(
         (folder / name).mkdir(exist_ok=True)
     write_durable(folder / "config.yaml", resolved_yaml(run))
     write_durable(folder / "plan.yaml", plan_yaml(plan))
-    tokenizer = open_run_data(run).tokenizer_file
-    if tokenizer is not None:
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    if source.tokenizer_file is not None:
+        write_durable(folder / "tokenizer.json", source.tokenizer_file.read_bytes())
     assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile, timeline=timeline)
     write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
     return Prepared(assignment, folder, resumes)
 
 
-def check_init(run: RunSpec) -> None:
-    """Raise BadInput when the weights that the run starts from are not there or not its model's."""
+def check_init(run: RunSpec, note: Note) -> None:
+    """Raise BadInput when the weights that the run starts from are not there or not its model's, or their tokenizer is not the corpus'."""
     if run.model.init != "scratch":
         from meshwright.checkpoint.initial import check_initial  # needs torch
 
         check_initial(run.model, run.model.init)
+        if not lacks_stdlib(run):
+            check_tokenizer(run, open_run_data(run), note)
 
 
 def check_disk(run: RunSpec, folder: Path) -> None:
