@@ -21,17 +21,24 @@ log = logging.getLogger("meshwright")
 
 @contextmanager
 def locked(directory: Path, wait: bool, instead: str = "choose another --out") -> Iterator[None]:
-    """Hold the one lock of `directory` (made when missing) for the length of a `with` block.
+    """Hold the one lock of `directory` for the length of a `with` block. The directory is made when missing, and removed when it is left
+    empty, with the parents that were made for it.
 
     Raises BadInput when another process holds it and `wait` is false, naming that process and what may be done `instead` of waiting.
     """
     path = directory / LOCK
-    file = _acquire(path, wait, instead)
+    missing = [parent for parent in directory.parents if not parent.exists()]
     try:
-        yield
+        file = _acquire(path, wait, instead)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            file.close()
     finally:
-        path.unlink(missing_ok=True)
-        file.close()
+        with suppress(OSError):  # not empty: the usual case
+            for empty in (directory, *missing):
+                empty.rmdir()
 
 
 def _acquire(path: Path, wait: bool, instead: str) -> TextIO:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -19,20 +19,13 @@ from meshwright.spec.run import RunSpec
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other jobs out of a run's folder for the length of a `with` block. It is made when missing, and removed when it is left empty,
-    with the parents that were made for it.
+    """Keep other jobs out of a run's folder for the length of a `with` block. It is made when missing, and removed when it is left empty.
 
     Taken once a job, by the process that prepares it: the launcher, or rank 0 where another launcher started the ranks. The lock is the
     process's, so one that was killed leaves none. Raises BadInput when another process has it.
     """
-    missing = [parent for parent in folder.parents if not parent.exists()]
-    try:
-        with locked(folder, wait=False, instead="give this run another name (name=…, or --fresh)"):
-            yield
-    finally:
-        with suppress(OSError):  # not empty: the usual case
-            for path in (folder, *missing):
-                path.rmdir()
+    with locked(folder, wait=False, instead="give this run another name (name=…, or --fresh)"):
+        yield
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:
