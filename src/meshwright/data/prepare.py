@@ -178,7 +178,8 @@ def _write_shards(
         for encoded in encoded_documents:
             split, number = places.popleft()
             writers[split].add(encoded, number)
-            report(encoded.document.consumed, sum(writer.tokens for writer in writers.values()))
+            documents = sum(writer.documents for writer in writers.values())
+            report(encoded.document.consumed, documents, sum(writer.tokens for writer in writers.values()))
     for writer in writers.values():
         writer.finish_shard()
 
