@@ -53,7 +53,7 @@ def meshwright(*words: object, env: dict[str, str] | None = None) -> Answer:
 
 def train_here(*words: object) -> Answer:
     """`meshwright train WORDS…` as a launcher's only rank: the whole trainer, in this process."""
-    with mock.patch("meshwright.train.worker.end_process", sys.exit):
+    with mock.patch("meshwright.training.worker.end_process", sys.exit):
         return meshwright("train", *words, env={"RANK": "0", "WORLD_SIZE": "1"})
 
 

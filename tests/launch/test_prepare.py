@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.train.tiny import make_tiny
+from tests.training.tiny import make_tiny
 
 from meshwright.data.stdlib import VOCABULARY
 from meshwright.launch import prepare

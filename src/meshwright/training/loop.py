@@ -13,17 +13,17 @@ from meshwright.data.loader import Loader
 from meshwright.observe.account import Account
 from meshwright.optim.schedule import learning_rate
 from meshwright.spec.errors import Interrupted, Preempted
-from meshwright.train.accounting import Accounting
-from meshwright.train.evaluate import Evaluation, evaluate
-from meshwright.train.figures import FigureReader, check_finite
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import Session
-from meshwright.train.state import run_state, run_tensors
-from meshwright.train.step import train_step
-from meshwright.train.stop import INTERRUPT, StopRequest
-from meshwright.train.timelines import StepTimelines
-from meshwright.train.tracing import step_trace
-from meshwright.train.traffic import wire_count
+from meshwright.training.accounting import Accounting
+from meshwright.training.evaluate import Evaluation, evaluate
+from meshwright.training.figures import FigureReader, check_finite
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session
+from meshwright.training.state import run_state, run_tensors
+from meshwright.training.step import train_step
+from meshwright.training.stop import INTERRUPT, StopRequest
+from meshwright.training.timelines import StepTimelines
+from meshwright.training.tracing import step_trace
+from meshwright.training.traffic import wire_count
 
 log = logging.getLogger("meshwright")
 
@@ -170,7 +170,8 @@ def _save(session: Session, reporter: Reporter) -> None:
         session.store.retain(session.run.checkpoint.keep)
     if saved.written:
         seconds = time.perf_counter() - started
-        reporter.event(session.step, f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s")
+        text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
+        reporter.checkpoint(session.step, saved.path, text)
 
 
 def _stop(session: Session, figures: FigureReader, reporter: Reporter) -> None:

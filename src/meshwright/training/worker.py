@@ -1,0 +1,111 @@
+"""The work of one rank: join the job, train, leave it.
+
+A locally launched rank comes here from `train.rank`; under torchrun and its kin `meshwright train` calls `run_rank` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from meshwright.events.start import StartClock
+from meshwright.files.durable import write_durable
+from meshwright.parallel.world import World, join
+from meshwright.spec.errors import Interrupted
+from meshwright.spec.fields import to_plain
+from meshwright.spec.place import Place, stop_signals
+from meshwright.spec.run import Assignment
+from meshwright.training.cores import keep_to_own_cores
+from meshwright.training.lifecycle import RankLife
+from meshwright.training.loop import Trained, train
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session, open_session
+from meshwright.training.stop import StopRequest
+
+
+def main(life: RankLife, file: Path, clock: StartClock) -> NoReturn:
+    """Be the locally launched rank of the assignment in `file`; `clock` has counted its start so far."""
+
+    def work() -> None:
+        assignment = Assignment.read(file)
+        life.log_to(Path(assignment.folder))
+        clock.end("plan")
+        run = assignment.run
+        world = join(life.place, run.cluster, timeout_seconds=run.train.timeout_seconds)
+        clock.end("join")
+        run_rank(assignment, world, life, clock)
+        world.leave()
+
+    life.run(work)
+
+
+def answer_as_rank(answer: Callable[[str, Place], str]) -> NoReturn:
+    """Be one locally launched rank that answers one question: `argv` names the file of the question and that of the answer, which rank 0
+    writes. A stop signal interrupts it."""
+    question, destination = map(Path, sys.argv[1:])
+    life = RankLife(Place.from_environment(), StopRequest())
+    for number in stop_signals():
+        signal.signal(number, _interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+
+    def work() -> None:
+        life.log_to(question.parent)
+        text = answer(question.read_text(encoding="utf-8"), life.place)
+        if life.place.rank == 0:
+            write_durable(destination, text)
+
+    life.run(work)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise Interrupted("interrupted")
+
+
+def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartClock) -> None:
+    """Train on this rank of a joined job, whose start `clock` has counted so far; rank 0 writes metrics, summary and report."""
+    folder = life.stop.folder = Path(assignment.folder)
+    started = time.perf_counter()
+    if assignment.run.train.keep_cores:
+        keep_to_own_cores(world)
+    session = open_session(assignment, world, clock)
+    reporter = Reporter.open(session, life.channel)
+    if world.leads:
+        life.at_end(lambda: _write_report(folder))
+    life.at_end(reporter.close)
+    life.stop.show = reporter.say
+    if session.step >= session.run.train.steps:
+        reporter.event(session.step, f"{folder} is finished: {session.step} of {session.run.train.steps} steps")
+        return
+    if session.step:
+        reporter.event(session.step, f"resumed after step {session.step}")
+    trained = train(session, reporter, life.stop)
+    if world.leads:
+        _write_summary(session, trained, time.perf_counter() - started)
+
+
+def _write_report(folder: Path) -> None:
+    from meshwright.observe.report import write_report  # not before the first step
+
+    write_report(folder)
+
+
+def _write_summary(session: Session, trained: Trained, wall_seconds: float) -> None:
+    last = trained.validation
+    summary: dict[str, Any] = {"steps": session.step, "tokens": session.tokens, "wall_seconds": wall_seconds}
+    if last is not None and session.held_out is not None:
+        summary |= {
+            "held_out_loss": last.loss,
+            "held_out_tokens": last.tokens,
+            "perplexity": last.perplexity,
+            "bits_per_byte": last.bits_per_byte,
+            "unigram_entropy_nats": session.held_out.source.unigram_entropy(session.held_out.samples),
+        }
+    if trained.account is not None:
+        summary["account"] = to_plain(trained.account)
+    write_durable(session.folder / "summary.json", json.dumps(summary, indent=1))
