@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.tiny import make_tiny, prepared, tiny_run
+from tests.training.tiny import make_tiny, prepared, tiny_run
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.prepare import prepare
