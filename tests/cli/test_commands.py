@@ -19,6 +19,7 @@ from meshwright import __version__
 from meshwright.cli import generate, main
 from meshwright.cli.main import COMMANDS as COMMAND_MODULES
 from meshwright.cli.main import app_for
+from meshwright.data.source import open_data
 from meshwright.launch.prepare import prepare_run
 from meshwright.spec.load import load_run
 from meshwright.training.generate import _Text
@@ -354,3 +355,13 @@ def test_a_shell_completes_commands_and_options(
 def test_a_command_that_is_not_there_brings_the_nearest_once() -> None:
     answer = meshwright("trian")
     assert answer.code == 2 and answer.err.count("Did you mean 'train'?") == 1
+
+
+def test_a_checkpoint_records_the_content_and_tokenizer_of_its_corpus(tiny: Path, finished: Path) -> None:
+    """A resumed run is held to this record."""
+    run = load_run(finished / "config.yaml")
+    expected = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed).record()
+    state = json.loads((finished / "checkpoints" / "step-00000006" / "state.json").read_bytes())
+    assert state["data"] == expected
+    digests = expected[str(tiny.parent / "data")]
+    assert set(digests) == {"content", "tokenizer"} and all(digests.values())

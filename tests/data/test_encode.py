@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +60,7 @@ def test_long_stretches_of_indented_lines_are_cut_too(monkeypatch: pytest.Monkey
     assert encoded.tokens.tolist() == expected(tokenizer, code)
 
 
-def test_a_tokenizer_to_which_a_cut_matters_gets_the_document_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_marks_the_start_of_a_text_does_not_mark_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """SentencePiece-like: a mark is put before every text, so pieces would each get one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -66,6 +69,49 @@ def test_a_tokenizer_to_which_a_cut_matters_gets_the_document_whole(monkeypatch:
     monkeypatch.setattr(encode, "LONGEST_PIECE", 300)
     (encoded,) = encode_documents([document(LONG)], loaded, "uint16", workers=1)
     assert encoded.tokens.tolist() == expected(loaded, LONG)
+
+
+def test_a_long_line_is_cut_between_words_without_changing_a_token(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    monkeypatch.setattr(encode, "LONGEST_PIECE", 300)
+    line = LONG.replace("\n", "  ")
+    assert max(len(piece.text) for piece in encode._pieces_of([document(line)], tokenizer)) <= 375
+    (encoded,) = encode_documents([document(line)], tokenizer, "uint16", workers=2)
+    assert encoded.tokens.tolist() == expected(tokenizer, line)
+
+
+def test_a_text_without_words_is_cut_all_the_same(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    monkeypatch.setattr(encode, "LONGEST_PIECE", 300)
+    text = "".join(story(i) for i in range(30)).replace(" ", "").replace("\n", "").replace(".", "")
+    (encoded,) = encode_documents([document(text)], tokenizer, "uint16", workers=1)
+    assert tokenizer.tokenizer.decode(encoded.tokens.tolist()) == text
+    assert len(encoded.tokens) - len(expected(tokenizer, text)) <= 2 * len(text) // 300
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from meshwright.data.prepare import prepare
+source, tokenizer, out = sys.argv[1:]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+prepare([source], tokenizer, Path(out), workers=2)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", ["file", "train:300"])
+def test_one_line_of_20_mb_is_prepared_in_bounded_memory(tokenizer_file: Path, tmp_path: Path, tokenizer: str) -> None:
+    line = " ".join(story(i).strip() for i in range(300))
+    source = tmp_path / "line.jsonl"
+    source.write_text(json.dumps({"text": line * (20_000_000 // len(line))}) + "\n", encoding="utf-8")
+    asked = str(tokenizer_file) if tokenizer == "file" else tokenizer
+    arguments = [sys.executable, "-c", PEAK, str(source), asked, str(tmp_path / "out")]
+    answer = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert int(answer.stdout) < 400, "MiB; the text itself, its line and its record take 80"
 
 
 def test_the_environment_is_as_before(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,24 @@ def test_a_gap_between_sequences_is_found_by_check_layout(tmp_path: Path) -> Non
     patch(stem, "idx", 34 + 12 + 8, struct.pack("<q", 6))
     with pytest.raises(Damaged, match=r"offset 54: expected sequence 1 to start at byte 4 of the .bin, found 6"):
         IndexedFile(stem).check_layout()
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_file_truncated_while_it_is_open_is_damage_and_kills_nobody(tmp_path: Path, suffix: str) -> None:
+    """Through a memory map the read would end the process by SIGBUS."""
+    stem = tmp_path / "shard"
+    write(stem, [[number] * 10 for number in range(4000)])
+    file = IndexedFile(stem)
+    file.check_sizes()
+    os.truncate(f"{stem}.{suffix}", 5000)
+    assert file.read(100, 110).tolist() == [10] * 10
+    with pytest.raises(Damaged, match=rf"shard.{suffix}: expected \d+ bytes as when it was opened, found 5000"):
+        file.check_sizes()
+    with pytest.raises(
+        Damaged, match=rf"shard.{suffix}: offset \d+: expected \d+ more bytes, found the end of the file"
+    ):
+        file.read(2000, 3000)
+        file.document_spans(39_000, 39_100)
 
 
 def test_multimodal_modes_behind_the_index_are_passed_over(tmp_path: Path) -> None:

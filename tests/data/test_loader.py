@@ -25,6 +25,9 @@ class Counting:
 
     document_mask = True
 
+    def begin_step(self, indices: range) -> None:
+        """All is well."""
+
     def samples(self, indices: range) -> Batch:
         array = np.array(indices, dtype=np.int64)[:, None]
         return Batch(array, array, array, array)

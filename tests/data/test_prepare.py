@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import pytest
 
+from meshwright.cli.data import _sentences, _summary
 from meshwright.data import prepare as prepare_module
 from meshwright.data import shards
 from meshwright.data.indexed import IndexedFile
@@ -204,6 +205,7 @@ def test_a_fraction_that_leaves_nothing_is_refused_and_can_be_corrected(
 ) -> None:
     with pytest.raises(BadInput, match="held-out fraction 1e-09 leaves no document for held_out"):
         prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", held_out=1e-9)
+    assert not (tmp_path / "out").exists()
     assert (
         prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", held_out=0.5).manifests["held_out"].documents > 30
     )
@@ -229,7 +231,20 @@ def test_bad_documents_are_refused_before_any_work(tokenizer_file: Path, tmp_pat
     source = with_bad_lines(tmp_path)
     with pytest.raises(BadInput, match=r"30 bad documents .*\n.*mixed.jsonl:1: not JSON"):
         prepare([str(source)], str(tokenizer_file), tmp_path / "out", on_bad="refuse")
-    assert not list((tmp_path / "out").glob("shard*"))
+    assert not (tmp_path / "out").exists(), "a refused start leaves nothing behind"
+
+
+def test_files_without_text_are_counted_by_extension(tokenizer_file: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(60):
+        (source / f"{number}.txt").write_text(story(number))
+    for name, content in {"a.png": b"\x89PNG\0", "b.png": b"\0", "core": b"\x7fELF\0", "empty.py": b""}.items():
+        (source / name).write_bytes(content)
+    made = prepare([str(source)], str(tokenizer_file), tmp_path / "out", held_out=0.1)
+    assert made.passed == {".png": 2, "no extension": 1, ".py": 1} and made.bad.count == 0
+    assert "  passed over 4 binary or empty files: 2 .png, 1 " in _sentences(made)
+    assert _summary(made)["passed_over"] == made.passed
 
 
 def test_other_peoples_files_are_not_overwritten(corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:
@@ -248,6 +263,7 @@ def test_a_small_disk_is_refused_before_the_work(
     monkeypatch.setattr(prepare_module.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OutOfResources, match=r"bytes are needed, 1,000 are free"):
         prepare([str(corpus)], str(tokenizer_file), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_disk_that_fills_up_is_out_of_resources(

@@ -6,6 +6,9 @@ import errno
 import fcntl
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -48,6 +51,49 @@ def test_a_job_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").exists()
     with held(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("third", [False, True], ids=["two starts", "three starts"])
+def test_a_start_wins_when_the_holder_ends_between_its_open_and_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, third: bool
+) -> None:
+    """The holder removes lock file and folder; a third start locks the removed file for a moment, which refuses nobody."""
+    folder, flock = tmp_path / "run", fcntl.flock
+    holder = ExitStack()
+    holder.enter_context(held(folder))
+    removed = (folder / ".lock").open("a+")
+
+    def late(file: TextIO, how: int) -> None:
+        holder.close()
+        if third:
+            flock(removed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with removed, held(folder):
+        assert (folder / ".lock").read_text().startswith(f"process {os.getpid()} ")
+
+
+def test_one_of_several_starts_at_once_wins(tmp_path: Path) -> None:
+    starts = 4
+    begin, end = threading.Barrier(starts), threading.Barrier(starts)
+
+    def start(folder: Path) -> str:
+        begin.wait(60)
+        try:
+            with held(folder):
+                end.wait(60)
+                return "wins"
+        except BadInput:
+            end.wait(60)
+            return "refused"
+
+    with ThreadPoolExecutor(starts) as pool:
+        for number in range(50):
+            folder = tmp_path / f"run-{number}"
+            outcomes = list(pool.map(start, [folder] * starts))
+            assert sorted(outcomes) == ["refused"] * (starts - 1) + ["wins"]
+            assert not folder.exists()
 
 
 def test_a_start_that_fails_leaves_no_empty_folders(tmp_path: Path) -> None:

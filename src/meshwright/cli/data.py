@@ -177,6 +177,7 @@ def _summary(made: Prepared) -> dict[str, Any]:
         "splits": splits,
         "vocab_size": tokenizer.vocab_size,
         "bad": bad,
+        "passed_over": dict(made.passed),
         "reused": made.reused,
     }
 
@@ -187,6 +188,9 @@ def _sentences(made: Prepared) -> str:
         ratio = manifest.text_bytes / manifest.tokens
         size = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {ratio:.2f} bytes per token"
         lines.append(f"  {split}: {size}")
+    if made.passed:
+        counts = ", ".join(f"{count:,} {extension}" for extension, count in made.passed.most_common())
+        lines.append(f"  passed over {made.passed.total():,} binary or empty files: {counts}")
     lines.append(f"Train on it with  data: {{mix: {{{made.out}: 1}}}}")
     return "\n".join(lines)
 

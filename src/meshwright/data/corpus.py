@@ -30,7 +30,7 @@ class InputFile:
     """A file to read. `name` is how it is shown; `key` is its place within its input and does not change when that
     moves.
 
-    `found` says that a directory was searched for it, so that a binary or empty file is passed over without a word.
+    `found` says that a directory was searched for it, so that a binary or empty file is passed over.
     `before` is the bytes of all files that come before this one.
     """
 
@@ -64,6 +64,13 @@ class BadDocument:
         return f"{self.where}: {self.why}"
 
 
+@dataclass(frozen=True)
+class TextlessFile:
+    """A binary or empty file that the search of a directory found."""
+
+    file: InputFile
+
+
 def list_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
     """Every file behind `inputs` (files, directories, or the word `stdlib`), in an order that depends on names alone.
 
@@ -93,7 +100,7 @@ def list_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
     return [replace(file, before=start) for file, start in zip(files, starts, strict=False)]
 
 
-def read_documents(file: InputFile, text_key: str) -> Iterator[Document | BadDocument]:
+def read_documents(file: InputFile, text_key: str) -> Iterator[Document | BadDocument | TextlessFile]:
     """The documents of one file in order; `text_key` is the key (or column) of the text in record files."""
     if file.name.endswith(".parquet"):
         yield from _read_parquet(file, text_key)
@@ -103,13 +110,14 @@ def read_documents(file: InputFile, text_key: str) -> Iterator[Document | BadDoc
         yield from _read_text(file)
 
 
-def _read_text(file: InputFile) -> Iterator[Document | BadDocument]:
+def _read_text(file: InputFile) -> Iterator[Document | BadDocument | TextlessFile]:
     try:
         content = file.path.read_bytes()
     except OSError as error:
         yield BadDocument(file.name, f"cannot be read: {error}")
         return
     if file.found and (not content or b"\0" in content[:8192]):
+        yield TextlessFile(file)
         return
     try:
         text = content.decode("utf-8")

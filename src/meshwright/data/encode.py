@@ -7,11 +7,13 @@ alone.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from meshwright.data.tokenizer import LoadedTokenizer
 
 BATCH_CHARACTERS = 1 << 18
 LONGEST_PIECE = 1 << 18
+CONTEXT = 1000
+CUT_ATTEMPTS = 100
+LINE_END, WORD_END = re.compile(r"(?<!\n)(?=\n)"), re.compile(r"(?<=\w)(?=\W)|(?= )")
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,11 @@ class EncodedDocument:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a document that is encoded at one time."""
+    """Part of a document that is encoded at one time; `context` is text before it that its first tokens may depend on."""
 
     document: Document
     text: str
+    context: str
     last: bool
 
 
@@ -45,7 +51,7 @@ def encode_documents(
 ) -> Generator[EncodedDocument, None, None]:
     """Encode `documents` with `workers` threads; results come in the order of the documents.
 
-    At most two batches for each worker are held, so memory grows with the longest document and not with the corpus.
+    At most two batches for each worker are held. Beside its text a long document takes the memory of its tokens alone.
     """
     ids: list[np.ndarray] = []
     for piece, tokens in _encode_pieces(_pieces_of(documents, tokenizer), tokenizer, dtype, workers):
@@ -75,8 +81,13 @@ def _encode_pieces(
 
 
 def _encode_batch(batch: list[Piece], tokenizer: LoadedTokenizer, dtype: str) -> list[tuple[Piece, np.ndarray]]:
-    encodings = tokenizer.tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-    return [(piece, np.array(encoding.ids, dtype=dtype)) for piece, encoding in zip(batch, encodings, strict=True)]
+    def ids_of(texts: list[str]) -> list[np.ndarray]:
+        encodings = tokenizer.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
+
+    contexts = ids_of([piece.context for piece in batch])
+    ids = ids_of([piece.context + piece.text for piece in batch])
+    return [(piece, each[len(context) :]) for piece, context, each in zip(batch, contexts, ids, strict=True)]
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -93,42 +104,34 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _pieces_of(documents: Iterable[Document], tokenizer: LoadedTokenizer) -> Iterator[Piece]:
-    """Each document whole, or cut at line ends into pieces of bounded length that encode to the same tokens as the
-    whole.
+    """Each document in pieces of bounded length whose tokens, one after another, are those of the whole.
 
-    One huge file would otherwise occupy one thread, and need some hundred bytes of memory for each token. A cut is made
-    only where the tokenizer itself shows that it does not matter: the lines around it give the same tokens together and
-    apart.
+    The encoder takes some hundred bytes of memory for each character, and one thread for each piece.
     """
     for document in documents:
-        text, start = document.text, 0
+        text, start, context = document.text, 0, ""
         while len(text) - start > LONGEST_PIECE:
-            cut = _harmless_cut(text, start + LONGEST_PIECE, tokenizer)
-            if cut is None:
-                break
-            yield Piece(document, text[start:cut], last=False)
-            start = cut
-        yield Piece(document, text[start:], last=True)
+            cut, context_after = _next_cut(text, start + LONGEST_PIECE, tokenizer)
+            yield Piece(document, text[start:cut], context, last=False)
+            start, context = cut, context_after
+        yield Piece(document, text[start:], context, last=True)
 
 
-def _harmless_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> int | None:
-    """The first harmless place at or after `near` just before a line end; None when the next 1,000 line ends offer none.
+def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> tuple[int, str]:
+    """Where to cut at or after `near`, and the text before that the next piece is encoded with.
 
-    Before, not after: the rules of GPT-2 and its kin join a line end to the indentation that follows it.
+    The cut lies before a line end or behind a word, where the tokenizer itself shows that no token crosses it. Before a line end, because
+    the rules of GPT-2 and its kin join it to the indentation that follows. A text without such a cut is cut at `near`.
     """
-    for _ in range(1000):
-        cut = text.find("\n", near)
-        if cut <= 0:
-            return None
-        before = text[max(text.rfind("\n", 0, cut), cut - 1000, 0) : cut]
-        after = text[cut : min(text.find("\n", cut + 1) + 1 or len(text), cut + 1000)]
-        together, left, right = tokenizer.tokenizer.encode_batch_fast(
-            [before + after, before, after], add_special_tokens=False
-        )
-        if together.ids == left.ids + right.ids:
-            return cut
-        near = cut + 1
-    return None
+    end = near + LONGEST_PIECE // 4
+    for pattern in (LINE_END, WORD_END):
+        for match in islice(pattern.finditer(text, near, end), CUT_ATTEMPTS):
+            cut = match.start()
+            before, after = text[max(cut - CONTEXT, 0) : cut], text[cut : cut + CONTEXT]
+            together, left = tokenizer.tokenizer.encode_batch_fast([before + after, before], add_special_tokens=False)
+            if together.ids[: len(left.ids)] == left.ids:
+                return cut, before
+    return near, ""
 
 
 @contextmanager

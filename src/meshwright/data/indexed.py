@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
 
+from meshwright.data.checked import CheckedFile, Entries
 from meshwright.files.durable import PARTIAL, publish
 from meshwright.spec.errors import BadInput, Damaged
 
@@ -26,6 +28,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 LONGEST_DOCUMENT = 2**31 - 1
+SPANS_AT_ONCE = 16
 
 
 class Span(NamedTuple):
@@ -37,10 +40,11 @@ class Span(NamedTuple):
 
 
 class IndexedFile:
-    """A `.bin`/`.idx` pair, mapped and not read: opening costs a few pages whatever the size.
+    """A `.bin`/`.idx` pair, opened and not read: opening costs a few pages whatever the size.
 
     `stem` is the path without suffix. Raises BadInput when a file is missing, Damaged when header or sizes disagree; a
-    gap between sequences, which only a pass over the index can find, is looked for by `check_layout`.
+    gap between sequences, which only a pass over the index can find, is looked for by `check_layout`. Every read raises
+    Damaged where a file was truncated since.
     """
 
     def __init__(self, stem: Path) -> None:
@@ -49,31 +53,43 @@ class IndexedFile:
         for path in (self.bin_path, self.idx_path):
             if not path.is_file():
                 raise BadInput(f"{path}: no such file; a .bin and its .idx must lie side by side")
+        self._bin, self._idx = CheckedFile(self.bin_path), CheckedFile(self.idx_path)
         self.dtype, self.sequences, entries = self._read_header()
-        self._lengths, self._pointers, self._document_starts = self._map_index(entries)
+        self._lengths, self._pointers, self._document_starts = self._open_index(entries)
         self.documents = entries - 1
-        self.tokens = self._check_sizes()
-        self._tokens = _map(self.bin_path, self.dtype, 0, self.tokens)
+        self.tokens = self._check_end()
+        self._tokens = Entries(self._bin, self.dtype, 0, self.tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the file, in its own dtype, not copied."""
-        return self._tokens[start:stop]
+        """Tokens [start, stop) of the file, in its own dtype, read-only."""
+        return self._tokens.read(start, stop)
+
+    def check_sizes(self) -> None:
+        """Raise Damaged when either file has grown or shrunk since it was opened."""
+        self._bin.check_size()
+        self._idx.check_size()
+
+    def digests(self) -> Iterator[tuple[str, Path, str]]:
+        """Read both files whole: key in the manifest, path, and xxh3_128."""
+        yield "idx", self.idx_path, self._idx.digest()
+        yield "bin", self.bin_path, self._bin.digest()
 
     def document_spans(self, start: int, stop: int) -> list[Span]:
         """The documents that hold tokens [start, stop), in order; empty documents are passed over."""
-        first = self._document_at(start)
-        spans = []
-        for document in range(first, self.documents):
-            span = self._span(document)
-            if span.start >= stop:
-                break
-            if span.stop > span.start:
-                spans.append(span)
+        spans: list[Span] = []
+        document = self._document_at(start)
+        while document < self.documents:
+            for span in self._spans(document, min(document + SPANS_AT_ONCE, self.documents)):
+                if span.start >= stop:
+                    return spans
+                if span.stop > span.start:
+                    spans.append(span)
+            document += SPANS_AT_ONCE
         return spans
 
     def document_length(self, document: int) -> int:
         """Tokens of one document."""
-        span = self._span(document)
+        (span,) = self._spans(document, document + 1)
         return span.stop - span.start
 
     def token_offset(self, token: int) -> int:
@@ -82,35 +98,33 @@ class IndexedFile:
 
     def check_layout(self) -> None:
         """Read the whole index: raises Damaged unless sequences follow each other without gaps and documents ascend."""
-        ends = np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize
+        pointers = self._pointers.read(0, self.sequences)
+        ends = np.cumsum(self._lengths.read(0, self.sequences), dtype=np.int64) * self.dtype.itemsize
         expected = np.concatenate([[0], ends])[: self.sequences]
-        wrong = np.flatnonzero(self._pointers != expected)
+        wrong = np.flatnonzero(pointers != expected)
         if len(wrong):
             at = int(wrong[0])
             offset = HEADER.size + 4 * self.sequences + 8 * at
-            what = f"sequence {at} to start at byte {expected[at]} of the .bin, found {self._pointers[at]}"
+            what = f"sequence {at} to start at byte {expected[at]} of the .bin, found {pointers[at]}"
             raise Damaged(f"{self.idx_path}: offset {offset}: expected {what}")
-        if np.any(np.diff(self._document_starts) < 0):
+        if np.any(np.diff(self._document_starts.read(0, len(self._document_starts))) < 0):
             raise Damaged(f"{self.idx_path}: document starts do not ascend")
 
-    def _span(self, document: int) -> Span:
-        first, after = self._document_starts[document], self._document_starts[document + 1]
-        return Span(document, self._sequence_start(int(first)), self._sequence_start(int(after)))
-
-    def _sequence_start(self, sequence: int) -> int:
-        return int(self._pointers[sequence]) // self.dtype.itemsize if sequence < self.sequences else self.tokens
+    def _spans(self, first: int, last: int) -> list[Span]:
+        """The spans of documents [first, last)."""
+        sequences = self._document_starts.read(first, last + 1)
+        pointers = self._pointers.read(int(sequences[0]), min(int(sequences[-1]) + 1, self.sequences))
+        ends = np.append(pointers // self.dtype.itemsize, self.tokens)[sequences - sequences[0]].tolist()
+        return [Span(first + number, *ends[number : number + 2]) for number in range(last - first)]
 
     def _document_at(self, token: int) -> int:
-        # The arrays start at an odd address, so np.searchsorted would copy them whole; bisect touches log2(n) entries.
         sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1
         return max(bisect_right(self._document_starts, sequence) - 1, 0)
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
-        with self.idx_path.open("rb") as file:
-            head = file.read(HEADER.size)
-        if len(head) < HEADER.size:
-            raise Damaged(f"{self.idx_path}: expected a header of {HEADER.size} bytes, the file has {len(head)}")
-        magic, version, code, sequences, entries = HEADER.unpack(head)
+        if self._idx.size < HEADER.size:
+            raise Damaged(f"{self.idx_path}: expected a header of {HEADER.size} bytes, the file has {self._idx.size}")
+        magic, version, code, sequences, entries = HEADER.unpack(self._idx.read(0, HEADER.size))
         if magic != MAGIC:
             raise Damaged(f"{self.idx_path}: offset 0: expected {MAGIC!r}, found {magic!r}")
         if version != VERSION:
@@ -123,17 +137,17 @@ class IndexedFile:
             raise Damaged(f"{self.idx_path}: offset 26: expected at least 1 document entry, found {entries}")
         return np.dtype(DTYPES[code]), sequences, entries
 
-    def _map_index(self, entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _open_index(self, entries: int) -> tuple[Entries, Entries, Entries]:
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * self.sequences
         documents_at = pointers_at + 8 * self.sequences
-        size, found = documents_at + 8 * entries, self.idx_path.stat().st_size
+        size, found = documents_at + 8 * entries, self._idx.size
         if found not in (size, size + self.sequences):
             counts = f"{self.sequences} sequences and {entries} document entries"
             raise Damaged(f"{self.idx_path}: expected {size} bytes for {counts}, found {found}")
-        lengths = _map(self.idx_path, np.dtype("<i4"), lengths_at, self.sequences)
-        pointers = _map(self.idx_path, np.dtype("<i8"), pointers_at, self.sequences)
-        documents = _map(self.idx_path, np.dtype("<i8"), documents_at, entries)
+        lengths = Entries(self._idx, np.dtype("<i4"), lengths_at, self.sequences)
+        pointers = Entries(self._idx, np.dtype("<i8"), pointers_at, self.sequences)
+        documents = Entries(self._idx, np.dtype("<i8"), documents_at, entries)
         for at, expected, offset in ((0, 0, documents_at), (-1, self.sequences, documents_at + 8 * (entries - 1))):
             if documents[at] != expected:
                 what = (
@@ -142,12 +156,12 @@ class IndexedFile:
                 raise Damaged(f"{self.idx_path}: offset {offset}: expected {what}")
         return lengths, pointers, documents
 
-    def _check_sizes(self) -> int:
+    def _check_end(self) -> int:
         """Number of tokens, once the end of the last sequence is known to be the end of `.bin`."""
         expected = 0
         if self.sequences:
-            expected = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
-        found = self.bin_path.stat().st_size
+            expected = self._pointers[-1] + self._lengths[-1] * self.dtype.itemsize
+        found = self._bin.size
         if found != expected:
             raise Damaged(f"{self.bin_path}: expected {expected} bytes (by its .idx), found {found}")
         return found // self.dtype.itemsize
@@ -209,12 +223,6 @@ def bin_path(stem: Path) -> Path:
 
 def idx_path(stem: Path) -> Path:
     return stem.with_name(stem.name + ".idx")
-
-
-def _map(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> np.ndarray:
-    if count == 0:
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
 
 
 def _partial(path: Path) -> Path:

@@ -146,6 +146,7 @@ class Loader:
         return False
 
     def _read_step(self, sample: int) -> list[MicroBatch]:
+        self.source.begin_step(range(sample, sample + self.global_batch))
         part = self.global_batch // self.data_ranks
         first = sample + self.data_rank * part
         starts = range(first, first + part, self.micro_batch)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
-from meshwright.files.durable import digest_file, write_durable
+from meshwright.files.durable import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 MANIFEST = "manifest.json"
@@ -113,6 +113,22 @@ class PreparedDirectory:
     def tokenizer_file(self) -> Path | None:
         return self.path / self.manifest.tokenizer.file if self.manifest else None
 
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """None when the directory is foreign, and its tokenizer unknown."""
+        return self.manifest.tokenizer.digest if self.manifest else None
+
+    @property
+    def content_digest(self) -> str:
+        """Digest of all shards in order, as the manifest describes them; of foreign shards, of their sizes alone."""
+        shards = [
+            [shard.record.digest["bin"], shard.record.digest["idx"]]
+            if shard.record
+            else [shard.file.tokens, shard.file.documents]
+            for shard in self.shards
+        ]
+        return digest(json.dumps(shards).encode())
+
 
 def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") -> PreparedDirectory:
     """Open what `locate` finds at `path`, comparing every shard's sizes and header with the manifest.
@@ -122,6 +138,8 @@ def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") ->
     """
     directory, stems = locate(path)
     manifest = Manifest.read(directory) if not stems else None
+    if manifest is not None:
+        _check_tokenizer(directory, manifest)
     shards, left_out = [], []
     for stem, record in _shards_of(directory, manifest, stems):
         try:
@@ -174,8 +192,11 @@ def verify(path: Path) -> list[str]:
     held_out = held_out_beside(path)
     for directory, stems in [locate(path)] + ([locate(held_out)] if held_out and path.name != TRAIN else []):
         manifest = Manifest.read(directory) if not stems else None
-        if manifest and _digest_or_none(directory / manifest.tokenizer.file) != manifest.tokenizer.digest:
-            faults.append(f"{directory / manifest.tokenizer.file}: expected digest {manifest.tokenizer.digest}")
+        if manifest is not None:
+            try:
+                _check_tokenizer(directory, manifest)
+            except Damaged as error:
+                faults.append(str(error))
         for stem, record in _shards_of(directory, manifest, stems):
             faults += _verify_shard(stem, record)
     return faults
@@ -197,6 +218,16 @@ def _shards_of(
         yield from ((stem, None) for stem in stems)
     else:
         yield from ((directory / shard.name, shard) for shard in manifest.shards)
+
+
+def _check_tokenizer(directory: Path, manifest: Manifest) -> None:
+    """Raise Damaged when the tokenizer beside the shards is not the one that made them."""
+    path, expected = directory / manifest.tokenizer.file, manifest.tokenizer.digest
+    found = _digest_or_none(path)
+    if found != expected:
+        raise Damaged(
+            f"{path}: expected digest {expected} (by the manifest), found {found or 'no file'}; put the tokenizer back"
+        )
 
 
 def _check_shard(stem: Path, record: Shard | None) -> IndexedFile:

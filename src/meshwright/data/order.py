@@ -23,10 +23,11 @@ MASK64 = 2**64 - 1
 
 
 class Place(NamedTuple):
-    """Where global samples lie: source numbers and windows within them, both `(samples,)`."""
+    """Where global samples lie: source numbers, windows within them, and epochs of their source, all `(samples,)`."""
 
     source: np.ndarray
     window: np.ndarray
+    epoch: np.ndarray
 
 
 class Mixture:
@@ -51,11 +52,12 @@ class Mixture:
         """Source and window of each global sample index; `indices` is `(samples,)`, not negative."""
         indices = np.asarray(indices, dtype=np.int64)
         source, index = self._within_sources(indices)
+        epoch, within = np.divmod(index, np.array(self.windows)[source])
         window = np.empty_like(index)
         for number, name in enumerate(self.names):
             mine = source == number
-            window[mine] = self._windows_of(name, self.windows[number], index[mine])
-        return Place(source, window)
+            window[mine] = self._windows_of(name, self.windows[number], epoch[mine], within[mine])
+        return Place(source, window, epoch)
 
     def _within_sources(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if len(self.names) == 1:
@@ -80,8 +82,7 @@ class Mixture:
             rank[sources == number] = np.arange(count)
         return sources, rank
 
-    def _windows_of(self, name: str, windows: int, index: np.ndarray) -> np.ndarray:
-        epochs, within = np.divmod(index, windows)
+    def _windows_of(self, name: str, windows: int, epochs: np.ndarray, within: np.ndarray) -> np.ndarray:
         if not self.shuffle:
             return within
         result = np.empty_like(within)

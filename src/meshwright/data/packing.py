@@ -75,6 +75,13 @@ class TokenStream:
                 found.append(DocumentPart(shard, span.document, begin - span.start, end - span.start, offset))
         return found
 
+    def files_of(self, windows: np.ndarray, seq_len: int) -> set[int]:
+        """The numbers of the files that hold a part of these windows, the target behind the last input included."""
+        first = np.searchsorted(self._starts, windows * seq_len, side="right") - 1
+        last = np.searchsorted(self._starts, (windows + 1) * seq_len, side="right") - 1
+        pairs = set(zip(first.tolist(), last.tolist(), strict=True))
+        return {number for begin, end in pairs for number in range(begin, end + 1)}
+
     def locate(self, offset: int) -> tuple[IndexedFile, int]:
         """The file that holds a token of the stream, and the token's number there."""
         shard = bisect_right(self._starts, offset) - 1

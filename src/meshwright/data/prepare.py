@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from meshwright.data.corpus import BadDocument, Document, InputFile, list_inputs
 from meshwright.data.encode import encode_documents, token_dtype
 from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.progress import progress
-from meshwright.data.request import SHARD_TOKENS, Preparation, begin, check_same, finished_manifests
+from meshwright.data.request import SHARD_TOKENS, Preparation, begin, check_same, finished_manifests, forget
 from meshwright.data.shards import JOURNAL, SplitWriter, recover_journal
 from meshwright.data.tokenizer import (
     LoadedTokenizer,
@@ -36,7 +36,7 @@ from meshwright.data.tokenizer import (
 )
 from meshwright.files.durable import write_durable
 from meshwright.files.lock import locked
-from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 
 NAMED = 20
 
@@ -60,11 +60,15 @@ class BadDocuments:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` left behind. `bad` is empty when everything was already there (`reused`)."""
+    """What `prepare` left behind. `bad` and `passed` are empty when everything was already there (`reused`).
+
+    `passed` counts the files of searched directories that hold no text, by extension.
+    """
 
     out: Path
     manifests: dict[str, Manifest]
     bad: BadDocuments
+    passed: Counter[str]
     reused: bool
 
 
@@ -90,7 +94,7 @@ def prepare(
     done.
 
     Raises BadInput for inputs or tokenizers that cannot be used and when `out` holds something else, OutOfResources
-    when the disk is too small.
+    when the disk is too small. A request that is refused before its first shard is finished leaves nothing in `out`.
     """
     asked = Preparation(tuple(inputs), tokenizer, out, held_out, text_key, on_bad, eos, shard_tokens)
     asked.check()
@@ -101,7 +105,7 @@ def prepare(
         if done:
             check_same(out, done[TRAIN].request, request)
             (out / JOURNAL).unlink(missing_ok=True)
-            return Prepared(out, done, BadDocuments(), reused=True)
+            return Prepared(out, done, BadDocuments(), Counter(), reused=True)
         begin(asked, files, request)
         try:
             return _run(asked, files, request, workers or os.cpu_count() or 1, shown)
@@ -110,6 +114,10 @@ def prepare(
                 raise
             message = f"{out}: the disk is full; make room and run the same command again to continue"
             raise OutOfResources(message) from error
+        except MeshwrightError:
+            if not (out / JOURNAL).exists():
+                forget(out)
+            raise
 
 
 def _run(asked: Preparation, files: list[InputFile], request: dict[str, Any], workers: int, shown: bool) -> Prepared:
@@ -123,9 +131,9 @@ def _run(asked: Preparation, files: list[InputFile], request: dict[str, Any], wo
         for split, directory in asked.directories().items()
     }
     _check_space(asked.out, files, np.dtype(dtype).itemsize, writers)
-    bad = BadDocuments()
+    bad, passed = BadDocuments(), Counter[str]()
     try:
-        _write_shards(asked, files, tokenizer, writers, bad, workers, shown)
+        _write_shards(asked, files, tokenizer, writers, bad, passed, workers, shown)
     finally:
         for writer in writers.values():
             writer.abandon()
@@ -139,7 +147,7 @@ def _run(asked: Preparation, files: list[InputFile], request: dict[str, Any], wo
         for split, writer in writers.items()
     }
     _commit(asked, manifests)
-    return Prepared(asked.out, manifests, bad, reused=False)
+    return Prepared(asked.out, manifests, bad, passed, reused=False)
 
 
 def _write_shards(
@@ -148,6 +156,7 @@ def _write_shards(
     tokenizer: LoadedTokenizer,
     writers: dict[str, SplitWriter],
     bad: BadDocuments,
+    passed: Counter[str],
     workers: int,
     shown: bool,
 ) -> None:
@@ -155,7 +164,7 @@ def _write_shards(
     places: deque[tuple[str, int]] = deque()  # split and number of each document that is on its way through the encoder
 
     def wanted() -> Iterator[Document]:
-        for number, document in enumerate(_documents(files, asked.text_key, bad)):
+        for number, document in enumerate(_documents(files, asked.text_key, bad, passed)):
             split = asked.split_of(document.key)
             if number > writers[split].done_through:
                 places.append((split, number))
@@ -169,18 +178,21 @@ def _write_shards(
         for encoded in encoded_documents:
             split, number = places.popleft()
             writers[split].add(encoded, number)
-            report(encoded.document.consumed, sum(writer.tokens for writer in writers.values()))
+            documents = sum(writer.documents for writer in writers.values())
+            report(encoded.document.consumed, documents, sum(writer.tokens for writer in writers.values()))
     for writer in writers.values():
         writer.finish_shard()
 
 
-def _documents(files: list[InputFile], text_key: str, bad: BadDocuments) -> Iterator[Document]:
+def _documents(files: list[InputFile], text_key: str, bad: BadDocuments, passed: Counter[str]) -> Iterator[Document]:
     for file in files:
         for document in read_documents(file, text_key):
-            if isinstance(document, BadDocument):
+            if isinstance(document, Document):
+                yield document
+            elif isinstance(document, BadDocument):
                 bad.add(document)
             else:
-                yield document
+                passed[document.file.path.suffix or "no extension"] += 1
 
 
 def _tokenizer(asked: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:
@@ -221,7 +233,7 @@ def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict
 
 def _refuse_bad(files: list[InputFile], text_key: str) -> None:
     bad = BadDocuments()
-    for _ in _documents(files, text_key, bad):
+    for _ in _documents(files, text_key, bad, Counter()):
         pass
     if bad.count:
         raise BadInput(f"{bad.count} bad documents (`--on-bad skip` leaves them out):\n{bad}")

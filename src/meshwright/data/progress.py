@@ -6,17 +6,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
-Report = Callable[[int, int], None]
-"""Called with bytes of input read so far and tokens made so far."""
-SECONDS_BETWEEN_LINES = 10.0
+Report = Callable[[int, int, int], None]
+"""Called with the bytes of input read, the documents written and the tokens written until now."""
+SECONDS_BETWEEN_LINES = 5.0
 
 
 @contextmanager
 def progress(title: str, total_bytes: int, shown: bool) -> Iterator[Report]:
     """A `Report` to call as often as one likes; with `shown` false it does nothing."""
     if not shown:
-        yield lambda done, tokens: None
+        yield lambda done, documents, tokens: None
     elif sys.stderr.isatty():
         with _bar(title, total_bytes) as report:
             yield report
@@ -24,33 +25,51 @@ def progress(title: str, total_bytes: int, shown: bool) -> Iterator[Report]:
         yield _lines(title, total_bytes)
 
 
+class _Meter:
+    """Figures of a preparation that goes on. What a continued one finds done counts in the sums and not in the rates."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total = max(total_bytes, 1)
+        self._started: float | None = None
+        self._first = (0, 0)
+
+    def words(self, done: int, documents: int, tokens: int) -> str:
+        """Documents, tokens and their rates, and the time left once there is a rate."""
+        now = time.monotonic()
+        if self._started is None:
+            self._started, self._first = now, (done, tokens)
+        seconds, sums = now - self._started, f"{documents:,} documents, {tokens / 1e6:.1f} M tokens"
+        read, made = done - self._first[0], tokens - self._first[1]
+        if seconds <= 0 or read <= 0:
+            return sums
+        rates = f"{read / seconds / 1e6:.1f} MB/s, {made / seconds:,.0f} tokens/s"
+        return f"{sums}, {rates}, {timedelta(seconds=round((self.total - done) / read * seconds))} left"
+
+
 @contextmanager
 def _bar(title: str, total_bytes: int) -> Iterator[Report]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[tokens]}"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[words]}")
+    meter = _Meter(total_bytes)
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=total_bytes, tokens="")
+        task = bar.add_task(title, total=total_bytes, words="")
 
-        def report(done: int, tokens: int) -> None:
-            bar.update(task, completed=done, tokens=f"{tokens / 1e6:.1f} M tokens")
+        def report(done: int, documents: int, tokens: int) -> None:
+            bar.update(task, completed=done, words=meter.words(done, documents, tokens))
 
         yield report
 
 
 def _lines(title: str, total_bytes: int) -> Report:
-    started = last = time.monotonic()
+    last, meter = time.monotonic(), _Meter(total_bytes)
 
-    def report(done: int, tokens: int) -> None:
+    def report(done: int, documents: int, tokens: int) -> None:
         nonlocal last
-        now = time.monotonic()
+        words, now = meter.words(done, documents, tokens), time.monotonic()
         if now - last >= SECONDS_BETWEEN_LINES:
             last = now
-            share = done / max(total_bytes, 1)
-            sys.stderr.write(f"{title}: {share:.0%}, {tokens / 1e6:.1f} M tokens, {now - started:.0f} s\n")
+            sys.stderr.write(f"{title}: {done / meter.total:.0%}, {words}\n")
 
     return report

@@ -93,7 +93,7 @@ def begin(asked: Preparation, files: list[InputFile], request: dict[str, Any]) -
             check_same(asked.out, before, full)
         if before == full:
             return
-        _forget(asked.out)
+        forget(asked.out)
     else:
         _check_unused(asked.out, request)
     write_durable(path, json.dumps(full, indent=1).encode() + b"\n")
@@ -117,8 +117,9 @@ def _check_unused(out: Path, request: dict[str, Any]) -> None:
         raise BadInput(f"{out}: is not empty (it holds {others[0]}); choose an empty or new directory for --out")
 
 
-def _forget(out: Path) -> None:
+def forget(out: Path) -> None:
     """Remove what an attempt leaves that finished no shard."""
+    (out / UNFINISHED).unlink(missing_ok=True)
     for split in (TRAIN, HELD_OUT):
         if (out / split).is_dir():
             shutil.rmtree(out / split)

@@ -56,6 +56,8 @@ class SplitWriter:
         finished = [line for line in journal if line.split == split]
         self.shards = [line.shard for line in finished]
         self.done_through = finished[-1].through if finished else -1
+        self._finished_tokens = sum(shard.tokens for shard in self.shards)
+        self._finished_documents = sum(shard.documents for shard in self.shards)
         self._through = self.done_through
         self._writer: IndexedWriter | None = None
         self._lines: list[str] = []
@@ -64,7 +66,12 @@ class SplitWriter:
     @property
     def tokens(self) -> int:
         """Tokens so far, the shard being written included."""
-        return sum(shard.tokens for shard in self.shards) + (self._writer.tokens if self._writer else 0)
+        return self._finished_tokens + (self._writer.tokens if self._writer else 0)
+
+    @property
+    def documents(self) -> int:
+        """Documents so far, the shard being written included."""
+        return self._finished_documents + len(self._lines)
 
     def add(self, encoded: EncodedDocument, number: int) -> None:
         """Append document `number` of the corpus."""
@@ -90,6 +97,8 @@ class SplitWriter:
         shard = Shard(stem.name, len(self._lines), writer.tokens, self._text_bytes, sizes, digests)
         self._record(JournalLine(self.split, self._through, shard))
         self.shards.append(shard)
+        self._finished_tokens += shard.tokens
+        self._finished_documents += shard.documents
         self._writer, self._lines, self._text_bytes = None, [], 0
 
     def abandon(self) -> None:

@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -27,6 +28,7 @@ from meshwright.data.manifest import (
 )
 from meshwright.data.order import Mixture
 from meshwright.data.packing import Packed, TokenStream, pack
+from meshwright.data.verification import ShardVerifier
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
 
@@ -51,13 +53,14 @@ def open_data(
     vocab_size: int | None = None,
     split: Split = "train",
     stdlib: Path | None = None,
+    verifier: ShardVerifier | None = None,
 ) -> DataSource:
     """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, in a fixed
     order.
 
     `vocab_size` is the model's: a tokenizer with more tokens is refused here, a larger token id when it is read.
-    `stdlib` is the folder for the source `stdlib` (the user's cache when None). Raises BadInput and Damaged (see
-    `data.damaged`).
+    `stdlib` is the folder for the source `stdlib` (the user's cache when None). `verifier` gets each shard when its first
+    sample is read. Raises BadInput and Damaged (see `data.damaged`).
     """
     train = {name: _path_of(name, stdlib) for name in sorted(spec.mix)}
     paths = train if split == "train" else _validation_paths(spec, train, seq_len)
@@ -69,7 +72,7 @@ def open_data(
     _check_tokenizers(sources, vocab_size)
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
     mixture = Mixture(weights, {source.name: source.windows for source in sources}, seed, shuffle=split == "train")
-    return DataSource(sources, mixture, seq_len, spec.document_mask, vocab_size)
+    return DataSource(sources, mixture, seq_len, spec.document_mask, vocab_size, verifier)
 
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
@@ -92,6 +95,11 @@ class Source:
     @property
     def tokens(self) -> int:
         return len(self.stream)
+
+    def check_sizes(self) -> None:
+        """Raise Damaged when a file has grown or shrunk since it was opened, with the sizes of its manifest."""
+        for shard in self.directory.shards:
+            shard.file.check_sizes()
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -119,12 +127,23 @@ class DataSource:
     """
 
     def __init__(
-        self, sources: Sequence[Source], mixture: Mixture, seq_len: int, document_mask: bool, vocab_size: int | None
+        self,
+        sources: Sequence[Source],
+        mixture: Mixture,
+        seq_len: int,
+        document_mask: bool,
+        vocab_size: int | None,
+        verifier: ShardVerifier | None = None,
     ) -> None:
         self.sources = {source.name: source for source in sources}
         self.mixture, self.seq_len, self.document_mask = mixture, seq_len, document_mask
         self._limit = vocab_size
         self._ordered = [self.sources[name] for name in mixture.names]
+        self._epochs = [-1] * len(self._ordered)
+        self._verifier = verifier
+        self._first_numbers = list(accumulate((len(source.stream.files) for source in self._ordered), initial=0))
+        self._used: set[int] = set()
+        """Numbers of the shards that the verifier has, over all sources."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -155,10 +174,43 @@ class DataSource:
             return None
         return float(sum(share * value for share, value in zip(shares, known, strict=True) if value is not None))
 
+    def record(self) -> dict[str, dict[str, str | None]]:
+        """What a checkpoint keeps of each source: the digests of its content and tokenizer."""
+        directories = {source.name: source.directory for source in self._ordered}
+        return {
+            name: {"content": directory.content_digest, "tokenizer": directory.tokenizer_digest}
+            for name, directory in directories.items()
+        }
+
     @property
     def windows(self) -> int:
         """Different windows in all sources together."""
         return sum(source.windows for source in self._ordered)
+
+    def begin_step(self, indices: range) -> None:
+        """Check the data of a step before it is read; `indices` are the samples of all ranks, so that all check alike.
+
+        When a source begins an epoch, the sizes of its files are compared with those at opening. The contents of a shard go to
+        the verifier when a step first uses it. Raises Damaged, also for what the verifier has found until now.
+        """
+        place = self.mixture.places(np.asarray(indices, dtype=np.int64))
+        for number, source in enumerate(self._ordered):
+            here = place.source == number
+            epoch = int(place.epoch[here].max(initial=-1))
+            if epoch not in (-1, self._epochs[number]):
+                self._epochs[number] = epoch
+                source.check_sizes()
+            if self._verifier is not None:
+                self._verify(number, source.stream.files_of(place.window[here], self.seq_len))
+        if self._verifier is not None:
+            self._verifier.check()
+
+    def _verify(self, source: int, shards: set[int]) -> None:
+        assert self._verifier is not None
+        first = self._first_numbers[source]
+        new = sorted({first + shard for shard in shards} - self._used)
+        self._used.update(new)
+        self._verifier.add((number, self._ordered[source].directory.shards[number - first]) for number in new)
 
     def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The samples with these global indices, in the order given.

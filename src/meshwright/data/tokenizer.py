@@ -6,6 +6,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from meshwright.data.corpus import BadDocument, InputFile, read_documents
+from meshwright.data.corpus import Document, InputFile, read_documents
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
 from meshwright.files.durable import digest
 from meshwright.spec.errors import BadInput, nearest
@@ -22,6 +23,8 @@ END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 SMALLEST = 257
 SAMPLE_BYTES = 64 << 20
+LONGEST_TEXT = 1 << 18
+SPACE = re.compile(r"\s")
 TRAIN_PREFIX = "train:"
 
 
@@ -48,9 +51,23 @@ def train_tokenizer(texts: Iterable[str], size: int) -> bytes:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer: Any = trainers.BpeTrainer
     tokenizer.train_from_iterator(
-        texts, trainer(vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+        _bounded(texts),
+        trainer(vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False),
     )
     return tokenizer.to_str().encode()
+
+
+def _bounded(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, long ones in pieces that end at a word: the trainer takes some hundred bytes of memory for each character."""
+    for text in texts:
+        start = 0
+        while len(text) - start > LONGEST_TEXT:
+            near = start + LONGEST_TEXT
+            space = SPACE.search(text, near, near + LONGEST_TEXT // 4)
+            end = space.start() if space else near
+            yield text[start:end]
+            start = end
+        yield text[start:]
 
 
 def load_tokenizer(path: Path, eos: str | None = None) -> LoadedTokenizer:
@@ -99,7 +116,7 @@ def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMP
         if owed < min(file.size, sample_bytes // 64):
             continue
         for document in read_documents(file, text_key):
-            if isinstance(document, BadDocument):
+            if not isinstance(document, Document):
                 continue
             text = document.text[: int(owed) + 1]
             yield document.key, text

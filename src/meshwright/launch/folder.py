@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -24,14 +24,8 @@ def held(folder: Path) -> Iterator[None]:
     Taken once a job, by the process that prepares it: the launcher, or rank 0 where another launcher started the ranks. The lock is the
     process's, so one that was killed leaves none. Raises BadInput when another process has it.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        with locked(folder, wait=False, instead="give this run another name (name=…, or --fresh)"):
-            yield
-    finally:
-        with suppress(OSError):  # not empty: the usual case
-            for place in made:
-                place.rmdir()
+    with locked(folder, wait=False, instead="give this run another name (name=…, or --fresh)"):
+        yield
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:

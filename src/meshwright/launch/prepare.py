@@ -18,6 +18,7 @@ from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.files.durable import write_durable
+from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.folder import continues, is_finished
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.models.families import export_obstacle
@@ -341,18 +342,20 @@ def prepare_run(
     write_durable(folder / "plan.yaml", plan_yaml(plan))
     tokenizer = open_run_data(run).tokenizer_file
     if tokenizer is not None:
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+        write_durable(folder / "tokenizer.json", tokenizer.read_bytes())
     assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile, timeline=timeline)
     write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
     return Prepared(assignment, folder, resumes)
 
 
-def check_init(run: RunSpec) -> None:
-    """Raise BadInput when the weights that the run starts from are not there or not its model's."""
+def check_init(run: RunSpec, note: Note) -> None:
+    """Raise BadInput when the weights that the run starts from are not there or not its model's, or their tokenizer is not the corpus'."""
     if run.model.init != "scratch":
         from meshwright.checkpoint.initial import check_initial  # needs torch
 
         check_initial(run.model, run.model.init)
+        if not lacks_stdlib(run):
+            check_tokenizer(run, open_run_data(run), note)
 
 
 def check_disk(run: RunSpec, folder: Path) -> None:

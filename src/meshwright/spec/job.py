@@ -22,7 +22,11 @@ class DataSpec:
     document_mask: bool = False
     """Tokens attend within their own document only, and positions restart at each document."""
     damaged: Literal["refuse", "skip"] = "refuse"
-    """What to do with a shard that does not match its manifest: stop, or leave it out and say so."""
+    """What to do with a shard that does not match its manifest when a run starts: stop, or leave it out and say so."""
+    tokenizer_mismatch: Literal["refuse", "accept"] = "refuse"
+    """What to do when the weights of `model.init` come with another tokenizer than the corpus has: stop, or say so and go on."""
+    changed: Literal["refuse", "accept"] = "refuse"
+    """What to do when a run resumes and its corpus is not what its checkpoint was trained on: stop, or say so and go on."""
 
 
 @dataclass(frozen=True, kw_only=True)

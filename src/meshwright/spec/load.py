@@ -30,7 +30,8 @@ from meshwright.spec.yaml_positions import Document, KeyPath, dotted, dump_yaml,
 
 _SAME_TRAINING_SECTIONS = ("seed", "model", "data", "train")
 _NOT_COMPARED = {
-    "model.preset", "data.validation", "train.validate_every", "train.validate_batches", "train.gc_every",
+    "model.preset", "data.validation", "data.tokenizer_mismatch", "data.changed", "train.validate_every",
+    "train.validate_batches", "train.gc_every",
     "train.keep_cores", "train.timeout_seconds", "train.loss_chunk",
 }  # fmt: skip
 

@@ -164,7 +164,7 @@ def _save(session: Session, reporter: Reporter) -> None:
     """Write a checkpoint of the current step, unless the step is there already; then keep the newest ones only."""
     started = time.perf_counter()
     texts = {name: (session.folder / name).read_text(encoding="utf-8") for name in ("config.yaml", "plan.yaml")}
-    state = run_state(session.step, session.run.train.global_batch, session.tokens)
+    state = run_state(session.step, session.run.train.global_batch, session.tokens, session.data.record())
     with session.recorder.span("checkpoint"):
         saved = session.store.save(session.step, run_tensors(session.engine, session.optimizer), state, texts)
         session.store.retain(session.run.checkpoint.keep)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
+from meshwright.data.verification import ShardVerifier
 from meshwright.events.start import StartClock
 from meshwright.files.durable import write_durable
 from meshwright.observe.environment import environment
@@ -65,8 +67,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     losses = {"loss_chunk": run.train.loss_chunk, "balance_loss": run.train.balance_loss}
     engine = build_engine(run.model, plan, mesh, seed=run.seed, passed=clock.end, **losses)
     clock.end("model")
-    data = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size)
-    held_out = _held_out(run)
+    data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
     optimizer = AdamW(engine.model, run.model, run.train, engine.away)
     clock.end("optimizer")
@@ -96,12 +97,13 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     return session
 
 
-def _held_out(run: RunSpec) -> HeldOut | None:
-    if not has_validation(run.data, run.train.seq_len):
-        return None
-    options = {"seq_len": run.train.seq_len, "seed": run.seed, "vocab_size": run.model.vocab_size}
-    source = open_data(run.data, split="validation", **options)
-    return HeldOut.of(source, run.train.global_batch * run.train.validate_batches)
+def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
+    """The training data, and the validation data where there is some."""
+    seq_len, vocab_size = run.train.seq_len, run.model.vocab_size
+    opened = partial(open_data, run.data, seq_len=seq_len, seed=run.seed, vocab_size=vocab_size, verifier=verifier)
+    if not has_validation(run.data, seq_len):
+        return opened(), None
+    return opened(), HeldOut.of(opened(split="validation"), run.train.global_batch * run.train.validate_batches)
 
 
 def _resume(session: Session) -> bool:

@@ -47,9 +47,9 @@ def run_tensors(engine: Engine, optimizer: AdamW) -> dict[str, torch.Tensor | Bo
     return weights | moments | away
 
 
-def run_state(step: int, global_batch: int, tokens: int) -> dict[str, Any]:
-    """The integers beside the tensors: optimizer step, sequences and tokens consumed."""
-    return {"step": step, "samples": step * global_batch, "tokens": tokens}
+def run_state(step: int, global_batch: int, tokens: int, data: dict[str, Any]) -> dict[str, Any]:
+    """The plain values beside the tensors: optimizer step, sequences and tokens consumed, and the record of the corpus."""
+    return {"step": step, "samples": step * global_batch, "tokens": tokens, "data": data}
 
 
 def load_initial(model: Decoder, spec: ModelSpec, init: str, division: Division = UNDIVIDED) -> None:

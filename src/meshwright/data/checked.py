@@ -1,0 +1,90 @@
+"""Reads of files that another process may truncate or whose disk may fail: a short read raises Damaged.
+
+A memory map would end the process by SIGBUS instead. The file stays open, so a file that is renamed or replaced is read to its end.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from meshwright.spec.errors import Damaged
+
+BLOCK_ENTRIES = 128
+CACHED_BLOCKS = 256
+DIGEST_PIECE = 8 << 20
+
+
+class CheckedFile:
+    """A file of fixed size, open for reading at any offset by any number of threads. `size` is its bytes at opening."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes [offset, offset + count). Raises Damaged, which names file and offset, when the file ends before or cannot be read."""
+        pieces: list[bytes] = []
+        end = offset + count
+        while offset < end:
+            try:
+                piece = os.pread(self._descriptor, end - offset, offset)
+            except OSError as error:
+                raise Damaged(f"{self.path}: offset {offset}: cannot be read: {error.strerror}") from error
+            if not piece:
+                raise Damaged(
+                    f"{self.path}: offset {offset}: expected {end - offset} more bytes, found the end of the file; "
+                    f"it had {self.size} bytes when it was opened"
+                )
+            pieces.append(piece)
+            offset += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def digest(self) -> str:
+        """xxh3_128 of the whole file, in hexadecimal."""
+        state = xxhash.xxh3_128()
+        for offset in range(0, self.size, DIGEST_PIECE):
+            state.update(self.read(offset, min(DIGEST_PIECE, self.size - offset)))
+        return state.hexdigest()
+
+    def check_size(self) -> None:
+        """Raise Damaged when the file has grown or shrunk since it was opened."""
+        found = os.fstat(self._descriptor).st_size
+        if found != self.size:
+            raise Damaged(f"{self.path}: expected {self.size} bytes as when it was opened, found {found}")
+
+
+class Entries:
+    """`count` numbers of a file from `offset` on, as a sequence; single entries are read by blocks, which are cached."""
+
+    def __init__(self, file: CheckedFile, dtype: np.dtype[Any], offset: int, count: int) -> None:
+        self._file, self._dtype, self._offset, self._count = file, dtype, offset, count
+        self._block = lru_cache(maxsize=CACHED_BLOCKS)(self._read_block)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        if index < 0:
+            index += self._count
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        block, within = divmod(index, BLOCK_ENTRIES)
+        return self._block(block)[within]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Entries [start, stop)."""
+        size = self._dtype.itemsize
+        return np.frombuffer(self._file.read(self._offset + start * size, (stop - start) * size), self._dtype)
+
+    def _read_block(self, block: int) -> list[int]:
+        first = block * BLOCK_ENTRIES
+        return self.read(first, min(first + BLOCK_ENTRIES, self._count)).tolist()

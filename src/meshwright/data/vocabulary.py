@@ -1,0 +1,87 @@
+"""What a tokenizer's ids mean: its tokens and merge rules, however its files are laid out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshwright.files.durable import digest
+from meshwright.spec.errors import BadInput
+
+TOKENIZER, VOCABULARY, MERGES, ADDED = "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a tokenizer by id, added tokens included, and its rules in order: BPE's merges, or a Unigram model's scores."""
+
+    file: Path
+    tokens: dict[int, str]
+    rules: tuple[str, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3_128 of tokens and rules; spaces, order of keys and the layout of the files do not change it."""
+        return digest(json.dumps([sorted(self.tokens.items()), self.rules]).encode())
+
+    def difference(self, other: Vocabulary) -> str:
+        """The first token or rule that differs from the other vocabulary's, in words; empty where none does."""
+        for number in sorted(self.tokens.keys() | other.tokens.keys()):
+            here, there = self.tokens.get(number), other.tokens.get(number)
+            if here != there:
+                return f"token {number} is {_quoted(here)} in the first and {_quoted(there)} in the second"
+        for number in range(max(len(self.rules), len(other.rules))):
+            here, there = ((rules[number : number + 1] or (None,))[0] for rules in (self.rules, other.rules))
+            if here != there:
+                return f"merge {number} is {_quoted(here)} in the first and {_quoted(there)} in the second"
+        return ""
+
+
+def read_vocabulary(folder: Path) -> Vocabulary | None:
+    """The vocabulary of the `tokenizer.json` in a folder, or of its `vocab.json` and `merges.txt`; None where it has neither.
+
+    Raises BadInput for a file that is something else.
+    """
+    file = folder / TOKENIZER if (folder / TOKENIZER).is_file() else folder / VOCABULARY
+    try:
+        if file.name == TOKENIZER:
+            return _from_tokenizer(file)
+        if file.is_file() and (folder / MERGES).is_file():
+            return _from_parts(file)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{file}: not a tokenizer ({type(error).__name__}: {error})") from error
+    return None
+
+
+def _from_tokenizer(file: Path) -> Vocabulary:
+    content = json.loads(file.read_bytes())
+    model = content["model"]
+    if isinstance(model["vocab"], list):
+        tokens = {number: token for number, (token, _) in enumerate(model["vocab"])}
+        rules = [f"{token} {score}" for token, score in model["vocab"]]
+    else:
+        tokens = _by_id(model["vocab"])
+        rules = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
+    tokens |= {token["id"]: token["content"] for token in content.get("added_tokens") or []}
+    return Vocabulary(file, tokens, tuple(rules))
+
+
+def _from_parts(file: Path) -> Vocabulary:
+    tokens = _by_id(json.loads(file.read_bytes()))
+    added = file.with_name(ADDED)
+    if added.is_file():
+        tokens |= _by_id(json.loads(added.read_bytes()))
+    lines = file.with_name(MERGES).read_text(encoding="utf-8").split("\n")
+    rules = [line for number, line in enumerate(lines) if line and not (number == 0 and line.startswith("#version"))]
+    return Vocabulary(file, tokens, tuple(rules))
+
+
+def _by_id(ids: dict[str, Any]) -> dict[int, str]:
+    return {int(number): token for token, number in ids.items()}
+
+
+def _quoted(value: str | None) -> str:
+    return "missing" if value is None else repr(value)

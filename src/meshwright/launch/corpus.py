@@ -1,0 +1,86 @@
+"""What a run needs of its corpus: the tokenizer of the weights that it starts from, and the text that its checkpoints were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.manifest import STATE, read_manifest
+from meshwright.checkpoint.state import decode_state
+from meshwright.checkpoint.verify import Vouched, list_checkpoints, newest_checkpoint
+from meshwright.data.source import DataSource
+from meshwright.data.vocabulary import Vocabulary, read_vocabulary
+from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.run import RunSpec
+
+STATE_BYTES = 256 << 20
+Note = Callable[[str], None]
+
+
+def check_tokenizer(run: RunSpec, source: DataSource, note: Note) -> None:
+    """Raise BadInput when the initial weights were trained with another tokenizer than the corpus has; see `data.tokenizer_mismatch`."""
+    init = run.model.init
+    theirs = _vocabulary_of(init)
+    ours = read_vocabulary(source.tokenizer_file.parent) if source.tokenizer_file else None
+    if theirs is None or ours is None:
+        owner = f"model.init {init}" if theirs is None else f"the corpus {', '.join(run.data.mix)}"
+        note(f"{owner} has no tokenizer.json, so the tokenizers of weights and corpus are not compared")
+        return
+    if theirs.digest == ours.digest:
+        return
+    difference = (
+        f"model.init {init}: tokenizer {theirs.file} (digest {theirs.digest}) and the corpus' {ours.file} (digest {ours.digest}) "
+        f"differ: {theirs.difference(ours)}"
+    )
+    if run.data.tokenizer_mismatch == "refuse":
+        raise BadInput(
+            f"{difference}; prepare the corpus with --tokenizer {theirs.file.parent}, or set data.tokenizer_mismatch=accept"
+        )
+    note(f"{difference}; data.tokenizer_mismatch is accept")
+
+
+def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) -> None:
+    """Raise BadInput when the corpus is not what the run's newest checkpoint was trained on; see `data.changed`."""
+    checkpoint, recorded = _recorded_corpus(folder)
+    if checkpoint is None:
+        return
+    if recorded is None:
+        note(
+            f"{checkpoint} has no record of its corpus, so a change since then is not found; the next checkpoint has one"
+        )
+        return
+    for name, now in source.record().items():
+        before = recorded.get(name, {})
+        changed = [key for key in now if now[key] != before.get(key)]
+        if not changed:
+            continue
+        digests = ", ".join(f"{key} (digest {before.get(key)} then, {now[key]} now)" for key in changed)
+        difference = f"data.mix: {name}: changed since {checkpoint}: {digests}"
+        if run.data.changed == "refuse":
+            raise BadInput(
+                f"{difference}; put the earlier corpus back, or set data.changed=accept to go on with this one"
+            )
+        note(f"{difference}; data.changed is accept")
+
+
+def _vocabulary_of(init: str) -> Vocabulary | None:
+    """The vocabulary of the weights that `model.init` names; None where their folder keeps no tokenizer."""
+    source, _, folder = init.partition(":")
+    if source == "checkpoint":
+        return read_vocabulary(newest_checkpoint(Path(folder), contents=False).parent.parent)
+    return read_vocabulary(Path(folder))
+
+
+def _recorded_corpus(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:
+    """The newest checkpoint of a run's folder whose state is readable, and what it records of the corpus."""
+    for row in reversed(list_checkpoints(folder, contents=False)):
+        if not row["ok"]:
+            continue
+        path = Path(row["path"])
+        try:
+            state = Vouched(path, read_manifest(path)).small(STATE, STATE_BYTES)
+            return path, decode_state(state, path / STATE).get("data")
+        except Damaged:  # the ranks report it, and load an older one
+            continue
+    return None, None
