@@ -57,6 +57,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def remove_partials(folder: Path) -> None:
+    """Remove what writers that died left in `folder`. Only the process that keeps others out of the folder may call this."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        if path.is_file():
+            _remove(path)
+
+
 def digest(content: bytes) -> str:
     """xxh3_128 of `content`, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(content)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
-from meshwright.files.durable import write_durable
+from meshwright.files.durable import remove_partials, write_durable
+from meshwright.launch.disk import check_disk, checkpoints_line
 from meshwright.launch.folder import continues, is_finished
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.observe.sinks import check_sinks
@@ -37,16 +37,12 @@ from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import load_plan, resolved_yaml
-from meshwright.spec.model import parameter_count
+from meshwright.spec.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
-from meshwright.spec.yaml_positions import dump_yaml
 
 VOCABULARY_MULTIPLE = 128
 """A model's vocabulary taken from a tokenizer is rounded up to this: whole tiles of the head's matrix product."""
-BYTES_PER_PARAMETER = 12
-"""A checkpoint's master weight and two moments in fp32."""
 
 Note = Callable[[str], None]
 
@@ -211,18 +207,21 @@ def prepare_run(
     check_sinks(run.observe)
     if not resumes:
         check_init(run)
+    if line := checkpoints_line(run):
+        note(line)
     # What the run is held to; a plan file's own figures may be of another machine.
     plan = repriced(run, training_plan(run, note))
-    check_disk(run, folder)
+    check_disk(run, folder, None if run.cluster.is_cpu or plan.predicted is None else plan.predicted.step_seconds)
     check_host_memory(run, plan)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):
         (folder / name).mkdir(exist_ok=True)
+    remove_partials(folder)
     write_durable(folder / "config.yaml", resolved_yaml(run))
     write_durable(folder / "plan.yaml", plan_yaml(plan))
     tokenizer = open_run_data(run).tokenizer_file
     if tokenizer is not None:
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+        write_durable(folder / "tokenizer.json", Path(tokenizer).read_bytes())
     assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile, timeline=timeline)
     write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
     return Prepared(assignment, folder, resumes)
@@ -236,20 +235,6 @@ def check_init(run: RunSpec) -> None:
         check_initial(run.model, run.model.init)
 
 
-def check_disk(run: RunSpec, folder: Path) -> None:
-    """Raise OutOfResources when one checkpoint would not fit on the run folder's disk."""
-    if not (run.checkpoint.every or run.checkpoint.at_end):
-        return
-    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    need = parameter_count(run.model) * BYTES_PER_PARAMETER
-    free = shutil.disk_usage(place).free
-    if need > free:
-        raise OutOfResources(
-            f"{folder}: one checkpoint needs {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
-            "choose another disk with --runs DIR, or write none with checkpoint.every=0 checkpoint.at_end=false"
-        )
-
-
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
     """Raise OutOfResources when this host cannot hold what its ranks let wait in host memory."""
     activations, optimizer = host_bytes(run.model, run.train, plan, run.cluster.nodes)
@@ -259,11 +244,3 @@ def check_host_memory(run: RunSpec, plan: Plan) -> None:
             f"plan.offload: activations take {activations / 1e9:.1f} and the optimizer {optimizer / 1e9:.1f} GB of host memory, and "
             f"this host has {there / 1e9:.1f} GB; offload fewer layers (plan.layers), or use more nodes"
         )
-
-
-def plan_yaml(plan: Plan) -> str:
-    """The plan as the file a person reads, edits and passes back with `plan: FILE`."""
-    header = (
-        "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` bind nothing.\n"
-    )
-    return header + dump_yaml(to_plain(plan))

@@ -17,6 +17,7 @@ from meshwright.optim.adamw import AdamW
 from meshwright.optim.fused import MOMENTS
 from meshwright.optim.host import MASTER
 from meshwright.parallel.apply import Engine, holding, holdings
+from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import UNDIVIDED, Division
 from meshwright.spec.model import ModelSpec, parameters
 
@@ -47,9 +48,9 @@ def run_tensors(engine: Engine, optimizer: AdamW) -> dict[str, torch.Tensor | Bo
     return weights | moments | away
 
 
-def run_state(step: int, global_batch: int, tokens: int) -> dict[str, Any]:
-    """The integers beside the tensors: optimizer step, sequences and tokens consumed."""
-    return {"step": step, "samples": step * global_batch, "tokens": tokens}
+def run_state(step: int, train: TrainSpec, tokens: int) -> dict[str, Any]:
+    """The integers beside the tensors: optimizer step, sequences and tokens consumed, and the steps that the schedule was made for."""
+    return {"step": step, "samples": step * train.global_batch, "tokens": tokens, "train_steps": train.steps}
 
 
 def load_initial(model: Decoder, spec: ModelSpec, init: str, division: Division = UNDIVIDED) -> None:
