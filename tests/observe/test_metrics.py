@@ -133,6 +133,17 @@ class Full:
         return count
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN])
+def test_a_file_whose_server_went_away_is_gone(tmp_path, monkeypatch, number):
+    def stat(path):
+        raise OSError(number, "away", str(path))
+
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        monkeypatch.setattr(type(tmp_path), "stat", stat)
+        with pytest.raises(OutOfResources, match="is gone"):
+            writer.write_event(1, "x")
+
+
 @pytest.mark.parametrize("room", [0, 10])
 def test_a_full_disk_is_out_of_resources_and_loses_no_line(tmp_path, room):
     path = tmp_path / "metrics.jsonl"
@@ -156,5 +167,5 @@ def test_a_file_that_is_deleted_or_replaced_is_out_of_resources(tmp_path, left):
         path.unlink()
         if left:
             path.touch()
-        with pytest.raises(OutOfResources, match="is gone: the run's folder was deleted or moved in mid-run"):
+        with pytest.raises(OutOfResources, match="metrics.jsonl is gone: it was deleted or moved in mid-run"):
             writer.write_event(2, "y")

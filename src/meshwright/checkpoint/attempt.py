@@ -31,7 +31,8 @@ from meshwright.checkpoint.manifest import (
     steps_in,
 )
 from meshwright.files.durable import sync_folder
-from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.errors import BadInput
+from meshwright.spec.failures import gone
 
 _PARTIAL = re.compile(r"\.step-\d{8,12}\.[0-9a-f]+\.partial")
 _DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
@@ -59,10 +60,8 @@ class Attempt:
         """Make the folder, and `checkpoints` where it is missing. Raises OutOfResources when the run's folder around it is gone: made
         again, it would hold neither configuration nor metrics, and perhaps lie on another disk than the run's.
         """
-        if not self.checkpoints.parent.is_dir():
-            raise OutOfResources(
-                f"{self.checkpoints.parent} is gone: it was deleted or moved in mid-run, or its disk was unmounted"
-            )
+        if not os.path.isdir(self.checkpoints.parent):
+            raise gone(self.checkpoints.parent)
         if not self.checkpoints.is_dir():
             self.checkpoints.mkdir()
             sync_folder(self.checkpoints.parent)

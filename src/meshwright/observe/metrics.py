@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.files.durable import write_durable
-from meshwright.spec.errors import Damaged, OutOfResources
-from meshwright.spec.failures import failure_of
+from meshwright.spec.errors import Damaged
+from meshwright.spec.failures import GONE, failure_of, gone
 
 STEP_KEYS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
@@ -95,15 +95,13 @@ class MetricsWriter:
     def _append(self, record: Mapping[str, Any]) -> None:
         self._unwritten += to_line(record).encode()
         try:
-            if not self._path.exists() or not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
-                raise OutOfResources(
-                    f"{self._path} is gone: the run's folder was deleted or moved in mid-run, or its disk was unmounted"
-                )
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                raise gone(self._path)
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             error.filename = str(self._path)
-            raise failure_of(error, "adding a line") from error
+            raise gone(self._path) if error.errno in GONE else failure_of(error, "adding a line") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

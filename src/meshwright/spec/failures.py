@@ -50,6 +50,15 @@ _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
 }
 
 
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN}
+"""How the system reports a file of a folder that was deleted, or whose disk or server went away."""
+
+
+def gone(path: object) -> OutOfResources:
+    """The error for a file or folder of a run that is no longer where the run made it."""
+    return OutOfResources(f"{path} is gone: it was deleted or moved in mid-run, or its disk was unmounted")
+
+
 def failure_of(error: BaseException, doing: str = "") -> MeshwrightError:
     """The error to report for `error`: its class gives the exit code, its text is the message.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,8 @@ from meshwright.train.step import train_step
 from meshwright.train.stop import FAILED, INTERRUPT, NOT_ASKED, SAVE, StopRequest
 from meshwright.train.timelines import StepTimelines
 from meshwright.train.tracing import step_trace
-from meshwright.train.traffic import wire_count
+from meshwright.train.traffic import WireCount, wire_count
+from meshwright.train.waiting import DataWait
 
 log = logging.getLogger("meshwright")
 
@@ -46,11 +47,8 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     session.start.end("report")
     figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
     last: Evaluation | None = None
-    timelines, accounting, timer = (
-        StepTimelines(session, reporter),
-        Accounting(session, reporter),
-        CheckpointTimer(run.checkpoint),
-    )
+    timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
+    timer = CheckpointTimer(run.checkpoint)
     with stop.on_failure():
         _note_new_length(session, reporter)
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
@@ -79,16 +77,28 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
                 timelines.end_step(step)
             if timelines.writes_after(step) or validates or saves:
                 figures.pause()
-    account: Account | None = None
-    for summed in (wire, accounting.waiting):
-        line = summed.line(session.world.control) if summed is not None else None
+    account = _account(session, reporter, stop, [wire, accounting.waiting], accounting, timelines)
+    Ranks(session.world.control).together(f"ended after step {session.step}", stop.check)
+    return Trained(last, account)
+
+
+def _account(
+    session: Session,
+    reporter: Reporter,
+    stop: StopRequest,
+    sums: Sequence[WireCount | DataWait | None],
+    accounting: Accounting,
+    timelines: StepTimelines,
+) -> Account | None:
+    """Report what was summed up over the run, and how its figures compare with the predicted ones. Collective."""
+    for each in sums:
+        line = each.line(session.world.control) if each is not None else None
         with stop.on_failure():
             if line is not None:
                 reporter.event(session.step, line)
     with stop.on_failure():
-        account = accounting.close(timelines.summary)
-    Ranks(session.world.control).together(f"ended after step {session.step}", stop.check)
-    return Trained(last, account)
+        return accounting.close(timelines.summary)
+    return None
 
 
 def _note_new_length(session: Session, reporter: Reporter) -> None:
