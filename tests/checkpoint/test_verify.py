@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.files import BLOCK_BYTES
-from meshwright.checkpoint.manifest import COMMITTED, MANIFEST
+from meshwright.checkpoint.manifest import COMMITTED, MANIFEST, has_commit
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import list_checkpoints, newest_checkpoint, verify
@@ -108,6 +108,7 @@ def test_what_is_no_file_is_damage(tmp_path: Path, replace: Callable[[Path], Non
     replace(path / name)
     assert [damage.file for damage in verify(path)] == [name]
     assert CheckpointStore(tmp_path).newest_good() == older
+    assert [row["committed"] for row in list_checkpoints(tmp_path)] == [True, True]  # a run does not begin anew over it
 
 
 @pytest.mark.parametrize("name", [COMMITTED, MANIFEST, SHARD, "config.yaml", ""])
@@ -129,6 +130,15 @@ def test_a_file_or_folder_that_may_not_be_read_is_damage(
     assert CheckpointStore(tmp_path).newest_good() == older
     assert f"{name or '.'}: " in caplog.text and "Permission denied" in caplog.text
     assert [row["ok"] for row in list_checkpoints(tmp_path)] == [True, False]
+
+
+def test_a_folder_that_may_not_be_searched_may_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(place: Path) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", str(place))
+
+    assert not has_commit(tmp_path)
+    monkeypatch.setattr(os, "lstat", refuse)
+    assert has_commit(tmp_path)
 
 
 def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -99,8 +99,12 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def has_commit(path: Path) -> bool:
-    """Whether the folder claims to be committed; only `verify` says whether it is good."""
-    return os.path.isfile(path / COMMITTED)  # False, not an error, in a folder that this user may not search
+    """Whether the folder claims to be committed, or may not be searched for the claim; only `verify` says whether it is good."""
+    try:
+        os.lstat(path / COMMITTED)
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
+    return True
 
 
 def commit_line(manifest: bytes) -> bytes:

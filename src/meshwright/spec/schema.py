@@ -26,11 +26,8 @@ from meshwright.spec.yaml_positions import KeyPath
 _ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
 _LIST: Any = list
 _DICT: Any = dict
-_SECTION, _TEXT, _NUMBER = (
-    "|section|",
-    "|text|",
-    "|number|",
-)  # tags of a union's branches, taken out of an error's path again
+# Tags of a union's branches, taken out of an error's path again.
+_SECTION, _TEXT, _NUMBER = "|section|", "|text|", "|number|"
 
 
 @dataclass(frozen=True)
