@@ -33,14 +33,17 @@ from torch import Tensor, nn
 
 from meshwright.cli.options import load
 from meshwright.cli.train import announce, say
+from meshwright.events.start import StartClock
 from meshwright.launch.folder import renamed
 from meshwright.launch.local import run_ranks
 from meshwright.launch.prepare import prepare_run
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import apply
+from meshwright.spec.place import Place
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment
 from meshwright.train import worker
+from meshwright.train.lifecycle import RankLife
 
 FIRST_CYCLES_PER_MS = 1_500_000
 ROUNDS = 3
@@ -56,7 +59,7 @@ def main() -> None:
     prepared = prepare_run(run, options.runs, profile=None, note=say)
     if prepared is None:
         return
-    announce(prepared.assignment, prepared.resumes)
+    announce(prepared)
     slow = {"from_rank": options.from_rank, "slower": options.slower, "tcp_links": options.tcp_links}
     slow |= {"warm": options.warm, "round": options.round, "like": options.like and str(options.runs / options.like)}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
@@ -91,7 +94,9 @@ def be_rank() -> None:
         like = json.loads((Path(slow["like"]) / name).read_text(encoding="utf-8"))["own_ms"] if slow["like"] else None
         spin = Spin(slow, assignment.run.cluster.is_cpu, Path(assignment.folder) / name, like)
         apply.wrap_blocks = slowed(apply.wrap_blocks, spin)  # pyrefly: ignore [bad-assignment]  # names of the arguments
-    worker.main(Path(sys.argv[1]))
+    clock = StartClock.of_rank()
+    clock.end("imports")
+    worker.main(RankLife(Place.from_environment()), Path(sys.argv[1]), clock)
 
 
 def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable[[Decoder, Plan], None]:

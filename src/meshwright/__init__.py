@@ -1,3 +1,37 @@
-"""Train large language models from one plan: model + cluster + job in, one explicit Plan out."""
+"""Train large language models from one plan: model + cluster + job in, one explicit Plan out.
+
+From Python: `load_run`, `plan` and `train` (docs/python.md).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api import StopTraining, TrainResult, load_run, plan, train
+    from meshwright.spec.errors import (
+        BadConfig,
+        BadInput,
+        CommunicationFailure,
+        Damaged,
+        Interrupted,
+        MeshwrightError,
+        NumericalFailure,
+        OutOfResources,
+        Preempted,
+    )
 
 __version__ = "0.1.0"
+_API = ("StopTraining", "TrainResult", "load_run", "plan", "train")
+__all__ = [
+    "BadConfig", "BadInput", "CommunicationFailure", "Damaged", "Interrupted", "MeshwrightError", "NumericalFailure", "OutOfResources",
+    "Preempted", "StopTraining", "TrainResult", "load_run", "plan", "train",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: a rank, and a command that needs none of them, start without."""
+    if name not in __all__:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    return getattr(import_module("meshwright.api" if name in _API else "meshwright.spec.errors"), name)

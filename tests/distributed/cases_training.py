@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,7 @@ def run(
         with torch.no_grad():
             _part(session.engine.model.get_parameter(poison)).view(-1)[0] = torch.nan
     error = None
-    with Watching(session) as reporter:
+    with closing(Watching(session)) as reporter:
         try:
             train(session, reporter, stop)
         except MeshwrightError as raised:
@@ -167,17 +169,19 @@ def validated(world: World, assignment: Assignment) -> tuple[list[bool], list[bo
     return before, sharded()
 
 
-def agreed(world: World, assignment: Assignment | None) -> Any:
-    """What rank `world.rank` is told when rank 0 prepares `assignment`, or fails to."""
+def agreed(world: World, assignment: Assignment | None, full_disk: bool = False) -> Any:
+    """What `agreed_assignment` returns or raises when rank 0 prepares `assignment`, or fails to."""
 
     def prepare() -> Assignment:
+        if full_disk:
+            raise OSError(errno.ENOSPC, "No space left on device", "/runs/x/config.yaml")
         if assignment is None:
             raise BadInput("planned")
         return assignment
 
     try:
         return agreed_assignment(world, prepare)
-    except MeshwrightError as error:
+    except (MeshwrightError, OSError) as error:
         return type(error).__name__, str(error)
 
 

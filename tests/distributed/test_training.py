@@ -290,6 +290,9 @@ def test_ranks_agree_on_the_first_ones_assignment(pool: Pool, tiny: Path, tmp_pa
     answers = pool.run(cases.agreed, 2, None)
     assert answers[0] == ("BadInput", "planned")
     assert answers[1] == ("BadInput", "rank 0 could not prepare the run: planned")
+    full, other = pool.run(cases.agreed, 2, None, True)
+    assert full[0] == "OSError" and other[0] == "OutOfResources"
+    assert "rank 0 could not prepare the run: /runs/x/config.yaml: No space left on device" in other[1]
 
 
 def test_metrics_hold_what_the_issue_promises(tiny: Path, pool: Pool, tmp_path: Path) -> None:

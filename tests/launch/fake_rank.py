@@ -8,15 +8,31 @@ import sys
 import time
 from pathlib import Path
 
+from meshwright.events.messages import Begin, Channel, End, Failure, Step, decode
+
 
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
-    rank = int(os.environ["RANK"])
+    rank, channel = int(os.environ["RANK"]), Channel.of_environment()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if what == "succeed":
         print("rank", rank, "of", os.environ["WORLD_SIZE"])
-    elif what == "told":
-        print(f"rank {rank}: {sys.stdin.readline()}", end="", flush=True)
+    elif what == "begin":
+        message = decode(sys.stdin.buffer.readline())
+        assert isinstance(message, Begin)
+        print(f"rank {rank}: {message.assignment}", flush=True)
+    elif what == "end":
+        # Rank 1 fails; rank 0 ends as soon as the launcher says so, and writes what it was told.
+        if rank == 1:
+            channel.send(Failure(4, "torn"))
+            sys.exit(4)
+        message = decode(sys.stdin.buffer.readline())
+        assert isinstance(message, End)
+        (folder / "cause").write_text(message.cause)
+        sys.exit(5)
+    elif what == "steps":
+        for step in range(1, 6):
+            channel.send(Step(step, {"loss": 1.0 / step} if rank == 0 else {}))
     elif what == "one-fails":
         if rank == 1:
             sys.exit(3)
@@ -33,17 +49,17 @@ def main() -> None:
         time.sleep(60)
     elif what == "hangs":
         # Rank 0 gives up waiting for rank 1, which had finished four steps.
-        (folder / "logs").mkdir(exist_ok=True)
         if rank == 1:
-            with (folder / "logs" / "rank-00001.log").open("a") as log:
-                log.write("DEBUG {'kind': 'step', 'step': 4, 'loss': 1.0}\n")
+            channel.send(Step(4))
+            (folder / "sent").touch()
             time.sleep(60)
-        while not (folder / "logs" / "rank-00001.log").read_text().endswith("1.0}\n"):
+        while not (folder / "sent").exists():
             time.sleep(0.02)
         sys.exit(5)
     elif what == "wait":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: sys.exit(75))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGHUP])
         (folder / f"ready-{rank}").touch()
         time.sleep(60)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -12,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.events.messages import CHANNEL, Message, Step
 from meshwright.events.start import BEGAN
+from meshwright.launch import local
 from meshwright.launch.local import _environment, _listening_socket, run_ranks, started_ranks
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import CommunicationFailure
 from meshwright.spec.network import NetworkSpec
 
 ROOT = Path(__file__).parents[2]
@@ -37,30 +41,64 @@ def until(done: Callable[[], bool]) -> None:
         threading.Event().wait(0.02)
 
 
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize(("what", "code"), [("succeed", 0), ("one-fails", 3), ("victim-first", 4), ("killed", 5)])
 def test_exit_code_of_the_job(what: str, code: int, tmp_path: Path) -> None:
     assert launch(what, tmp_path) == code
 
 
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are told to end and do not are killed soon."""
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "printed"),
     [
-        ("hangs", "rank 1 did not answer while others waited for it; the last step it finished is 4; what"),
+        ("hangs", "rank 1 did not answer while others waited for it; the last step it finished is 4; the"),
         (
             "killed",
             "rank 1 was killed by signal 9 (Killed), often because the host ran out of memory; it had not finished",
         ),
-        ("one-fails", ""),
+        ("one-fails", "rank 1 ended with exit code 3 and without a message"),
     ],
 )
-def test_a_rank_that_could_not_say_it_is_named(
-    what: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_rank_without_a_last_word_is_named(
+    what: str, printed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-00001.log").write_text("DEBUG {'kind': 'step', 'step': 9}\n")  # of an earlier start
     launch(what, tmp_path)
     err = capfd.readouterr().err
-    assert err.startswith(f"meshwright: {said}") and err.count("\n") == 1 if said else err == ""
+    assert err.startswith(f"meshwright: {printed}") and err.count("\n") == 1
+
+
+def test_the_other_ranks_are_told_the_cause_and_may_finish(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("end", tmp_path) == 4
+    assert (tmp_path / "cause").read_text() == "rank 1 failed: torn"
+    assert capfd.readouterr().err == "meshwright: rank 1: torn\n"
+
+
+def test_a_listener_gets_every_message_of_every_rank(tmp_path: Path) -> None:
+    messages: list[tuple[int, Message]] = []
+    code = run_ranks(
+        "tests.launch.fake_rank", ["steps", str(tmp_path)], cluster=ClusterSpec(gpus_per_node=2), logs=tmp_path / "logs", threads=1,
+        listener=lambda rank, message: messages.append((rank, message)),
+    )  # fmt: skip
+    assert code == 0
+    assert [message for rank, message in messages if rank == 0] == [Step(n, {"loss": 1.0 / n}) for n in range(1, 6)]
+    assert [message for rank, message in messages if rank == 1] == [Step(n) for n in range(1, 6)]
+
+
+def test_what_a_listener_raises_ends_the_ranks(tmp_path: Path) -> None:
+    def refuse(rank: int, message: Message) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(
+            "tests.launch.fake_rank", ["steps", str(tmp_path)], cluster=ClusterSpec(gpus_per_node=2), logs=tmp_path / "logs",
+            threads=1, listener=refuse,
+        )  # fmt: skip
 
 
 def test_other_ranks_write_to_their_logs(tmp_path: Path) -> None:
@@ -69,6 +107,7 @@ def test_other_ranks_write_to_their_logs(tmp_path: Path) -> None:
     assert not (tmp_path / "logs" / "rank-00000.log").exists()
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_no_rank_outlives_a_failure(tmp_path: Path) -> None:
     launch("one-fails", tmp_path)
     for rank in (0, 1):
@@ -88,13 +127,11 @@ def test_enough_ends_the_ranks_and_is_no_failure(tmp_path: Path) -> None:
             os.kill(int((tmp_path / f"pid-{rank}").read_text()), 0)
 
 
-def test_ranks_that_started_already_are_told_what_to_do_later(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_started_already_begin_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cluster = ClusterSpec(gpus_per_node=2)
-    with started_ranks("tests.launch.fake_rank", ["told", str(tmp_path)], cluster=cluster, threads=1) as ranks:
+    with started_ranks("tests.launch.fake_rank", ["begin", str(tmp_path)], cluster=cluster, threads=1) as ranks:
         until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
-        assert ranks.finish(tmp_path, told="train this\n") == 0
+        assert ranks.finish(tmp_path, assignment=Path("train this")) == 0
     assert sorted(capfd.readouterr().out.split("\n")) == ["", "rank 0: train this", "rank 1: train this"]
 
 
@@ -102,7 +139,7 @@ def test_ranks_end_when_their_parent_has_nothing_for_them(tmp_path: Path) -> Non
     cluster = ClusterSpec(gpus_per_node=2)
     with (
         pytest.raises(ZeroDivisionError),
-        started_ranks("tests.launch.fake_rank", ["told", str(tmp_path)], cluster=cluster, threads=1),
+        started_ranks("tests.launch.fake_rank", ["begin", str(tmp_path)], cluster=cluster, threads=1),
     ):
         until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
         raise ZeroDivisionError
@@ -111,21 +148,27 @@ def test_ranks_end_when_their_parent_has_nothing_for_them(tmp_path: Path) -> Non
             os.kill(int((tmp_path / f"pid-{rank}").read_text()), 0)
 
 
-def test_a_training_rank_that_is_told_nothing_ends_in_peace() -> None:
-    """As when its parent was killed while it still planned."""
+def test_a_training_rank_whose_launcher_dies_before_the_run_begins_ends_with_0() -> None:
     command = [sys.executable, "-m", "meshwright.train.rank", "cpu"]
-    answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+    reading, writing = os.pipe()
+    answer = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, CHANNEL: str(writing)}, pass_fds=[writing],
+    )  # fmt: skip
+    os.close(reading)
+    os.close(writing)
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
 
 
 def test_a_rank_that_is_gone_before_it_is_told_shows_in_the_code(tmp_path: Path) -> None:
     cluster = ClusterSpec(gpus_per_node=2)
     with started_ranks("tests.launch.no_such_rank", [], cluster=cluster, threads=1) as ranks:
-        until(lambda: all(process.poll() is not None for process in ranks._processes))
-        assert ranks.finish(tmp_path, told="train this\n") == 1
+        until(lambda: all(process.poll() is not None for process in ranks.processes))
+        assert ranks.finish(tmp_path, assignment=Path("train this")) == 1
 
 
-def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_reaches_every_rank(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from meshwright.launch.local import run_ranks; folder = Path(sys.argv[1]);"
         "from meshwright.spec.cluster import ClusterSpec; host = ClusterSpec(gpus_per_node=2);"
@@ -133,7 +176,7 @@ def test_a_stop_signal_reaches_every_rank(tmp_path: Path) -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
-    parent.send_signal(signal.SIGTERM)
+    parent.send_signal(number)
     assert parent.wait(30) == 75
 
 
@@ -141,6 +184,16 @@ def test_the_store_listens_on_loopback_only() -> None:
     with _listening_socket() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+def test_a_host_without_loopback_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    refusal = r"127\.0\.0\.1, which cannot be reached: Network is unreachable"
+    with pytest.raises(CommunicationFailure, match=refusal), _listening_socket():
+        pass
 
 
 def environments(cluster: ClusterSpec) -> list[dict[str, str]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure, leading, taken, too_slow
+from meshwright.events.messages import Failure
+from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure_text, leading, taken, too_slow
 from meshwright.observe.account import WARM_UP, Typical
 from meshwright.planner.candidate import Answer, Candidate
 from meshwright.spec.cluster import ClusterSpec
@@ -141,12 +142,11 @@ def test_only_the_machine_it_runs_on_is_probed(
         check_here(ClusterSpec(gpu="cpu"), here)
 
 
-def test_a_failed_probe_says_why_in_its_rank_s_words(tmp_path: Path) -> None:
-    (tmp_path / "rank-00000.log").write_text(
-        "2 of 15\nmeshwright: out of memory: tried to allocate 2 GiB; lower plan.micro_batch\n"
-    )
-    assert failure(EXIT_NO_RESOURCES, tmp_path) == "out of memory: tried to allocate 2 GiB; lower plan.micro_batch"
-    (tmp_path / "rank-00000.log").write_text("meshwright: internal error: KeyError: 3\n  traceback in here\n")
-    assert failure(EXIT_INTERNAL, tmp_path) == "failed with exit code 1: internal error: KeyError: 3"
-    (tmp_path / "rank-00000.log").write_text("")
-    assert failure(EXIT_COMMUNICATION, tmp_path) == "failed with exit code 5"
+def test_a_failed_probe_says_why_in_its_ranks_words() -> None:
+    lost = Failure(EXIT_COMMUNICATION, "communication failed")
+    full = Failure(EXIT_NO_RESOURCES, "out of memory: tried to allocate 2 GiB; lower plan.micro_batch")
+    assert failure_text(EXIT_NO_RESOURCES, [lost, full]) == full.message
+    assert failure_text(EXIT_NO_RESOURCES, []) == "out of memory"
+    internal = Failure(EXIT_INTERNAL, "internal error: KeyError: 3", "/log")
+    assert failure_text(EXIT_INTERNAL, [internal]) == "failed with exit code 1: internal error: KeyError: 3"
+    assert failure_text(EXIT_COMMUNICATION, []) == "failed with exit code 5"

@@ -63,7 +63,7 @@ class Job:
         pids = self.ranks()
         started = time.monotonic()
         act(pids)
-        code = self.process.wait(60)
+        code = self.process.wait(180)
         return End(code, self.said(), time.monotonic() - started, intact(self.run), pids)
 
     def said(self) -> str:
@@ -72,7 +72,7 @@ class Job:
 
 def until(done: Callable[[], bool], job: Job) -> None:
     """Wait for something that a running job does."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not done():
         assert job.process.poll() is None and time.monotonic() < deadline, job.said()
         threading.Event().wait(0.005)
@@ -165,6 +165,11 @@ def tell(words: list[object], run: Path, jobs: list[Job]) -> Story:
 
     job = begin()
     sockets = listening([job.process.pid, *job.ranks().values()])
+    job.process.send_signal(signal.SIGSTOP)
+    until(lambda: stopped(job.process.pid), job)
+    before = last_step(run)
+    until(lambda: last_step(run) >= before + 3, job)  # the ranks train on while their launcher is stopped
+    job.process.send_signal(signal.SIGCONT)
     preempted = job.end(lambda pids: job.process.send_signal(signal.SIGTERM))
     job = start()
     until(lambda: catches(job.process.pid, signal.SIGTERM), job)  # the run is prepared, and signals are passed on

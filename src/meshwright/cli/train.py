@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from meshwright.cli.options import Runs, Words, load, say
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, Interrupted
+from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
+    from meshwright.launch.prepare import Prepared
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.plan import Plan
     from meshwright.spec.run import Assignment, RunSpec
@@ -77,33 +77,10 @@ def train(
 def start_ranks(
     run: RunSpec, runs: Path, profile: tuple[int, int] | None, timeline: tuple[int, int] | None = None
 ) -> int:
-    """Start the run's local ranks, prepare the run while they import, and let them train; returns the job's exit code."""
-    from meshwright.checkpoint.verify import where_it_continues
-    from meshwright.launch.folder import held
-    from meshwright.launch.local import rank_threads, started_ranks
-    from meshwright.launch.machine import check_devices
+    """Train on local ranks with messages on this terminal; returns the job's exit code."""
+    from meshwright.launch.job import run_job
 
-    if run.cluster.nodes > 1:
-        raise BadInput(
-            f"cluster.nodes is {run.cluster.nodes}: start the ranks with a launcher on every node, e.g. "
-            f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
-            "--rdzv-endpoint HOST:PORT -m meshwright train …"
-        )
-    check_devices(run.cluster)
-    kind, threads, folder = "cpu" if run.cluster.is_cpu else "cuda", rank_threads(run.cluster), runs / run.name
-    with (
-        held(folder),
-        started_ranks("meshwright.train.rank", [kind], cluster=run.cluster, threads=threads) as ranks,
-    ):
-        if _prepared(run, runs, profile, timeline) is None:
-            return EXIT_DONE
-        try:
-            code = ranks.finish(folder / "logs", told=f"{folder.absolute() / 'assignment.json'}\n")
-        except Interrupted as end:
-            raise Interrupted(f"{end}; {where_it_continues(folder)}") from None
-    if code == EXIT_COMMUNICATION:
-        say(f"meshwright: {where_it_continues(folder)}")
-    return code
+    return run_job(run, runs, profile=profile, timeline=timeline, note=say, announce=announce)
 
 
 def join_ranks(
@@ -116,39 +93,39 @@ def join_ranks(
     clock = StartClock()
     clock.end("command")
     from meshwright.spec.place import Place
-    from meshwright.train.stop import StopRequest
+    from meshwright.train.lifecycle import RankLife
 
-    place = Place.from_environment()
-    stop = StopRequest.of_rank(place.rank)
+    life = RankLife(Place.from_environment())
     if cache := compiler_cache():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    from meshwright.train.rank import import_all
-
-    import_all(cuda=not run.cluster.is_cpu)
-    from meshwright.parallel.world import join
-    from meshwright.train.join import agreed_assignment
-    from meshwright.train.worker import end_process, guarded, log_to, run_rank
-
-    clock.end("imports")
 
     def work() -> None:
+        from meshwright.train.rank import import_all
+
+        import_all(cuda=not run.cluster.is_cpu)
         from meshwright.launch.folder import held, renamed
+        from meshwright.parallel.world import join
+        from meshwright.train.join import agreed_assignment
+        from meshwright.train.worker import run_rank
+
+        clock.end("imports")
 
         def prepare() -> Assignment | None:
             mine = renamed(run, runs) if fresh else run
-            holds.enter_context(held(runs / mine.name))
+            lock = held(runs / mine.name)
+            lock.__enter__()
+            life.at_end(lambda: lock.__exit__(None, None, None))
             return _prepared(mine, runs, profile, timeline)
 
-        world = join(place, run.cluster, timeout_seconds=run.train.timeout_seconds)
+        world = join(life.place, run.cluster, timeout_seconds=run.train.timeout_seconds)
         clock.end("join")
-        with ExitStack() as holds:
-            if assignment := agreed_assignment(world, prepare):
-                log_to(Path(assignment.folder), world.rank)
-                clock.end("plan")
-                run_rank(assignment, world, stop, clock)
+        if assignment := agreed_assignment(world, prepare):
+            life.log_to(Path(assignment.folder))
+            clock.end("plan")
+            run_rank(assignment, world, life, clock)
         world.leave()
 
-    end_process(guarded(work, runs / run.name, place.rank))
+    life.run(work)
 
 
 def _prepared(
@@ -160,20 +137,21 @@ def _prepared(
     prepared = prepare_run(run, runs, profile=profile, note=say, timeline=timeline)
     if prepared is None:
         return None
-    announce(prepared.assignment, prepared.resumes)
+    announce(prepared)
     return prepared.assignment
 
 
-def announce(assignment: Assignment, resumes: bool) -> None:
-    """What is about to run, before any rank starts."""
+def announce(prepared: Prepared) -> None:
+    """Say what is about to run."""
     from meshwright.cli.plan_words import axes_line, layers_line
     from meshwright.observe.figures import short
     from meshwright.spec.model import flops_per_token, parameter_count
 
+    assignment = prepared.assignment
     run, plan = assignment.run, assignment.plan
     spared = any(layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
     seq = run.train.seq_len
-    say(f"{'resume' if resumes else 'run'} {assignment.folder}")
+    say(f"{'resume' if prepared.resumes else 'run'} {assignment.folder}")
     say(
         f"  {short(parameter_count(run.model))} parameters, {flops_per_token(run.model, seq, causal=True) / 1e9:.3g} GFLOP a token "
         f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.global_batch * seq:,} tokens a step, "

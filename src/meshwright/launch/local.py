@@ -1,35 +1,45 @@
 """The ranks of one host: started, watched, stopped together.
 
 The parent owns a listening socket on 127.0.0.1 that rank 0's store serves, so no port is open beyond loopback. Ranks run in sessions of
-their own: Ctrl-C reaches only the parent, which passes it on once and kills at the second. A rank that fails takes the others with it.
+their own: Ctrl-C reaches only the parent, which passes it on once and kills at the second. When a rank fails, the parent tells the others
+to end, gives them `GRACE_SECONDS` to write their report and close their files, and kills what still runs then. Ranks do not depend on the
+parent being scheduled: while it is stopped (SIGSTOP, Ctrl-Z) they train on.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
 from meshwright.events.start import BEGAN, process_began
-from meshwright.launch.lost import RankLogs
+from meshwright.events.terminal import write_line
+from meshwright.launch.outcome import STOPPED_WAITING, RankEnd, cause, job_code, outcome_lines
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, Interrupted
+from meshwright.spec.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
+from meshwright.spec.place import stop_signals
 
 CULPRIT_SECONDS = 2.0
 """After a rank reports that others are gone, how long to wait for the one whose failure caused it."""
 STOP_SECONDS = 30.0
 """How long the other ranks may take when one has already ended as asked."""
+GRACE_SECONDS = 12.0
+"""How long ranks that were told to end may take for it; more than `train.lifecycle.FINISH_SECONDS`."""
 POLL_SECONDS = 0.05
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+Listener = Callable[[int, Message], None]
+"""Called with a rank and its message."""
 
 
 def run_ranks(
@@ -40,7 +50,9 @@ def run_ranks(
     logs: Path,
     threads: int,
     quiet: bool = False,
+    assignment: Path | None = None,
     enough: Callable[[], bool] | None = None,
+    listener: Listener | None = None,
 ) -> int:
     """Run `python -m module arguments…` as the ranks of a cluster of this one host and return the exit code of the job.
 
@@ -48,7 +60,7 @@ def run_ranks(
     is no failure. The code is 0 when all succeed, else that of the first rank that failed by itself.
     """
     with started_ranks(module, arguments, cluster=cluster, threads=threads, logs=logs, quiet=quiet) as ranks:
-        return ranks.finish(logs, enough=enough)
+        return ranks.finish(logs, assignment=assignment, enough=enough, listener=listener, quiet=quiet)
 
 
 @contextmanager
@@ -63,47 +75,143 @@ def started_ranks(
 ) -> Iterator[Ranks]:
     """The ranks of `run_ranks`, started, to be finished; those that the block leaves running are killed.
 
-    Without `logs` all ranks write to this terminal, for as long as they do not turn away from it themselves. Ranks start with SIGINT,
-    SIGTERM and SIGUSR1 blocked, so that none is lost before they listen and unblock them.
+    Without `logs` all ranks write to this terminal until they redirect their output themselves. Ranks start with stop signals blocked, so
+    that none is lost before they listen and unblock them.
     """
-    processes: list[subprocess.Popen[bytes]] = []
+    ranks = Ranks()
     try:
         with _listening_socket() as listener, _blocked():
             for rank in range(cluster.ranks):
                 env = _environment(rank, cluster, listener, threads)
-                place = logs if rank or quiet else None
-                processes.append(_start(module, arguments, rank, env, listener, place))
-        yield Ranks(processes)
+                ranks.add(_start(module, arguments, rank, env, listener, logs if rank or quiet else None))
+        yield ranks
     finally:
-        _kill(processes)
+        ranks.kill()
+        ranks.close()
 
 
 class Ranks:
     """Started ranks of one host."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        self._processes = processes
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._readers: list[MessageReader] = []
+        self._ends: list[RankEnd] = []
 
-    def finish(self, logs: Path, *, told: str = "", enough: Callable[[], bool] | None = None) -> int:
-        """Write `told` to every rank's standard input and close it, pass stop signals on, and wait; returns the job's exit code.
+    def add(self, started: tuple[subprocess.Popen[bytes], MessageReader]) -> None:
+        """Take over a process and the reading end of its channel."""
+        self._ends.append(RankEnd(len(self.processes)))
+        self.processes.append(started[0])
+        self._readers.append(started[1])
 
-        A second Ctrl-C kills the ranks and raises Interrupted.
+    def finish(
+        self,
+        logs: Path,
+        *,
+        assignment: Path | None = None,
+        enough: Callable[[], bool] | None = None,
+        listener: Listener | None = None,
+        quiet: bool = False,
+    ) -> int:
+        """Hand `assignment` to the ranks, pass stop signals on and wait; returns the exit code.
+
+        Unless `quiet`, writes to stderr why ranks failed.
+
+        `listener` is called with the ranks' messages as they arrive; what it raises ends the ranks and is raised. A second Ctrl-C kills
+        the ranks and raises Interrupted.
         """
-        said = RankLogs(logs, len(self._processes))
-        with _forwarding(self._processes):
-            for process in self._processes:
-                _tell(process, told)
-            codes = _wait(self._processes, enough)
-        _kill(self._processes)
-        for line in said.of_lost(codes):
-            sys.stderr.write(f"meshwright: {line}\n")
-        return _job_code(codes)
+        with self._forwarding():
+            if assignment is not None:
+                self._send(Begin(str(assignment)))
+            self._wait(enough, listener)
+        self.kill()
+        for line in () if quiet else outcome_lines(self._ends, logs):
+            write_line(line if line.startswith("  ") else f"meshwright: {line}")
+        return job_code(self._ends)
 
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Send a stop signal to every running rank: they end together after the running step, with a checkpoint."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
 
-def _tell(process: subprocess.Popen[bytes], text: str) -> None:
-    assert process.stdin is not None, "ranks are started with a pipe"
-    with suppress(BrokenPipeError), process.stdin:  # one that is gone already shows in its exit code
-        process.stdin.write(text.encode())
+    def kill(self) -> None:
+        """End what still runs."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()
+        if running and sys.stderr.isatty():
+            write_line("\033[?25h")  # the cursor, which a live display hides
+
+    def close(self) -> None:
+        """Close the pipes of ranks that have ended."""
+        for process, reader in zip(self.processes, self._readers, strict=True):
+            reader.close()
+            assert process.stdin is not None, "ranks are started with a pipe"
+            process.stdin.close()
+
+    def _wait(self, enough: Callable[[], bool] | None, listener: Listener | None) -> None:
+        """Return when all ranks ended, it is `enough`, or ranks that were told to end did not."""
+        failed_at = told_at = None
+        while True:
+            for end, process in zip(self._ends, self.processes, strict=True):
+                end.code = process.poll()
+            self._read(listener)  # after the codes: what a rank wrote before it ended is there
+            if all(end.code is not None for end in self._ends):
+                return
+            now = time.monotonic()
+            if any(end.failed for end in self._ends):
+                failed_at = failed_at or now
+                if told_at is None and now - failed_at >= self._patience():
+                    told_at = now
+                    self._send(End(cause(self._ends)))
+                elif told_at is not None and now - told_at > GRACE_SECONDS:
+                    return
+            elif enough is not None and enough():
+                return
+            select.select([reader for reader in self._readers if reader.open], [], [], POLL_SECONDS)
+
+    def _patience(self) -> float:
+        """Seconds between the first failure and the order to end: time for the others to stop too, or for the culprit to show."""
+        codes = [end.exit_code for end in self._ends if end.failed]
+        if all(code in (EXIT_PREEMPTED, EXIT_INTERRUPTED) for code in codes):
+            return STOP_SECONDS
+        return CULPRIT_SECONDS if all(code in STOPPED_WAITING for code in codes) else 0.0
+
+    def _read(self, listener: Listener | None) -> None:
+        for end, reader in zip(self._ends, self._readers, strict=True):
+            for message in reader.read():
+                if isinstance(message, Step):
+                    end.last_step = message.step
+                elif isinstance(message, Failure):
+                    end.failure = message
+                if listener is not None:
+                    listener(end.rank, message)
+
+    def _send(self, message: Message) -> None:
+        """Write a message to every running rank's standard input."""
+        for process in self.processes:
+            assert process.stdin is not None, "ranks are started with a pipe"
+            with suppress(OSError):  # a rank that is gone already shows in its exit code
+                os.write(process.stdin.fileno(), encode(message))
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """Pass stop signals on to the ranks, whose first says so; the second Ctrl-C kills them and raises Interrupted."""
+        interrupts = 0
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            nonlocal interrupts
+            interrupts += number == signal.SIGINT
+            if interrupts > 1:
+                self.kill()
+                raise Interrupted("ended at once")
+            self.stop(number)
+
+        with _handling(forward):
+            yield
 
 
 def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threads: int) -> dict[str, str]:
@@ -131,18 +239,34 @@ def _torch_defaults(threads: int) -> dict[str, str]:
 
 def _start(
     module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path | None
-) -> subprocess.Popen[bytes]:
-    command, passed = [sys.executable, "-m", module, *arguments], ()
-    if rank == 0:
-        passed = (listener.fileno(),)
-        env = env | {"MESHWRIGHT_STORE_FD": str(listener.fileno())}
+) -> tuple[subprocess.Popen[bytes], MessageReader]:
+    """Start a rank with a pipe to its standard input and one for its messages; its output goes to `logs` unless that is None."""
+    reading, writing = os.pipe()
+    try:
+        env, passed = env | {CHANNEL: str(writing)}, [writing]
+        if rank == 0:
+            env, passed = env | {"MESHWRIGHT_STORE_FD": str(listener.fileno())}, [writing, listener.fileno()]
+        command = [sys.executable, "-m", module, *arguments]
+        with _output(rank, logs) as output:
+            process = subprocess.Popen(
+                command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.PIPE, stdout=output, stderr=output
+            )  # fmt: skip
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    return process, MessageReader(reading)
+
+
+@contextmanager
+def _output(rank: int, logs: Path | None) -> Iterator[int | None]:
     if logs is None:
-        return subprocess.Popen(command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.PIPE)
+        yield None
+        return
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"rank-{rank:05d}.log").open("ab") as log:
-        return subprocess.Popen(
-            command, env=env, pass_fds=passed, start_new_session=True, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
-        )  # fmt: skip
+        yield log.fileno()
 
 
 def rank_threads(cluster: ClusterSpec) -> int:
@@ -157,13 +281,21 @@ def _listening_socket() -> Iterator[socket.socket]:
     with listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
+        try:
+            with socket.create_connection(listener.getsockname(), timeout=5):
+                listener.accept()[0].close()
+        except OSError as error:
+            raise CommunicationFailure(
+                f"ranks of this host meet at 127.0.0.1, which cannot be reached: {error.strerror or error}; bring the loopback interface "
+                "up (ip link set lo up)"
+            ) from error
         yield listener
 
 
 @contextmanager
 def _blocked() -> Iterator[None]:
     """Hold stop signals back while ranks are started. The ranks inherit it, and hold them back until they listen."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
     finally:
@@ -171,62 +303,14 @@ def _blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Pass stop signals on to the ranks, whose first says so; the second Ctrl-C kills them and raises Interrupted."""
-    interrupts = 0
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += number == signal.SIGINT
-        if interrupts > 1:
-            _kill(processes)
-            raise Interrupted("ended at once")
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    kept = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle stop signals for the length of a block; a thread that is not the main one cannot, and leaves them alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], enough: Callable[[], bool] | None = None) -> list[int | None]:
-    """Wait until all ranks ended, one failed or it is `enough`; give a failure's true culprit a moment to show.
-
-    Returns how each rank ended (None: not yet), a death by signal as its negative number.
-    """
-    failed_at: float | None = None
-    while True:
-        codes = [process.poll() for process in processes]
-        failures = [code for code in codes if code not in (None, EXIT_DONE)]
-        if None not in codes:
-            return codes
-        if failures:
-            failed_at = failed_at or time.monotonic()
-            stopping = all(code in (EXIT_PREEMPTED, EXIT_INTERRUPTED) for code in failures)
-            if time.monotonic() - failed_at > (STOP_SECONDS if stopping else CULPRIT_SECONDS):
-                return codes
-        elif enough is not None and enough():
-            return codes
-        time.sleep(POLL_SECONDS)
-
-
-def _job_code(codes: list[int | None]) -> int:
-    """The first rank's own failure; one killed by a signal is a communication failure to the job: its peers lost it."""
-    failures = [code for code in codes if code not in (None, EXIT_DONE)]
-    own = [code for code in failures if code != EXIT_COMMUNICATION]
-    code = (own or failures or [EXIT_DONE])[0]
-    return EXIT_COMMUNICATION if code < 0 else code
-
-
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        process.kill()
-    for process in running:
-        process.wait()
-    if running and sys.stderr.isatty():
-        sys.stderr.write("\033[?25h\n")  # the cursor, which a live display hides, below it
+        for number, kept in before.items():
+            signal.signal(number, kept)

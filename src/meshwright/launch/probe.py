@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from meshwright.events.messages import Failure, Message
 from meshwright.launch.local import rank_threads, run_ranks
 from meshwright.launch.machine import found_cluster, is_here
 from meshwright.launch.prepare import Note, plan_yaml, prepare_run
@@ -120,19 +121,26 @@ def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
         prepared = prepare_run(_brief(run, file), Path(place), profile=None, note=note)
         assert prepared is not None, "its folder is new"
         watch = Watch(prepared.folder / "metrics.jsonl", prepared.assignment.plan.predicted)
-        logs = prepared.folder / "logs"
+        failures: list[Failure] = []
+
+        def note_failure(rank: int, message: Message) -> None:
+            if isinstance(message, Failure):
+                failures.append(message)
+
         code = run_ranks(
             "meshwright.train.rank",
-            ["cpu" if run.cluster.is_cpu else "cuda", str(prepared.folder / "assignment.json")],
+            ["cpu" if run.cluster.is_cpu else "cuda"],
             cluster=run.cluster,
-            logs=logs,
+            logs=prepared.folder / "logs",
             threads=rank_threads(run.cluster),
             quiet=True,
+            assignment=prepared.folder.absolute() / "assignment.json",
             enough=watch.enough,
+            listener=note_failure,
         )
         if code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):
             raise KeyboardInterrupt
-        ended = watch.why if code == EXIT_DONE else failure(code, logs)
+        ended = watch.why if code == EXIT_DONE else failure_text(code, failures)
         return Probe(prepared.assignment.plan, watch.found if code == EXIT_DONE else None, ended)
 
 
@@ -209,10 +217,9 @@ def _measured(ran: Sequence[Probe]) -> str:
     return f"measured on this machine: {best.measured_seconds:.3g} s a step over steps {first} to {last}, {way}{beside}"
 
 
-def failure(code: int, logs: Path) -> str:
-    """How a probe failed, in the words of the first of its ranks that said something."""
-    text = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in sorted(logs.glob("rank-*.log")))
-    said = [line.removeprefix("meshwright: ") for line in text.splitlines() if line.startswith("meshwright: ")]
+def failure_text(code: int, failures: Sequence[Failure]) -> str:
+    """How a probe failed, in the words of the first rank that failed with the job's exit code."""
+    message = next((failure.message for failure in failures if failure.exit_code == code), None)
     if code == EXIT_NO_RESOURCES:
-        return next((line for line in said if line.startswith("out of memory")), "out of memory")
-    return ": ".join([f"failed with exit code {code}", *said[:1]])
+        return message or "out of memory"
+    return f"failed with exit code {code}" + (f": {message}" if message else "")

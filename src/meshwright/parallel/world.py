@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.rendezvous import raise_file_limit, reach
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, CommunicationFailure
 from meshwright.spec.network import network_environment
 from meshwright.spec.place import Place
 
@@ -107,7 +108,8 @@ class World:
 def join(place: Place, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
     """Connect this process to the job over the cluster's network, and choose its device.
 
-    Raises BadInput when the host has no device for the rank, or when nodes are not equal blocks of ranks.
+    Raises BadInput when the host has no device for the rank, or when nodes are not equal blocks of ranks, OutOfResources when too few files
+    may be open, and CommunicationFailure when the other ranks cannot be reached.
     """
     for name, value in network_environment(cluster, place.local_rank).items():
         os.environ.setdefault(name, value)
@@ -118,7 +120,12 @@ def join(place: Place, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
     device = _device(place, cluster.is_cpu)
     if device.type == "cuda" and cluster.memory_gib is not None:
         keep_to(int(cluster.memory_gib * GiB), device)
-    store = _store(place, limit)
+    raise_file_limit(place.ranks)
+    try:
+        store = _store(place, limit)
+    except dist.DistError as error:
+        at = f"{place.address}:{place.port}"
+        raise CommunicationFailure(f"rank {place.rank}, rendezvous at {at}: {str(error).splitlines()[0]}") from error
     if device.type == "cpu":
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=limit)
         control = world_group()
@@ -198,6 +205,8 @@ def _store(place: Place, limit: timedelta) -> dist.Store:
     descriptor = os.environ.get(STORE_SOCKET) if place.rank == 0 else None
     if place.ranks == 1 and descriptor is None:
         return dist.HashStore()
+    if place.rank:
+        reach(place, limit)
     store = dist.TCPStore(
         place.address,
         place.port,

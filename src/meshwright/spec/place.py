@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,3 +57,9 @@ def _check_meeting_point(rank: int, ranks: int, local_ranks: int, address: str |
         raise BadInput(
             f"MASTER_ADDR is {address}, which other hosts cannot reach, but the job has {ranks} ranks on several hosts"
         )
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask a run to stop: SIGHUP is one unless this process ignores it, as under nohup."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*signals, signal.SIGHUP)

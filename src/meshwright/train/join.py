@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.world import World
-from meshwright.spec.errors import BadInput, MeshwrightError
+from meshwright.spec.errors import CLASS_OF_CODE
+from meshwright.spec.failures import failure_of
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.run import Assignment
 
@@ -17,17 +18,19 @@ from meshwright.spec.run import Assignment
 def agreed_assignment(world: World, prepare: Callable[[], Assignment | None]) -> Assignment | None:
     """Rank 0's assignment, on every rank; None where it has none, as there is nothing to do; collective.
 
-    What `prepare` raises on rank 0 is raised there, and a BadInput that says so on the others, so that no rank is left waiting.
+    What `prepare` raises on rank 0, whatever it is, is raised there, and an error with the same exit code on the others, so that no rank
+    is left waiting.
     """
     if not world.leads:
         answer = json.loads(_broadcast(world, ""))
         if "error" in answer:
-            raise BadInput(f"rank 0 could not prepare the run: {answer['error']}")
+            raise CLASS_OF_CODE[answer["code"]](f"rank 0 could not prepare the run: {answer['error']}")
         return from_plain(Assignment, answer["assignment"]) if "assignment" in answer else None
     try:
         assignment = prepare()
-    except MeshwrightError as error:
-        _broadcast(world, json.dumps({"error": str(error)}))
+    except BaseException as error:
+        failure = failure_of(error)
+        _broadcast(world, json.dumps({"error": str(failure), "code": failure.exit_code}))
         raise
     _broadcast(world, json.dumps({"assignment": to_plain(assignment)} if assignment else {}))
     return assignment

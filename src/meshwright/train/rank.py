@@ -1,7 +1,7 @@
-"""The process of a locally launched rank: it imports what training needs while its parent still plans, then trains as it is told.
+"""The process of a locally launched rank: it imports what training needs while its parent still plans, then trains.
 
-`python -m meshwright.train.rank cpu|cuda [ASSIGNMENT]` reads the path of the run's assignment, where it is not given, from its standard
-input. When that ends without one, the parent has nothing to run.
+`python -m meshwright.train.rank cpu|cuda` waits for the message `Begin` on its standard input (`events.messages`), which names the run's
+assignment. When the input ends without it, the parent has nothing to run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from pathlib import Path
 
 from meshwright.events.start import StartClock
 from meshwright.spec.place import Place
-from meshwright.train.stop import StopRequest
+from meshwright.train.lifecycle import RankLife
 
 
 def main() -> None:
     clock = StartClock.of_rank()
-    stop = StopRequest.of_rank(Place.from_environment().rank)
+    life = RankLife(Place.from_environment())
     import_all(sys.argv[1] == "cuda")
     from meshwright.train import worker
 
     clock.end("imports")
-    worker.main(Path(sys.argv[2]) if sys.argv[2:] else _told(), clock, stop)
+    file = life.assignment()
+    if life.place.rank:
+        _write_to(file.parent / "logs" / f"rank-{life.place.rank:05d}.log")
+    worker.main(life, file, clock)
 
 
 def import_all(cuda: bool) -> None:
@@ -50,17 +53,6 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _told() -> Path:
-    """The assignment that the parent names when it has planned. A rank but the first then leaves the terminal to the first."""
-    told = sys.stdin.readline().strip()
-    if not told:
-        os._exit(0)
-    file = Path(told)
-    if rank := int(os.environ["RANK"]):
-        _write_to(file.parent / "logs" / f"rank-{rank:05d}.log")
-    return file
 
 
 def _begin_device() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from meshwright.events.messages import Channel, Checkpoint, Step, Validation
 from meshwright.events.start import StartClock, start_line
 from meshwright.observe.account import Account
 from meshwright.observe.compiling import compiler_work
-from meshwright.observe.metrics import MetricsWriter
+from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.progress import Progress
 from meshwright.observe.sinks import SinkThread, open_sinks
 from meshwright.spec.fields import to_plain
@@ -17,6 +20,9 @@ from meshwright.train.evaluate import Evaluation
 from meshwright.train.session import Session
 
 log = logging.getLogger("meshwright")
+
+LOG_SECONDS = 60.0
+"""Least time between two step lines in a rank's log."""
 
 
 class Reporter:
@@ -28,28 +34,42 @@ class Reporter:
         progress: Progress | None,
         sinks: SinkThread | None,
         start: StartClock | None = None,
+        channel: Channel | None = None,
     ) -> None:
         self._metrics, self._progress, self._sinks, self._start = metrics, progress, sinks, start
+        self._channel = channel or Channel(None)
+        self._leads = metrics is not None
+        self._logged_at = -LOG_SECONDS
 
     @classmethod
-    def open(cls, session: Session) -> Reporter:
+    def open(cls, session: Session, channel: Channel | None = None) -> Reporter:
         if not session.world.leads:
-            return cls(None, None, None)
+            return cls(None, None, None, channel=channel)
         run = session.run
         show_mfu = run.cluster.peak_flops(session.plan.precision.compute) is not None
         metrics = MetricsWriter(session.folder / "metrics.jsonl", resume_from=session.step)
         progress = Progress(run.train.steps, session.step, session.world.ranks, show_mfu=show_mfu, title=run.name)
         sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
-        return cls(metrics, progress, sinks, session.start)
+        return cls(metrics, progress, sinks, session.start, channel)
 
     def step(self, record: dict[str, Any]) -> None:
         """A finished step's line."""
+        figures = {key: record[key] for key in STEP_KEYS if key != "step"} if self._leads else {}
+        self._channel.send(Step(record["step"], figures))
+        self._log_step(record)
         if self._metrics:
             self._metrics.write_step(record)
         self._show(record)
         if self._start:
             self._say_start(self._start, record)
             self._start = None
+
+    def _log_step(self, record: dict[str, Any]) -> None:
+        """A sign of life in the rank's log every `LOG_SECONDS`; metrics.jsonl has every step."""
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_SECONDS:
+            self._logged_at = now
+            log.debug("step %d, loss %s, %.3g s", record["step"], record["loss"], record["step_seconds"])
 
     def _say_start(self, clock: StartClock, first: dict[str, Any]) -> None:
         """The start ended with its `first` step, whose time by the device runs from where the clock stands to the step's end."""
@@ -66,6 +86,7 @@ class Reporter:
         more = {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte, "tokens": result.tokens}
         if self._metrics:
             self._metrics.write_validation(step, result.loss, **more)
+            self._channel.send(Validation(step, result.loss))
         self._show({"kind": "validation", "step": step, "loss": result.loss, **more})
 
     def event(self, step: int, text: str) -> None:
@@ -75,6 +96,12 @@ class Reporter:
             self._metrics.write_event(step, text)
         if self._progress:
             self._progress.note(text)
+
+    def checkpoint(self, step: int, path: Path, text: str) -> None:
+        """The checkpoint of `step` is durable; `text` says so to people."""
+        self.event(step, text)
+        if self._leads:
+            self._channel.send(Checkpoint(step, str(path)))
 
     def account(self, step: int, told: Account, lines: Sequence[str]) -> None:
         """Measured figures beside the predicted ones after `step`: `lines` for people, the figures in the metrics."""
@@ -89,7 +116,6 @@ class Reporter:
             self._progress.note(text)
 
     def _show(self, record: dict[str, Any]) -> None:
-        log.debug("%s", record)
         if self._progress:
             self._progress.update(record)
         if self._sinks:
@@ -101,9 +127,3 @@ class Reporter:
             if target is not None:
                 target.close()
         self._metrics = self._progress = self._sinks = None
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

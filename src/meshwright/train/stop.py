@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM and USR1 mean preempted, the first Ctrl-C means interrupted, the second stops at once.
+"""Being asked to stop: SIGTERM, SIGUSR1 and SIGHUP mean preempted, the first Ctrl-C means interrupted, the second stops at once.
 
 A signal only sets a flag, and so does a disk that takes no more metrics. At the end of each step the flags of all ranks are summed with its
 loss, so all ranks stop after the same step.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +15,11 @@ from pathlib import Path
 from types import FrameType
 
 from meshwright.checkpoint.verify import where_it_continues
+from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED, MeshwrightError
 from meshwright.spec.failures import failure_of
+from meshwright.spec.place import stop_signals
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 NOT_ASKED, SAVE, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 1 << 21, 1 << 42
 """Values of the flag. They are summed over ranks; up to a million ranks may be preempted without looking interrupted, and so on.
 SAVE asks for a checkpoint and no stop, and comes from the first rank alone."""
@@ -68,14 +68,15 @@ class StopRequest:
         heard, written = os.pipe()
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
+        signals = stop_signals()
+        for number in signals:
             signal.signal(number, _heard_elsewhere)
-        threading.Thread(target=self._listen_to, args=(heard,), name="stop", daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        threading.Thread(target=self._listen_to, args=(heard, signals), name="stop", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
-    def _listen_to(self, pipe: int) -> None:
+    def _listen_to(self, pipe: int, signals: tuple[signal.Signals, ...]) -> None:
         while number := os.read(pipe, 1):
-            if number[0] in STOP_SIGNALS:
+            if number[0] in signals:
                 self._asked(signal.Signals(number[0]))
 
     def _asked(self, number: signal.Signals) -> None:
@@ -93,7 +94,7 @@ class StopRequest:
 
 
 def _to_terminal(text: str) -> None:
-    sys.stderr.write(f"meshwright: {text}\n")
+    write_line(f"meshwright: {text}")
 
 
 def _heard_elsewhere(number: int, frame: FrameType | None) -> None:

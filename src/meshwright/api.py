@@ -1,0 +1,132 @@
+"""Meshwright from Python: the functions and errors that `import meshwright` offers, stable within a minor version (docs/python.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from meshwright.events.messages import Checkpoint, Failure, Message, Step, Validation
+from meshwright.spec.errors import CLASS_OF_CODE, EXIT_DONE, EXIT_PREEMPTED, BadInput, MeshwrightError
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+
+OnStep = Callable[[Mapping[str, Any]], object]
+OnValidation = Callable[[int, float], object]
+OnCheckpoint = Callable[[int, Path], object]
+
+
+class StopTraining(Exception):
+    """Raised by a callback: the run ends after the running step, with a checkpoint, and `train` returns."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a call of `train` left behind."""
+
+    folder: Path
+    """The run's folder: checkpoints/, metrics.jsonl, report.html, …"""
+    finished: bool
+    """Whether the last step was reached; False after `StopTraining`."""
+    step: int
+    """The last step of the run, counted from 1 over all its starts."""
+    checkpoint: Path | None
+    """The newest checkpoint; None when the run has none."""
+    held_out_loss: float | None
+    """Loss on held-out text after the last step, in nats per token; None without held-out text or before the end."""
+
+
+def load_run(
+    file: str | PathLike[str] | None = None, overrides: Iterable[str] = (), *, runs: str | PathLike[str] = "runs"
+) -> RunSpec:
+    """The run that a run file and `KEY=VALUE` overrides describe, as the command line would read them.
+
+    `runs` is the folder in which `model.init: checkpoint:NAME` looks for runs. Raises BadConfig with every mistake.
+    """
+    from meshwright.launch.machine import found_cluster
+    from meshwright.models.families import folder_spec
+    from meshwright.spec.load import load_run
+
+    path = None if file is None else Path(file)
+    return load_run(path, list(overrides), runs=Path(runs), detect=found_cluster, model_reader=folder_spec)
+
+
+def plan(run: RunSpec) -> Plan:
+    """The plan that `train` would follow, with predicted step time and memory; needs no torch and no GPU.
+
+    Raises BadInput for pins that contradict one another, OutOfResources when nothing fits.
+    """
+    from meshwright.launch.prepare import training_plan, with_vocabulary
+
+    return training_plan(with_vocabulary(run), lambda text: None)
+
+
+def train(
+    run: RunSpec | str | PathLike[str],
+    overrides: Iterable[str] = (),
+    *,
+    runs: str | PathLike[str] = "runs",
+    fresh: bool = False,
+    on_step: OnStep | None = None,
+    on_validation: OnValidation | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
+) -> TrainResult:
+    """Train on this host's devices, or continue the run of this name, and return when it ends.
+
+    `run` is what `load_run` returned, or a run file that is read with `overrides`. `fresh` starts beside an earlier run of the name, as
+    NAME-2, NAME-3, …. The run's ranks are processes of their own; callbacks run in the calling thread, in the order of events:
+    `on_step(figures)` with the keys of `metrics.jsonl`'s step lines (`step`, `loss`, `tokens`, `tokens_per_second`, `lr`, …),
+    `on_validation(step, loss)`, and `on_checkpoint(step, folder)` once the checkpoint is durable. A slow callback does not slow the run
+    down; steps that it falls far behind are left out. What a callback raises stops the run after the running step, with a checkpoint,
+    and is raised then; `StopTraining` is not.
+
+    Raises the MeshwrightError of the run's exit code: BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure, Preempted,
+    Interrupted.
+    """
+    from meshwright.launch.folder import renamed
+    from meshwright.launch.job import run_job
+
+    if not isinstance(run, RunSpec):
+        run = load_run(run, overrides, runs=runs)
+    elif list(overrides):
+        raise BadInput("overrides are read with a run file: give them to load_run")
+    place = Path(runs)
+    run = renamed(run, place) if fresh else run
+    failures: list[Failure] = []
+
+    def listen(rank: int, message: Message) -> None:
+        if isinstance(message, Failure):
+            failures.append(message)
+        elif isinstance(message, Step) and message.figures and on_step:
+            on_step({"step": message.step, **message.figures})
+        elif isinstance(message, Validation) and on_validation:
+            on_validation(message.step, message.loss)
+        elif isinstance(message, Checkpoint) and on_checkpoint:
+            on_checkpoint(message.step, Path(message.path))
+
+    stopped = False
+    try:
+        code = run_job(run, place, listener=listen)
+    except StopTraining:
+        stopped, code = True, EXIT_PREEMPTED
+    if code != EXIT_DONE and not stopped:
+        text = next((failure.message for failure in failures if failure.exit_code == code), f"exit code {code}")
+        raise CLASS_OF_CODE.get(code, MeshwrightError)(text)
+    return _result(run, place / run.name, finished=not stopped)
+
+
+def _result(run: RunSpec, folder: Path, *, finished: bool) -> TrainResult:
+    from meshwright.checkpoint.manifest import step_name
+    from meshwright.checkpoint.verify import newest_step
+    from meshwright.observe.metrics import scan_metrics
+
+    step = max((line["step"] for line in scan_metrics(folder / "metrics.jsonl")[0]), default=0)
+    newest = newest_step(folder)
+    summary = folder / "summary.json"
+    loss = (
+        json.loads(summary.read_text(encoding="utf-8")).get("held_out_loss") if finished and summary.exists() else None
+    )
+    return TrainResult(folder, finished, step, folder / "checkpoints" / step_name(newest) if newest else None, loss)

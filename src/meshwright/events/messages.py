@@ -1,0 +1,163 @@
+"""Messages between the launcher of a host and the ranks that it started: one JSON object per line.
+
+The launcher writes to a rank's standard input, a rank to a pipe whose file descriptor the environment variable `CHANNEL` names. Ranks
+that another launcher started (torchrun, Slurm) have no channel; sending does nothing there. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+CHANNEL = "MESHWRIGHT_CHANNEL_FD"
+LINE_BYTES = select.PIPE_BUF
+"""Longest message: what a pipe takes in one piece or not at all, so that lines never mix."""
+SEND_SECONDS = 2.0
+"""How long the message about a rank's end waits for room in the pipe, whose reader may be stopped."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Launcher to rank: train the run whose assignment is in the file `assignment`."""
+
+    assignment: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Launcher to rank: another rank failed for the reason `cause`; close files and exit."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rank to launcher: optimizer step `step` is complete. The first rank adds `figures`, a part of the step's metrics record."""
+
+    step: int
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """First rank to launcher: `loss` on held-out text after step `step`, in nats per token."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """First rank to launcher: the checkpoint of step `step` is complete and durable in the folder `path`."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Rank to launcher: the rank is about to end with `exit_code` (spec.errors) for the reason `message`; `log` has the traceback."""
+
+    exit_code: int
+    message: str
+    log: str = ""
+
+
+Message = Begin | End | Step | Validation | Checkpoint | Failure
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__.lower(): kind for kind in (Begin, End, Step, Validation, Checkpoint, Failure)
+}
+
+
+def encode(message: Message) -> bytes:
+    """The line of a message. A longest text that does not fit into `LINE_BYTES` is cut."""
+    fields = asdict(message)
+    line = _line(type(message), fields)
+    while len(line) > LINE_BYTES:
+        name = max(
+            (name for name, value in fields.items() if isinstance(value, str)), key=lambda name: len(fields[name])
+        )
+        fields[name] = fields[name][: len(fields[name]) * LINE_BYTES // len(line) - 8] + "…"
+        line = _line(type(message), fields)
+    return line
+
+
+def decode(line: bytes) -> Message:
+    """The message of a line; raises ValueError when it is none."""
+    data = json.loads(line)
+    kind = _KINDS.get(data.pop("kind", None)) if isinstance(data, dict) else None
+    if kind is None:
+        raise ValueError(f"not a message: {line[:100]!r}")
+    try:
+        return kind(**data)
+    except TypeError as error:
+        raise ValueError(f"not a message: {error}") from error
+
+
+def _line(kind: type[Message], fields: dict[str, Any]) -> bytes:
+    return json.dumps({"kind": kind.__name__.lower(), **fields}).encode() + b"\n"
+
+
+class Channel:
+    """A rank's end of the pipe to its launcher."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+            os.set_blocking(descriptor, False)
+
+    @classmethod
+    def of_environment(cls, env: Mapping[str, str] = os.environ) -> Channel:
+        """The channel that the launcher of this process opened; one without a launcher drops every message."""
+        return cls(int(env[CHANNEL]) if CHANNEL in env else None)
+
+    @property
+    def connected(self) -> bool:
+        return self._descriptor is not None
+
+    def send(self, message: Message) -> None:
+        """Write a message if the pipe has room. Only a Failure waits for room, up to `SEND_SECONDS`."""
+        if self._descriptor is None:
+            return
+        if isinstance(message, Failure):
+            select.select([], [self._descriptor], [], SEND_SECONDS)
+        try:
+            os.write(self._descriptor, encode(message))
+        except BlockingIOError:  # the launcher is stopped; what a rank does must not depend on it
+            return
+        except BrokenPipeError:  # the launcher is gone
+            self._descriptor = None
+
+
+class MessageReader:
+    """The launcher's end of one rank's pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._rest = descriptor, b""
+        self.open = True
+        """Whether the rank may still write."""
+        os.set_blocking(descriptor, False)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def read(self) -> Iterator[Message]:
+        """The messages that have arrived since the last call."""
+        while self.open:
+            try:
+                data = os.read(self._descriptor, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self.open = False
+                return
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            yield from map(decode, lines)
+
+    def close(self) -> None:
+        os.close(self._descriptor)

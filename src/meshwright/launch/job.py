@@ -1,0 +1,84 @@
+"""A run on this host's ranks, from its description to the job's exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.checkpoint.verify import where_it_continues
+from meshwright.events.messages import Message
+from meshwright.events.terminal import write_line
+from meshwright.launch.folder import held
+from meshwright.launch.local import Listener, Ranks, rank_threads, started_ranks
+from meshwright.launch.machine import check_devices
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, Interrupted
+from meshwright.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from meshwright.launch.prepare import Note, Prepared
+
+
+def run_job(
+    run: RunSpec,
+    runs: Path,
+    *,
+    profile: tuple[int, int] | None = None,
+    timeline: tuple[int, int] | None = None,
+    note: Note = lambda text: None,
+    announce: Callable[[Prepared], None] = lambda prepared: None,
+    listener: Listener | None = None,
+) -> int:
+    """Start the run's local ranks, prepare the run while they import, and let them train; returns the job's exit code.
+
+    `note` takes remarks of the preparation, `announce` the prepared run before it begins, `listener` the ranks' messages; what `listener`
+    raises stops the run after the running step, with a checkpoint, and is raised then. Raises what `prepare_run` raises, BadInput for a
+    cluster of several hosts, and Interrupted at the second Ctrl-C.
+    """
+    if run.cluster.nodes > 1:
+        raise BadInput(
+            f"cluster.nodes is {run.cluster.nodes}: start the ranks with a launcher on every node, e.g. "
+            f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT -m meshwright train …"
+        )
+    check_devices(run.cluster)
+    device, folder = "cpu" if run.cluster.is_cpu else "cuda", runs / run.name
+    with (
+        held(folder),
+        started_ranks(
+            "meshwright.train.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
+        ) as ranks,
+    ):
+        from meshwright.launch.prepare import prepare_run  # while the ranks import too
+
+        prepared = prepare_run(run, runs, profile=profile, note=note, timeline=timeline)
+        if prepared is None:
+            return EXIT_DONE
+        announce(prepared)
+        guard = _Guard(listener, ranks)
+        try:
+            code = ranks.finish(folder / "logs", assignment=folder.absolute() / "assignment.json", listener=guard)
+        except Interrupted as end:
+            raise Interrupted(f"{end}; {where_it_continues(folder)}") from None
+        if guard.error is not None:
+            raise guard.error
+    if code == EXIT_COMMUNICATION:
+        write_line(f"meshwright: {where_it_continues(folder)}")
+    return code
+
+
+class _Guard:
+    """Passes messages to a listener until it raises; then asks the ranks to stop, and keeps what was raised."""
+
+    def __init__(self, listener: Listener | None, ranks: Ranks) -> None:
+        self._listener, self._ranks = listener, ranks
+        self.error: BaseException | None = None
+
+    def __call__(self, rank: int, message: Message) -> None:
+        if self._listener is None or self.error is not None:
+            return
+        try:
+            self._listener(rank, message)
+        except BaseException as error:
+            self.error = error
+            self._ranks.stop()

@@ -1,0 +1,73 @@
+"""Messages between launcher and ranks: what is sent arrives, and a launcher that does not read holds nothing up."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from meshwright.events.messages import (
+    LINE_BYTES,
+    Begin,
+    Channel,
+    Checkpoint,
+    End,
+    Failure,
+    Message,
+    MessageReader,
+    Step,
+    Validation,
+    decode,
+    encode,
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Begin("/runs/a b/assignment.json"),
+        End("rank 2 failed: torn"),
+        Step(3),
+        Step(3, {"loss": 1.5, "mfu": None}),
+        Validation(3, 1.25),
+        Checkpoint(3, "/runs/ü/checkpoints/step-00000003"),
+        Failure(4, "two\nlines", "/log"),
+    ],
+)
+def test_a_message_survives_the_line(message: Message) -> None:
+    line = encode(message)
+    assert line.endswith(b"\n") and line.count(b"\n") == 1 and decode(line) == message
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{}", b'{"kind": "step"}', b'{"kind": "other"}', b"text"])
+def test_another_line_is_no_message(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode(line)
+
+
+def test_a_long_text_is_cut_to_what_a_pipe_takes_in_one_piece() -> None:
+    line = encode(Failure(1, "ü" * 10_000, "/log"))
+    message = decode(line)
+    assert len(line) <= LINE_BYTES and isinstance(message, Failure)
+    assert message.message.startswith("üü") and message.message.endswith("…") and message.log == "/log"
+
+
+def test_messages_arrive_in_order_and_steps_are_dropped_while_nobody_reads() -> None:
+    reading, writing = os.pipe()
+    channel, reader = Channel(writing), MessageReader(reading)
+    assert list(reader.read()) == []
+    for step in range(5000):
+        channel.send(Step(step))
+    steps = [message.step for message in reader.read() if isinstance(message, Step)]
+    assert steps == list(range(len(steps))) and 100 < len(steps) < 5000
+    channel.send(Failure(3, "full"))
+    assert list(reader.read()) == [Failure(3, "full")]
+    os.close(writing)
+    assert list(reader.read()) == [] and not reader.open
+    reader.close()
+
+
+def test_a_rank_without_a_launcher_of_ours_sends_nothing() -> None:
+    channel = Channel.of_environment({})
+    channel.send(Step(1))
+    assert not channel.connected
