@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 from unittest.mock import patch
 
@@ -86,5 +87,5 @@ def timed(world: World, assignment: Assignment, step_seconds: tuple[float, ...])
 def _train(session: Session) -> None:
     path = session.folder / "metrics.jsonl"
     metrics = MetricsWriter(path, resume_from=session.step) if session.world.leads else None
-    with Reporter(metrics, None, None) as reporter:
+    with closing(Reporter(metrics, None, None)) as reporter:
         train(session, reporter, StopRequest())
