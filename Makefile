@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 # Two workers: one begins with the tests that share a pool of ranks. Then, by themselves, those that count what the host sends.
 TOGETHER := -n 2 --dist loadgroup --no-loadscope-reorder
-ALONE := tests/distributed/test_traffic.py tests/train/test_traffic.py
+ALONE := tests/distributed/test_traffic.py tests/training/test_traffic.py
 
 .NOTPARALLEL:
 .PHONY: quickstart test test-all lint docs features bench-plan bench-own bench-search keep-plans fit-costs fit-own clean

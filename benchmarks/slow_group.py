@@ -42,8 +42,8 @@ from meshwright.parallel import apply
 from meshwright.spec.place import Place
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment
-from meshwright.train import worker
-from meshwright.train.lifecycle import RankLife
+from meshwright.training import worker
+from meshwright.training.lifecycle import RankLife
 
 FIRST_CYCLES_PER_MS = 1_500_000
 ROUNDS = 3

@@ -12,7 +12,7 @@ import pytest
 
 import meshwright
 from meshwright.observe.metrics import STEP_KEYS, read_metrics
-from tests.train.tiny import make_tiny
+from tests.training.tiny import make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +50,18 @@ def test_a_run_calls_back_stops_continues_and_returns_its_result(tiny: Path, tmp
 
     def train() -> meshwright.TrainResult:
         return meshwright.train(
-            tiny, ["train.steps=400", "cluster.gpus_per_node=1"], runs=tmp_path, on_step=on_step,
+            tiny, ["train.steps=60", "cluster.gpus_per_node=1"], runs=tmp_path, on_step=on_step,
             on_validation=lambda step, loss: losses.append((step, loss)),
             on_checkpoint=lambda step, folder: saved.append((step, folder)),
         )  # fmt: skip
 
     first = train()
-    assert not first.finished and 3 <= first.step < 400 and first.held_out_loss is None
+    assert not first.finished and 3 <= first.step < 60 and first.held_out_loss is None
     assert first.checkpoint == tmp_path / "tiny" / "checkpoints" / f"step-{first.step:08d}"
     assert [figures["step"] for figures in steps] == [1, 2, 3] and set(steps[0]) == set(STEP_KEYS)
     second = train()
-    assert second.finished and second.step == 400 and second.held_out_loss == losses[-1][1]
-    assert saved[-1] == (400, second.checkpoint)
+    assert second.finished and second.step == 60 and second.held_out_loss == losses[-1][1]
+    assert saved[-1] == (60, second.checkpoint)
     lines = [line for line in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if line["kind"] == "step"]
     by_step = {line["step"]: line["loss"] for line in lines}
     assert all(figures["loss"] == by_step[figures["step"]] for figures in steps[3:])
@@ -72,7 +72,7 @@ def test_what_a_callback_raises_and_what_a_run_fails_with_are_raised(tiny: Path,
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        meshwright.train(tiny, ["train.steps=400", "cluster.gpus_per_node=1"], runs=tmp_path, on_step=on_step)
+        meshwright.train(tiny, ["train.steps=60", "cluster.gpus_per_node=1"], runs=tmp_path, on_step=on_step)
     assert list((tmp_path / "tiny" / "checkpoints").glob("step-*/COMMITTED"))
     with pytest.raises(meshwright.NumericalFailure, match="not finite"):
         meshwright.train(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def meshwright(*words: object, env: dict[str, str] | None = None) -> Answer:
 
 def train_here(*words: object) -> Answer:
     """`meshwright train WORDS…` as a launcher's only rank: the whole trainer, in this process."""
-    with mock.patch("meshwright.train.worker.end_process", sys.exit):
+    with mock.patch("meshwright.training.lifecycle.end_process", sys.exit):
         return meshwright("train", *words, env={"RANK": "0", "WORLD_SIZE": "1"})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import train_here
-from tests.train.tiny import make_tiny
+from tests.training.tiny import make_tiny
 
 ONE = "cluster.gpus_per_node=1"
 

@@ -19,10 +19,10 @@ from meshwright.cli import generate
 from meshwright.cli.main import app_for
 from meshwright.launch.prepare import prepare_run
 from meshwright.spec.load import load_run
-from meshwright.train.generate import _Text
+from meshwright.training.generate import _Text
 from tests.cli.command import meshwright
 from tests.cli.conftest import ONE
-from tests.train.tiny import WORDS
+from tests.training.tiny import WORDS
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:

@@ -14,7 +14,7 @@ import pytest
 from meshwright.cli.train import announce
 from meshwright.launch import machine
 from meshwright.launch.folder import held
-from meshwright.launch.prepare import plan_yaml, prepare_run
+from meshwright.launch.prepare import Prepared, plan_yaml, prepare_run
 from meshwright.observe.account import read_account
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.fields import to_plain
@@ -94,7 +94,7 @@ def test_a_start_says_what_it_trains_on(
     finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int, said: str
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
-    announce(Assignment.read(finished / "assignment.json"), resumes=False)
+    announce(Prepared(Assignment.read(finished / "assignment.json"), finished, resumes=False))
     assert f"  {said}\n" in capsys.readouterr().err
 
 

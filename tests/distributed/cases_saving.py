@@ -16,11 +16,11 @@ from meshwright.observe.metrics import MetricsWriter
 from meshwright.parallel.world import World
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.run import Assignment
-from meshwright.train import saving
-from meshwright.train.loop import train
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import Session, open_session
-from meshwright.train.stop import StopRequest
+from meshwright.training import saving
+from meshwright.training.loop import train
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session, open_session
+from meshwright.training.stop import StopRequest
 
 
 def full_for_metrics(session: Session) -> None:

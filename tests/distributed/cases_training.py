@@ -22,13 +22,13 @@ from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import DATA_AXES
 from meshwright.spec.run import Assignment
-from meshwright.train.evaluate import Evaluation, evaluate
-from meshwright.train.join import agreed_assignment
-from meshwright.train.loop import train
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import Session, open_session
-from meshwright.train.state import load_initial
-from meshwright.train.stop import StopRequest
+from meshwright.training.evaluate import Evaluation, evaluate
+from meshwright.training.join import agreed_assignment
+from meshwright.training.loop import train
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session, open_session
+from meshwright.training.state import load_initial
+from meshwright.training.stop import StopRequest
 from tests.distributed.test_equality import whole as assembled
 
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 LIMIT_SECONDS = 120
-IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "meshwright.train.loop", "tests.distributed.cases_training"]
+IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "meshwright.training.loop", "tests.distributed.cases_training"]
 
 
 class CaseFailed(AssertionError):

@@ -25,7 +25,7 @@ from tests.distributed.test_schedules import DEEP_TIED, SCHEDULES, STEPS, UNEVEN
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import held, same_bits, tiny, trained
 from tests.slow import quick_first
-from tests.train.tiny import prepared, ranks
+from tests.training.tiny import prepared, ranks
 
 __all__ = ["tiny"]
 

@@ -22,7 +22,7 @@ from tests.distributed.test_fp8 import EMULATION_BOUND, LAYOUT_BOUND, as_truth
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import held, same_bits, trained
 from tests.slow import quick_first
-from tests.train.tiny import make_tiny, prepared
+from tests.training.tiny import make_tiny, prepared
 
 STEPS = 2
 CANCELLED = 4 * BF16_SUM_BOUND

@@ -104,7 +104,7 @@ def sharded(
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.train.step import count_valid
+    from meshwright.training.step import count_valid
 
     if plan.compile:
         torch._dynamo.reset()  # what other cases compiled counts against a limit

@@ -27,7 +27,7 @@ from tests.distributed.test_equality import BATCH, BF16_BOUND, LLAMA, SEQ, batch
 from tests.distributed.test_schedules import UNEVEN, Case, named
 from tests.distributed.test_training import held, same_bits, trained
 from tests.slow import quick_first
-from tests.train.tiny import make_tiny, prepared, ranks, staged
+from tests.training.tiny import make_tiny, prepared, ranks, staged
 
 STEPS = 2
 MIXTRAL = replace(
@@ -220,7 +220,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     from meshwright.optim.adamw import AdamW
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.train.step import train_step
+    from meshwright.training.step import train_step
     from tests.distributed.test_equality import TRAIN
 
     plan = case.plan

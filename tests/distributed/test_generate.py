@@ -13,7 +13,7 @@ from meshwright.models.initial import initial_values
 from meshwright.parallel.world import World
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
-from meshwright.train.generate import Sampling, generate
+from meshwright.training.generate import Sampling, generate
 from tests.distributed.pool import Pool
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, Case
 from tests.slow import quick_first
@@ -55,7 +55,7 @@ def alone(spec: ModelSpec, how: Sampling, dtype: torch.dtype = torch.float64) ->
 def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[list[int]]:
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.train.generate import generate_under_plan
+    from meshwright.training.generate import generate_under_plan
 
     mesh = build_mesh(plan, world)
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")

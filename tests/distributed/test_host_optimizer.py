@@ -20,7 +20,7 @@ from tests.distributed.test_fp8 import low
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, UNEVEN, Case
 from tests.distributed.test_training import held, same_bits, tiny, trained
 from tests.slow import quick_first
-from tests.train.tiny import ranks
+from tests.training.tiny import ranks
 
 __all__ = ["tiny"]
 
@@ -80,8 +80,8 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
     from meshwright.optim.shards import local
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.train.state import run_tensors
-    from meshwright.train.step import train_step
+    from meshwright.training.state import run_tensors
+    from meshwright.training.step import train_step
     from tests.distributed.test_equality import BATCH, CLIP, RATE, TRAIN, batch
 
     mesh = build_mesh(chosen, world)

@@ -10,14 +10,14 @@ import torch
 
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.observe.metrics import read_metrics
-from meshwright.train.evaluate import Evaluation
-from meshwright.train.stop import INTERRUPT
+from meshwright.training.evaluate import Evaluation
+from meshwright.training.stop import INTERRUPT
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
 from tests.distributed.test_training import STEPS, compare, held, same_bits, steps_on_disk, tiny, trained
 from tests.slow import quick_first
-from tests.train.tiny import prepared, ranks, staged
+from tests.training.tiny import prepared, ranks, staged
 
 __all__ = ["tiny"]
 DEEP = "model.layers=4"

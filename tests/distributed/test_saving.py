@@ -16,7 +16,7 @@ from meshwright.observe.metrics import read_metrics
 from meshwright.optim.schedule import learning_rate
 from tests.distributed import cases_saving as cases
 from tests.distributed.pool import Pool
-from tests.train.tiny import make_tiny, prepared, ranks
+from tests.training.tiny import make_tiny, prepared, ranks
 
 STEPS = 6
 

@@ -28,7 +28,7 @@ from tests.distributed.test_training import STEPS as STEPS_OF_A_RUN
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import held, same_bits, tiny, trained
 from tests.slow import quick_first
-from tests.train.tiny import prepared, ranks, staged
+from tests.training.tiny import prepared, ranks, staged
 
 __all__ = ["tiny"]
 

@@ -21,14 +21,14 @@ from meshwright.spec.layout import shard_rows
 from meshwright.spec.load import load_resolved
 from meshwright.spec.model import parameters
 from meshwright.spec.run import Assignment, RunSpec
-from meshwright.train.evaluate import HeldOut, evaluate_plain
-from meshwright.train.load import load_model
-from meshwright.train.stop import INTERRUPT, PREEMPT
+from meshwright.training.evaluate import HeldOut, evaluate_plain
+from meshwright.training.load import load_model
+from meshwright.training.stop import INTERRUPT, PREEMPT
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
 from tests.slow import quick_first
-from tests.train.tiny import make_tiny, prepared, ranks, staged, tiny_run
+from tests.training.tiny import make_tiny, prepared, ranks, staged, tiny_run
 
 BATCH, STEPS = 8, 6
 LAYOUT_BOUND = 1e-5

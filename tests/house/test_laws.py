@@ -15,7 +15,7 @@ FLOORS = {
     "costs": 1, "schedules": 1, "events": 1, "models": 1, "kernels": 1, "data": 1,
     "simulator": 2, "parallel": 2, "optim": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3,
-    "train": 4, "serve": 4,
+    "training": 4, "serve": 4,
     "launch": 5,
     "cli": 6,
 }  # fmt: skip

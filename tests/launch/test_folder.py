@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from tests.train.tiny import make_tiny, tiny_run
+from tests.training.tiny import make_tiny, tiny_run
 
 from meshwright.launch.folder import continues, held, renamed
 from meshwright.spec.errors import BadInput

@@ -149,7 +149,7 @@ def test_ranks_end_when_their_parent_has_nothing_for_them(tmp_path: Path) -> Non
 
 
 def test_a_training_rank_whose_launcher_dies_before_the_run_begins_ends_with_0() -> None:
-    command = [sys.executable, "-m", "meshwright.train.rank", "cpu"]
+    command = [sys.executable, "-m", "meshwright.training.rank", "cpu"]
     reading, writing = os.pipe()
     answer = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60,

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from tests.checkpoint.crash import CALLS, FILES, count, die_at
 from tests.checkpoint.made import save
-from tests.train.tiny import make_tiny, prepared
+from tests.training.tiny import make_tiny, prepared
 
 from meshwright.data.stdlib import VOCABULARY
 from meshwright.launch import prepare

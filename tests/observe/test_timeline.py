@@ -30,14 +30,14 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import load_run
 from meshwright.spec.run import Assignment
-from meshwright.train.loop import train
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import open_session
-from meshwright.train.stop import StopRequest
-from meshwright.train.timelines import prediction
+from meshwright.training.loop import train
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import open_session
+from meshwright.training.stop import StopRequest
+from meshwright.training.timelines import prediction
 from tests.cli.command import meshwright
 from tests.distributed.pool import Pool
-from tests.train.tiny import make_tiny, prepared
+from tests.training.tiny import make_tiny, prepared
 
 UNITS = 2
 

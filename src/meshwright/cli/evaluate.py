@@ -14,7 +14,7 @@ from meshwright.cli.spread import PlanFile, ask_ranks, model_in
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
-    from meshwright.train.evaluate import Evaluation
+    from meshwright.training.evaluate import Evaluation
 
 Model = Annotated[
     Path,
@@ -73,8 +73,8 @@ def _evaluate(
     from meshwright.data.loader import open_data
     from meshwright.spec.job import DataSpec, TrainSpec
     from meshwright.spec.load import load_resolved
-    from meshwright.train.evaluate import HeldOut, evaluate_plain
-    from meshwright.train.load import device_and_dtype, load_model
+    from meshwright.training.evaluate import HeldOut, evaluate_plain
+    from meshwright.training.load import device_and_dtype, load_model
 
     config = model / "config.yaml"
     run = load_resolved(config) if config.exists() else None
@@ -88,7 +88,7 @@ def _evaluate(
     if length > longest:
         raise BadInput(f"--seq-len {length}: expected at most {longest}, the context of {model} (model.max_seq_len)")
     if plan is not None:
-        from meshwright.train.spread import Measurement
+        from meshwright.training.spread import Measurement
 
         asked = Measurement(data=spec, seq_len=length, samples=batch * batches, micro_batch=batch)
         measured = ask_ranks(model, plan, measurement=asked).evaluation

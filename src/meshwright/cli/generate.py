@@ -18,7 +18,7 @@ from meshwright.spec.errors import BadInput
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from meshwright.train.generate import Sampling
+    from meshwright.training.generate import Sampling
 
 
 def generate(
@@ -70,7 +70,7 @@ def sample(
     """
     from tokenizers import Tokenizer
 
-    from meshwright.train.generate import Sampling
+    from meshwright.training.generate import Sampling
 
     places = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((place for place in places if place.exists()), None)
@@ -105,13 +105,13 @@ def _shown(tokenizer: Tokenizer, tokens: Iterable[int], show: Callable[[str], ob
 def _continued(
     folder: Path, prompts: Sequence[Sequence[int]], how: Sampling, plan: Path | None
 ) -> Sequence[Iterable[int]]:
-    from meshwright.train.generate import generate
-    from meshwright.train.load import device_and_dtype, load_model
+    from meshwright.training.generate import generate
+    from meshwright.training.load import device_and_dtype, load_model
 
     if plan is None:
         model = load_model(folder, *device_and_dtype())
         return [generate(model, prompt, how) for prompt in prompts]
-    from meshwright.train.spread import Continuation
+    from meshwright.training.spread import Continuation
 
     asked = Continuation(prompts=tuple(map(tuple, prompts)), sampling=how)
     answer = ask_ranks(folder, plan, continuation=asked)

@@ -140,7 +140,7 @@ def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | Non
 
     if not started_by_launcher():
         return _measured_here(cluster, seconds, shapes_of)
-    from meshwright.train.profiling import ProfileJob, measured_by
+    from meshwright.training.profiling import ProfileJob, measured_by
 
     place = Place.from_environment()
     found = measured_by(ProfileJob(cluster=cluster, seconds=seconds, run=_absolute(shapes_of)), place)
@@ -169,7 +169,7 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path 
     )
     print(f"measuring {said}", file=sys.stderr)
     code = run_ranks(
-        "meshwright.train.profiling",
+        "meshwright.training.profiling",
         [str(question), str(destination)],
         cluster=cluster,
         logs=place / "logs",

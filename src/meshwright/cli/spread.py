@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.model import ModelSpec
     from meshwright.spec.plan import Plan
-    from meshwright.train.spread import Answer, Continuation, Measurement
+    from meshwright.training.spread import Answer, Continuation, Measurement
 
 PlanFile = Annotated[
     Path | None,
@@ -46,7 +46,7 @@ def ask_ranks(
     from meshwright.spec.layout import placed
     from meshwright.spec.load import load_plan
     from meshwright.spec.place import Place, started_by_launcher
-    from meshwright.train.spread import SpreadJob, join_and_answer
+    from meshwright.training.spread import SpreadJob, join_and_answer
 
     model, weights = model_in(folder)
     plan = load_plan(plan_file)
@@ -123,7 +123,7 @@ def _asked_here(job: object) -> Answer:
     """Start the ranks on this host. When they fail the command ends with their code; logs with a traceback stay."""
     from meshwright.launch.local import run_ranks
     from meshwright.spec.fields import from_plain, to_plain
-    from meshwright.train.spread import Answer, SpreadJob
+    from meshwright.training.spread import Answer, SpreadJob
 
     assert isinstance(job, SpreadJob)
     place = Path(tempfile.mkdtemp(prefix="meshwright-"))
@@ -132,7 +132,7 @@ def _asked_here(job: object) -> Answer:
     threads = max(1, (os.cpu_count() or 1) // job.plan.ranks)
     print(f"loading {job.weights} on {job.plan.ranks} ranks", file=sys.stderr)
     code = run_ranks(
-        "meshwright.train.spread",
+        "meshwright.training.spread",
         [str(question), str(destination)],
         cluster=job.cluster,
         logs=place / "logs",

@@ -93,20 +93,20 @@ def join_ranks(
     clock = StartClock()
     clock.end("command")
     from meshwright.spec.place import Place
-    from meshwright.train.lifecycle import RankLife
+    from meshwright.training.lifecycle import RankLife
 
     life = RankLife(Place.from_environment())
     if cache := compiler_cache():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
     def work() -> None:
-        from meshwright.train.rank import import_all
+        from meshwright.training.rank import import_all
 
         import_all(cuda=not run.cluster.is_cpu)
         from meshwright.launch.folder import held, renamed
         from meshwright.parallel.world import join
-        from meshwright.train.join import agreed_assignment
-        from meshwright.train.worker import run_rank
+        from meshwright.training.join import agreed_assignment
+        from meshwright.training.worker import run_rank
 
         clock.end("imports")
 

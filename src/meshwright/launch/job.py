@@ -46,7 +46,7 @@ def run_job(
     with (
         held(folder),
         started_ranks(
-            "meshwright.train.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
+            "meshwright.training.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
         ) as ranks,
     ):
         from meshwright.launch.prepare import prepare_run  # while the ranks import too

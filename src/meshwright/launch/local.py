@@ -36,7 +36,7 @@ CULPRIT_SECONDS = 2.0
 STOP_SECONDS = 30.0
 """How long the other ranks may take when one has already ended as asked."""
 GRACE_SECONDS = 12.0
-"""How long ranks that were told to end may take for it; more than `train.lifecycle.FINISH_SECONDS`."""
+"""How long ranks that were told to end may take for it; more than `training.lifecycle.FINISH_SECONDS`."""
 POLL_SECONDS = 0.05
 Listener = Callable[[int, Message], None]
 """Called with a rank and its message."""

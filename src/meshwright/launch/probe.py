@@ -128,7 +128,7 @@ def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
                 failures.append(message)
 
         code = run_ranks(
-            "meshwright.train.rank",
+            "meshwright.training.rank",
             ["cpu" if run.cluster.is_cpu else "cuda"],
             cluster=run.cluster,
             logs=prepared.folder / "logs",

@@ -13,9 +13,9 @@ from meshwright.observe import traffic
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.train.traffic import WireCount, interface_between_nodes
+from meshwright.training.traffic import WireCount, interface_between_nodes
 from tests.slow import quick_first
-from tests.train.tiny import make_tiny
+from tests.training.tiny import make_tiny
 
 PLANS = {"pipeline": ["plan.pipeline=2", "plan.schedule=zbv"], "replicas": ["plan.replicate=2"]}
 

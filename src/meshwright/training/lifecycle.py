@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +26,7 @@ from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import failure_of
 from meshwright.spec.place import Place
-from meshwright.train.stop import StopRequest
+from meshwright.training.stop import StopRequest
 
 log = logging.getLogger("meshwright")
 
@@ -95,10 +96,7 @@ class RankLife:
         self._close(failure)
         if failure is not None and self._speaks_for(failure):
             write_line(f"meshwright: {failure}")
-        for stream in (sys.stdout, sys.stderr):
-            _flush(stream)
-        # At once: a rank whose peers are gone must not wait for them in the communicators' destructors.
-        os._exit(EXIT_DONE if failure is None else failure.exit_code)
+        end_process(EXIT_DONE if failure is None else failure.exit_code)
 
     def _record(self, error: BaseException, failure: MeshwrightError) -> None:
         """Log the failure with its traceback, and tell the launcher before anything else can go wrong."""
@@ -180,8 +178,9 @@ class _Warnings(logging.Handler):
             write_line(f"meshwright: {record.getMessage()}")
 
 
-def _flush(stream: object) -> None:
-    try:
-        stream.flush()  # type: ignore[attr-defined]
-    except (OSError, ValueError):
-        return
+def end_process(code: int) -> NoReturn:
+    """Leave at once: a rank whose peers are gone must not wait for them in the communicators' destructors."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

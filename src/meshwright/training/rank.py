@@ -1,6 +1,6 @@
 """The process of a locally launched rank: it imports what training needs while its parent still plans, then trains.
 
-`python -m meshwright.train.rank cpu|cuda` waits for the message `Begin` on its standard input (`events.messages`), which names the run's
+`python -m meshwright.training.rank cpu|cuda` waits for the message `Begin` on its standard input (`events.messages`), which names the run's
 assignment. When the input ends without it, the parent has nothing to run.
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from meshwright.events.start import StartClock
 from meshwright.spec.place import Place
-from meshwright.train.lifecycle import RankLife
+from meshwright.training.lifecycle import RankLife
 
 
 def main() -> None:
     clock = StartClock.of_rank()
     life = RankLife(Place.from_environment())
     import_all(sys.argv[1] == "cuda")
-    from meshwright.train import worker
+    from meshwright.training import worker
 
     clock.end("imports")
     file = life.assignment()
@@ -38,7 +38,7 @@ def import_all(cuda: bool) -> None:
         if cuda:
             _begin_device()
             import torch._inductor.compile_fx  # noqa: F401  # most of a warm first step would be this import
-        import meshwright.train.worker  # noqa: F401
+        import meshwright.training.worker  # noqa: F401
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from meshwright.observe.traffic import Traffic
 from meshwright.schedules.counts import collectives_of
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.train.session import Session
+from meshwright.training.session import Session
 
 LOOPBACK = "lo"
 

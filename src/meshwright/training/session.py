@@ -21,8 +21,8 @@ from meshwright.parallel.world import World
 from meshwright.spec.errors import Damaged
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
-from meshwright.train.evaluate import HeldOut
-from meshwright.train.state import load_initial, run_tensors
+from meshwright.training.evaluate import HeldOut
+from meshwright.training.state import load_initial, run_tensors
 
 log = logging.getLogger("meshwright")
 

@@ -21,12 +21,12 @@ from meshwright.spec.errors import Interrupted
 from meshwright.spec.fields import to_plain
 from meshwright.spec.place import Place, stop_signals
 from meshwright.spec.run import Assignment
-from meshwright.train.cores import keep_to_own_cores
-from meshwright.train.lifecycle import RankLife
-from meshwright.train.loop import Trained, train
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import Session, open_session
-from meshwright.train.stop import StopRequest
+from meshwright.training.cores import keep_to_own_cores
+from meshwright.training.lifecycle import RankLife
+from meshwright.training.loop import Trained, train
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session, open_session
+from meshwright.training.stop import StopRequest
 
 
 def main(life: RankLife, file: Path, clock: StartClock) -> NoReturn:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import Session
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session
 
 
 class _Trace:

@@ -16,8 +16,8 @@ from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.progress import Progress
 from meshwright.observe.sinks import SinkThread, open_sinks
 from meshwright.spec.fields import to_plain
-from meshwright.train.evaluate import Evaluation
-from meshwright.train.session import Session
+from meshwright.training.evaluate import Evaluation
+from meshwright.training.session import Session
 
 log = logging.getLogger("meshwright")
 

@@ -20,8 +20,8 @@ from meshwright.simulator.trace import write_spans
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import Session
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session
 
 log = logging.getLogger("meshwright")
 

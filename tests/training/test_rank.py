@@ -8,13 +8,13 @@ import weakref
 
 import pytest
 
-from meshwright.train.rank import uncollected
+from meshwright.training.rank import uncollected
 
 IMPORTS = """
 import gc, json, sys
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
-from meshwright.train.rank import import_all
+from meshwright.training.rank import import_all
 before = len(collections)
 import_all(cuda=False)
 during, frozen = len(collections) - before, gc.get_freeze_count()

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.events.messages import Channel, Checkpoint, MessageReader, Step
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
-from meshwright.train.reporting import Reporter
+from meshwright.training.reporting import Reporter
 
 RECORD = dict.fromkeys(STEP_KEYS, 1.0) | {"tokens": 8, "data_wait_seconds": 0.0}
 

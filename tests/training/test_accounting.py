@@ -12,8 +12,8 @@ import pytest
 from meshwright.observe.account import KEPT, Account, Typical
 from meshwright.parallel.world import World
 from meshwright.spec.plan import Breakdown, Predicted
-from meshwright.train import accounting
-from meshwright.train.accounting import Accounting, over_ranks
+from meshwright.training import accounting
+from meshwright.training.accounting import Accounting, over_ranks
 
 BEGAN = 100
 MINE = Typical(

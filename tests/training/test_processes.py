@@ -22,7 +22,7 @@ import pytest
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.events.start import PHASES
 from meshwright.observe.metrics import read_metrics, scan_metrics
-from tests.train.tiny import make_tiny
+from tests.training.tiny import make_tiny
 
 STEPS = 120
 LISTENING = "0A"

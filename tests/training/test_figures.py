@@ -11,9 +11,9 @@ from meshwright.spec.cluster import CHIPS, ClusterSpec
 from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
-from meshwright.train.figures import FigureReader, _Pending, check_finite
-from meshwright.train.step import StepFigures
-from tests.train.tiny import make_tiny, prepared
+from meshwright.training.figures import FigureReader, _Pending, check_finite
+from meshwright.training.step import StepFigures
+from tests.training.tiny import make_tiny, prepared
 
 CPU = torch.device("cpu")
 

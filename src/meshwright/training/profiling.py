@@ -1,6 +1,6 @@
 """One rank that measures its machine with the others: `meshwright profile` (room `profile` holds what is measured).
 
-`python -m meshwright.train.profiling JOB ANSWER` is one rank of a local launch; under torchrun and its kin `meshwright profile` calls
+`python -m meshwright.training.profiling JOB ANSWER` is one rank of a local launch; under torchrun and its kin `meshwright profile` calls
 `measured_by` itself.
 """
 
@@ -22,7 +22,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.load import load_plan, load_resolved
 from meshwright.spec.place import Place
 from meshwright.spec.profile import MachineProfile, to_json
-from meshwright.train.worker import answer_as_rank
+from meshwright.training.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 300
 SAID = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "cudnn", "nccl", "driver", "system")

@@ -29,9 +29,9 @@ from meshwright.spec.errors import (
     Preempted,
 )
 from meshwright.spec.place import Place, stop_signals
-from meshwright.train import lifecycle
-from meshwright.train.lifecycle import RankLife, end_with_parent
-from meshwright.train.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
+from meshwright.training import lifecycle
+from meshwright.training.lifecycle import RankLife, end_with_parent
+from meshwright.training.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def rank(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     def leave(code: int) -> NoReturn:
         raise SystemExit(code)
 
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(lifecycle, "end_process", leave)
 
     def make(number: int = 0) -> RankLife:
         return RankLife(Place(number, 2, number, 2, "127.0.0.1", 0), StopRequest())

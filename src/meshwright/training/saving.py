@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS, CheckpointSpec
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import Session
-from meshwright.train.state import run_state, run_tensors
-from meshwright.train.stop import StopRequest
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session
+from meshwright.training.state import run_state, run_tensors
+from meshwright.training.stop import StopRequest
 
 
 class CheckpointTimer:

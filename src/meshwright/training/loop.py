@@ -13,18 +13,18 @@ from meshwright.data.loader import Loader
 from meshwright.observe.account import Account
 from meshwright.optim.schedule import learning_rate
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
-from meshwright.train.accounting import Accounting
-from meshwright.train.evaluate import Evaluation, evaluate
-from meshwright.train.figures import FigureReader, check_finite
-from meshwright.train.reporting import Reporter
-from meshwright.train.saving import CheckpointTimer, save_checkpoint
-from meshwright.train.session import Session
-from meshwright.train.step import train_step
-from meshwright.train.stop import FAILED, INTERRUPT, NOT_ASKED, SAVE, StopRequest
-from meshwright.train.timelines import StepTimelines
-from meshwright.train.tracing import step_trace
-from meshwright.train.traffic import WireCount, wire_count
-from meshwright.train.waiting import DataWait
+from meshwright.training.accounting import Accounting
+from meshwright.training.evaluate import Evaluation, evaluate
+from meshwright.training.figures import FigureReader, check_finite
+from meshwright.training.reporting import Reporter
+from meshwright.training.saving import CheckpointTimer, save_checkpoint
+from meshwright.training.session import Session
+from meshwright.training.step import train_step
+from meshwright.training.stop import FAILED, INTERRUPT, NOT_ASKED, SAVE, StopRequest
+from meshwright.training.timelines import StepTimelines
+from meshwright.training.tracing import step_trace
+from meshwright.training.traffic import WireCount, wire_count
+from meshwright.training.waiting import DataWait
 
 log = logging.getLogger("meshwright")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.parallel.world import World
-from meshwright.train.waiting import DataWait
+from meshwright.training.waiting import DataWait
 
 
 def together(world: World) -> tuple[str | None, str | None]:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from meshwright.events.span import PHASES
 from meshwright.observe.account import ENOUGH, FEWEST, KEPT, WARM_UP, Account, Typical, account, lines, typical
 from meshwright.parallel.world import World
-from meshwright.train.reporting import Reporter
-from meshwright.train.session import Session
-from meshwright.train.waiting import DataWait
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session
+from meshwright.training.waiting import DataWait
 
 Summary = Mapping[str, Any]
 

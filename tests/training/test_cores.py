@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.world import World
-from meshwright.train.cores import keep_to_own_cores, own_cores
+from meshwright.training.cores import keep_to_own_cores, own_cores
 
 GPUS = ["0000:1b:00.0", "0000:43:00.0", "0000:9a:00.0", "0001:c3:00.0"]
 LOCAL = ["0-3,8-11", "0-3,8-11", "4-7,12-15", "4-7,12-15"]

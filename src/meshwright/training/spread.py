@@ -1,6 +1,6 @@
 """A trained model spread over ranks by a plan, to sample from or to measure: one that a single device cannot hold.
 
-`python -m meshwright.train.spread JOB ANSWER` is one rank of a local launch; under torchrun and its kin `meshwright generate` and
+`python -m meshwright.training.spread JOB ANSWER` is one rank of a local launch; under torchrun and its kin `meshwright generate` and
 `meshwright eval` call `answered` themselves.
 """
 
@@ -20,10 +20,10 @@ from meshwright.spec.job import DataSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.place import Place
 from meshwright.spec.plan import Plan
-from meshwright.train.evaluate import Evaluation, HeldOut, evaluate
-from meshwright.train.generate import Sampling, generate_under_plan
-from meshwright.train.state import load_initial
-from meshwright.train.worker import answer_as_rank
+from meshwright.training.evaluate import Evaluation, HeldOut, evaluate
+from meshwright.training.generate import Sampling, generate_under_plan
+from meshwright.training.state import load_initial
+from meshwright.training.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 600
 """How long a rank waits for the others, who read their weights meanwhile."""
