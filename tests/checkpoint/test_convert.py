@@ -42,6 +42,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "tiny"
     model = from_plain(ModelSection, to_plain(SPEC))
     config = resolved_yaml(RunSpec(name="tiny", model=model, train=TrainSpec(steps=20, global_batch=1, seq_len=16)))
+    folder.mkdir(parents=True)
     store = CheckpointStore(folder / "checkpoints")
     for step in (10, 20):
         moments = {"optimizer.exp_avg.norm.weight": torch.zeros(8)}

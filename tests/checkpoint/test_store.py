@@ -26,7 +26,18 @@ def damage(path: Path) -> None:
     (path / SHARD).write_bytes(data)
 
 
+def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path):
+    """Its disk may be unmounted: what is written there now would lie on another."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    with pytest.raises(
+        OutOfResources, match="run is gone: it was deleted or moved in mid-run, or its disk was unmounted"
+    ):
+        save(tmp_path, 1, store)
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path):
+    (tmp_path / "run").mkdir()
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.newest_good() is None
     state = {"step": 100, "tokens": 2**53 + 1, "lr": 0.1 + 0.2, "mix": {"a": [1, None, True, "ä"]}}
@@ -191,7 +202,7 @@ def test_a_disk_too_small_is_told_before_writing_with_both_figures(tmp_path: Pat
     save(tmp_path, 1)
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 12345, 12345)  # type: ignore[attr-defined]  # disk_usage's own type
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(OutOfResources, match=r"needs 67,10\d,\d{3} bytes and 12,345 are free"):
+    with pytest.raises(OutOfResources, match=r"needs 1,000,\d{3} bytes and 12,345 are free"):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
 

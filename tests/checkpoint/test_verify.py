@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import errno
+import os
 import random
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meshwright.checkpoint.files import BLOCK_BYTES
-from meshwright.checkpoint.manifest import COMMITTED, MANIFEST
+from meshwright.checkpoint.manifest import COMMITTED, MANIFEST, has_commit
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import list_checkpoints, newest_checkpoint, verify
@@ -78,6 +83,73 @@ def test_every_missing_file_is_named(tmp_path: Path):
         assert plain(path) == [(file.name, None, "missing")]
         file.write_bytes(data)
     assert verify(path) == []
+
+
+def replaced_by_socket(file: Path) -> None:
+    file.unlink()
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(file))  # a socket's path may have 107 bytes at most
+
+
+def replaced_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def replaced_by_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("replace", [replaced_by_socket, replaced_by_folder, replaced_by_pipe])
+@pytest.mark.parametrize("name", [COMMITTED, MANIFEST, SHARD, "config.yaml"])
+def test_what_is_no_file_is_damage(tmp_path: Path, replace: Callable[[Path], None], name: str):
+    older, path = save(tmp_path, 1), save(tmp_path, 2)
+    replace(path / name)
+    assert [damage.file for damage in verify(path)] == [name]
+    assert CheckpointStore(tmp_path).newest_good() == older
+    assert [row["committed"] for row in list_checkpoints(tmp_path)] == [True, True]  # a run does not begin anew over it
+
+
+@pytest.mark.parametrize("name", [COMMITTED, MANIFEST, SHARD, "config.yaml", ""])
+def test_a_file_or_folder_that_may_not_be_read_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+):
+    """Tests may run as root, who may read everything: the refusal is played."""
+    older, path = save(tmp_path, 1), save(tmp_path, 2)
+    call = "open" if name else "scandir"
+    real = getattr(os, call)
+
+    def refuse(place: str | Path, *arguments: Any, **options: Any) -> Any:
+        if Path(place) == path / name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return real(place, *arguments, **options)
+
+    monkeypatch.setattr(os, call, refuse)
+    assert [(damage.file, "Permission denied" in damage.note) for damage in verify(path)] == [(name or ".", True)]
+    assert CheckpointStore(tmp_path).newest_good() == older
+    assert f"{name or '.'}: " in caplog.text and "Permission denied" in caplog.text
+    assert [row["ok"] for row in list_checkpoints(tmp_path)] == [True, False]
+
+
+def test_a_folder_that_may_not_be_searched_may_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(place: Path) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", str(place))
+
+    assert not has_commit(tmp_path)
+    monkeypatch.setattr(os, "lstat", refuse)
+    assert has_commit(tmp_path)
+
+
+def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = save(tmp_path, 1)
+
+    def refuse(*arguments: Any, **options: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match="Too many"):
+        verify(path)
 
 
 def test_extra_files_and_folders_are_named(tmp_path: Path):

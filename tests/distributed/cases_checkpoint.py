@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.storage import PiecePlanner
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.parallel.world import World
 from meshwright.spec.errors import MeshwrightError
@@ -75,23 +78,18 @@ def load(world: World, folder: str, layout: str) -> dict[str, Any]:
     }
 
 
-def failing_save(world: World, folder: str, rank: int, number: int) -> tuple[str, int, str]:
-    """A save in which one rank's disk refuses: the error every rank raises."""
+def failing_save(
+    world: World, folder: str, rank: int, failure: Exception, planning: bool = False
+) -> tuple[str, int, str]:
+    """A save in which one rank meets `failure` as it writes, or as it lists its tensors: the error every rank raises."""
     store = CheckpointStore(Path(folder), group=world.control)
     tensors = laid_out("rows2", values(2))
-    real = os.write
-
-    def refuse(descriptor: int, data: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    if world.rank == rank:
-        os.write = refuse
-    try:
-        store.save(2, tensors, {"seed": 2}, {})
-    except MeshwrightError as error:
-        return type(error).__name__, error.exit_code, str(error)
-    finally:
-        os.write = real
+    place, name = (PiecePlanner, "create_local_plan") if planning else (os, "write")
+    with patch.object(place, name, side_effect=failure) if world.rank == rank else nullcontext():
+        try:
+            store.save(2, tensors, {"seed": 2}, {})
+        except MeshwrightError as error:
+            return type(error).__name__, error.exit_code, str(error)
     return "nothing", 0, ""
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.checkpoint.contents import read_checkpoint
 from tests.distributed import cases_checkpoint as cases
@@ -56,11 +58,26 @@ def test_one_ranks_disk_failure_is_every_ranks_error(
     pool: Pool, tmp_path: Path, rank: int, number: int, kind: str, code: int
 ):
     pool.run(cases.save, 2, str(tmp_path), "rows2", 1)
-    answers = pool.run(cases.failing_save, 2, str(tmp_path), rank, number)
+    answers = pool.run(cases.failing_save, 2, str(tmp_path), rank, OSError(number, os.strerror(number)))
     assert answers[0] == answers[1]
     assert answers[0][:2] == (kind, code) and answers[0][2].startswith(f"rank {rank} of 2: saving step 2")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert pool.run(cases.newest, 2, str(tmp_path)) == ["step-00000001"] * 2
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()]
+)
+@pytest.mark.parametrize("planning", [False, True])
+def test_a_rank_out_of_memory_while_saving_or_planning_is_every_ranks_error(
+    pool: Pool, tmp_path: Path, error: Exception, planning: bool
+):
+    answers = pool.run(cases.failing_save, 2, str(tmp_path), 1, error, planning)
+    assert answers[0] == answers[1]
+    assert answers[0][:2] == ("OutOfResources", 3)
+    assert (
+        answers[0][2].startswith("rank 1 of 2: saving step 2: out of memory: ") and "plan.micro_batch" in answers[0][2]
+    )
 
 
 def test_a_bad_state_on_the_first_rank_is_every_ranks_error(pool: Pool, tmp_path: Path):

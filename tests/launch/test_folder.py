@@ -19,6 +19,7 @@ from tests.training.tiny import make_tiny, tiny_run
 from meshwright.launch.folder import continues, held, renamed
 from meshwright.spec.errors import BadInput
 from meshwright.spec.load import resolved_yaml
+from meshwright.spec.run import RunSpec
 
 
 def test_a_second_job_is_refused_by_the_process_that_has_the_folder(tmp_path: Path) -> None:
@@ -130,3 +131,52 @@ def test_a_run_continues_once_it_has_begun(tmp_path: Path) -> None:
     assert continues(run, folder)
     with pytest.raises(BadInput, match="seed: 0 there, 1 now"):
         continues(other, folder)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[RunSpec, Path]:
+    """A run of 6 steps whose third is in a checkpoint, and its folder."""
+    run = replace(tiny_run(make_tiny(tmp_path / "tiny")), name="run")
+    kept = tmp_path / "run" / "checkpoints" / "step-00000003"
+    kept.mkdir(parents=True)
+    for folder in (tmp_path / "run", kept):
+        (folder / "config.yaml").write_text(resolved_yaml(run), encoding="utf-8")
+    return run, tmp_path / "run"
+
+
+def test_steps_may_be_raised_and_not_lowered(begun: tuple[RunSpec, Path]) -> None:
+    run, folder = begun
+    assert continues(replace(run, train=replace(run.train, steps=7)), folder)
+    with pytest.raises(BadInput, match=r"train.steps: 6 there, 5 now \(steps may be raised, not lowered\)"):
+        continues(replace(run, train=replace(run.train, steps=5)), folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("learning_rate", 1.0, "it would change the learning rate of steps that are done"),
+        ("min_learning_rate", 0.5, "it would change the learning rate of steps that are done"),
+        ("warmup_steps", 3, "it would change the learning rate of steps that are done"),
+        ("schedule", "wsd", "it would change the learning rate of steps that are done"),
+        ("decay_fraction", 0.5, "it would change the learning rate of steps that are done"),
+        ("global_batch", 16, "the position in the data follows from it"),
+        ("beta1", 0.5, "the steps that are done were trained with the other value"),
+    ],
+)
+def test_what_changes_the_past_is_refused_with_its_reason(
+    begun: tuple[RunSpec, Path], key: str, value: object, why: str
+) -> None:
+    run, folder = begun
+    changed = replace(run, train=replace(run.train, steps=7, **{key: value}))
+    with pytest.raises(BadInput) as caught:
+        continues(changed, folder)
+    _, *lines, _ = str(caught.value).splitlines()
+    assert lines == [f"  train.{key}: {getattr(run.train, key)!r} there, {value!r} now ({why})"]
+
+
+def test_a_run_whose_configuration_was_lost_is_held_to_its_newest_checkpoint_s(begun: tuple[RunSpec, Path]) -> None:
+    run, folder = begun
+    (folder / "config.yaml").unlink()
+    assert continues(run, folder)
+    with pytest.raises(BadInput, match="seed: 0 there, 1 now"):
+        continues(replace(run, seed=1), folder)

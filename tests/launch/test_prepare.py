@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from tests.training.tiny import make_tiny
+from tests.checkpoint.crash import CALLS, FILES, count, die_at
+from tests.checkpoint.made import save
+from tests.training.tiny import make_tiny, prepared
 
 from meshwright.data.stdlib import VOCABULARY
 from meshwright.launch import prepare
+from meshwright.launch.prepare import Prepared
 from meshwright.planner.candidate import peak_bytes
 from meshwright.planner.reprice import repriced
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.load import load_run
+from meshwright.spec.load import load_resolved, load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.spec.run import RunSpec
 
@@ -91,3 +96,29 @@ def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_pa
     for absent in (["data.mix=nowhere"], [f"data.mix={tmp_path / 'source'}"]):
         assert prepare.with_vocabulary(load_run(made, absent)).model.vocab_size == VOCABULARY
     assert prepare.with_vocabulary(load_run(made, ["model.vocab_size=500"])).model.vocab_size == 500
+
+
+def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_path: Path) -> None:
+    """The second start asks for more steps, so that every file of the folder changes."""
+    tiny, names = make_tiny(tmp_path / "tiny"), (*CALLS, FILES)
+    begun = prepared(tiny, tmp_path / "begun").folder
+    save(begun / "checkpoints", 3)
+
+    plan = prepared(tiny, tmp_path / "count", "train.steps=7").assignment.plan
+
+    def start(runs: Path) -> Prepared:
+        with (  # the choice of a plan writes nothing, and takes most of the time
+            patch.object(prepare, "training_plan", return_value=plan),
+            patch.object(prepare, "repriced", return_value=plan),
+        ):
+            return prepared(tiny, runs, "train.steps=7")
+
+    calls = count(lambda: start(tmp_path / "count"), names)
+    assert calls.count("replace") == calls.count(FILES) == 4
+    for k in range(len(calls)):
+        runs = tmp_path / str(k)
+        shutil.copytree(tmp_path / "begun", runs)
+        assert die_at(k, lambda runs=runs: start(runs), names)
+        made = start(runs)
+        assert made.resumes and load_resolved(made.folder / "config.yaml") == made.assignment.run
+        assert not list(made.folder.glob("*.partial"))

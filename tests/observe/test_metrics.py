@@ -116,14 +116,56 @@ def test_a_kept_line_stays_byte_for_byte(tmp_path):
     assert path.read_text() == first + "\n"
 
 
-def test_a_full_disk_is_out_of_resources(tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+class Full:
+    """A file on a disk that has room for `room` more bytes."""
 
-    class Full:
-        def write(self, text):
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def fileno(self):
+        return self.file.fileno()
+
+    def write(self, data):
+        if not self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
+        count = self.file.write(data[: self.room])
+        self.room -= count
+        return count
 
-    writer._file.close()
-    writer._file = Full()
-    with pytest.raises(OutOfResources, match="No space left"):
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN])
+def test_a_file_whose_server_went_away_is_gone(tmp_path, monkeypatch, number):
+    def stat(path):
+        raise OSError(number, "away", str(path))
+
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        monkeypatch.setattr(type(tmp_path), "stat", stat)
+        with pytest.raises(OutOfResources, match="is gone"):
+            writer.write_event(1, "x")
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_full_disk_is_out_of_resources_and_loses_no_line(tmp_path, room):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write_event(1, "before")
+        file = writer._file
+        writer._file = Full(file, room)
+        with pytest.raises(OutOfResources, match=r"adding a line: \S+metrics.jsonl: No space left"):
+            writer.write_event(2, "while it is full")
+        writer._file = file
+        writer.write_event(3, "after")
+    assert [line["text"] for line in read_metrics(path)] == ["before", "while it is full", "after"]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_file_that_is_deleted_or_replaced_is_out_of_resources(tmp_path, left):
+    """Its descriptor would still take lines, for nobody."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
         writer.write_event(1, "x")
+        path.unlink()
+        if left:
+            path.touch()
+        with pytest.raises(OutOfResources, match="metrics.jsonl is gone: it was deleted or moved in mid-run"):
+            writer.write_event(2, "y")

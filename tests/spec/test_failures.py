@@ -57,3 +57,16 @@ def test_our_own_errors_keep_class_and_text() -> None:
     assert str(failure_of(Damaged("torn"), "loading x")) == "loading x: torn"
     assert type(failure_of(KeyboardInterrupt())) is Interrupted
     assert str(failure_of(ValueError("shapes differ"))) == "internal error: ValueError: shapes differ"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 8 bytes.",
+        "CUDA error: out of memory",
+        "can't start new thread",
+    ],
+)
+def test_plain_runtime_errors_about_host_memory_are_known_by_their_words(text: str) -> None:
+    assert type(failure_of(RuntimeError(text))) is OutOfResources

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.spec.fields import hints_of, to_plain
-from meshwright.spec.job import TrainSpec
+from meshwright.spec.job import CheckpointSpec, TrainSpec
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan, PlanPins
 from meshwright.spec.presets import MODEL_PRESETS
@@ -170,3 +170,14 @@ def test_what_is_coerced() -> None:
 )
 def test_what_a_field_takes_in_words(path: tuple[str | int, ...], text: str) -> None:
     assert expected_text(annotation_at(RunSpec, path)) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [(0, True), (5, True), ("auto", True), (-1, False), (1.5, False), ("often", False), (None, False), (True, False)],
+)
+def test_a_number_may_stand_beside_a_word(value: object, good: bool) -> None:
+    given, wrong = validate(CheckpointSpec, {"every": value})
+    assert given == ({"every": value} if good else {})
+    assert [each.path for each in wrong] == ([] if good else [("every",)])
+    assert expected_text(hints_of(CheckpointSpec)["every"]) == "integer (≥ 0) or auto"

@@ -32,6 +32,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.files.durable import sync_folder
 from meshwright.spec.errors import BadInput
+from meshwright.spec.failures import gone
 
 _PARTIAL = re.compile(r"\.step-\d{8,12}\.[0-9a-f]+\.partial")
 _DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
@@ -56,8 +57,13 @@ class Attempt:
         self.folder = checkpoints / f".{step_name(step)}.{name}.partial"
 
     def create(self) -> None:
+        """Make the folder, and `checkpoints` where it is missing. Raises OutOfResources when the run's folder around it is gone: made
+        again, it would hold neither configuration nor metrics, and perhaps lie on another disk than the run's.
+        """
+        if not os.path.isdir(self.checkpoints.parent):
+            raise gone(self.checkpoints.parent)
         if not self.checkpoints.is_dir():
-            self.checkpoints.mkdir(parents=True)
+            self.checkpoints.mkdir()
             sync_folder(self.checkpoints.parent)
         self.folder.mkdir()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.data.tokenizer import KNOWN_ENDS
+from meshwright.files.durable import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
@@ -74,6 +74,7 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     contents = {row.key: _whole(row) for row in table}
     state = {"step": 0, "samples": 0, "tokens": 0}
     plain = encode_plain(state, {"config.yaml": _run_of(spec, checkpoints.absolute().parent.name)})
+    checkpoints.parent.mkdir(parents=True, exist_ok=True)
     attempt.create()
     try:
         short = room_for(checkpoints, sum(row.bytes for row in table))
@@ -88,7 +89,7 @@ def import_checkpoint(source: Path, out: Path) -> Path:
         raise
     kept = checkpoints.parent / "tokenizer.json"
     if (source / "tokenizer.json").is_file() and not kept.exists():
-        shutil.copyfile(source / "tokenizer.json", kept)
+        write_durable(kept, (source / "tokenizer.json").read_bytes())
     return attempt.target
 
 

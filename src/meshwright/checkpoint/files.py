@@ -23,13 +23,14 @@ from meshwright.spec.errors import Damaged
 BLOCK_BYTES = 16 << 20
 """A file's digest is also kept per block of this size, so that damage is located and verified in parallel."""
 
-SPARE_BYTES = 64 << 20
-"""Free space asked for beyond the tensors: headers, metadata, manifest, and room for the run's other files."""
-
 Bytes = bytes | bytearray | memoryview
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_DEVICE_FAILED = {errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}
+_UNREADABLE = {
+    errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.ESTALE,  # the medium or its server failed
+    errno.EACCES, errno.EPERM,  # another user's file
+    errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,  # a socket, device, folder or link where a file should be
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,14 @@ def parse_json(data: bytes, path: Path) -> Any:
         raise Damaged(f"{path} is not readable JSON: {error}") from error
 
 
-def room_for(folder: Path, need: int) -> str | None:
-    """Why `need` bytes do not fit on the disk of `folder`, or None when they do."""
-    need += SPARE_BYTES
-    have = shutil.disk_usage(folder).free
+def with_reserve(tensor_bytes: int) -> int:
+    """Bytes to ask of a disk for a checkpoint of `tensor_bytes`: 1% and 1 MB more, for headers, metadata, manifest and texts."""
+    return tensor_bytes + tensor_bytes // 100 + 10**6
+
+
+def room_for(folder: Path, tensor_bytes: int) -> str | None:
+    """Why a checkpoint of `tensor_bytes` does not fit on the disk of `folder`, or None when it does."""
+    need, have = with_reserve(tensor_bytes), shutil.disk_usage(folder).free
     if need <= have:
         return None
     return (
@@ -187,6 +192,6 @@ def plain_name(name: object) -> str | None:
     return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else None
 
 
-def device_failed(error: OSError) -> bool:
-    """Whether the medium could not deliver the bytes: they are as good as damaged."""
-    return error.errno in _DEVICE_FAILED
+def unreadable(error: OSError) -> bool:
+    """Whether the fault is the file's, which makes its checkpoint as good as damaged, and not a lack of memory or descriptors here."""
+    return error.errno in _UNREADABLE

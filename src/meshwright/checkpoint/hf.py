@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from meshwright.files.durable import publish, write_durable
+from meshwright.files.durable import publish, sync_file, write_durable
 from meshwright.models.families import FAMILIES, HFTensor, from_hf_config, hf_tensors, read_json, to_hf_config
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
@@ -69,7 +69,7 @@ def export_hf(
             partial / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
         )
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            write_durable(partial / "tokenizer.json", tokenizer.read_bytes())
             _write_json(partial / "tokenizer_config.json", _tokenizer_config(spec, eos))
         write_durable(partial / "README.md", _model_card(title or folder.name, folder.name, spec, run_note, dtype))
         publish(partial, folder)
@@ -265,6 +265,8 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[
         raise Damaged(
             f"weights to export: {len(waiting)} of the model's parameters are missing, {next(iter(waiting))} first"
         )
+    for shard in shards:
+        sync_file(folder / shard.file)
     if len(shards) > 1:
         total = sum(shard.total - len(shard.header) for shard in shards)
         weight_map = {name: file for name, (file, _) in places.items()}

@@ -6,6 +6,7 @@ Torch-free: the launcher and the command line read these without loading anythin
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeGuard
 
 import xxhash
 
-from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord, device_failed, parse_json, plain_name, read_small
+from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord, parse_json, plain_name, read_small, unreadable
 from meshwright.spec.errors import BadInput, Damaged
 
 FORMAT = 1
@@ -98,8 +99,12 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def has_commit(path: Path) -> bool:
-    """Whether the folder claims to be committed; only `verify` says whether it is good."""
-    return (path / COMMITTED).is_file()
+    """Whether the folder claims to be committed, or may not be searched for the claim; only `verify` says whether it is good."""
+    try:
+        os.lstat(path / COMMITTED)
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
+    return True
 
 
 def commit_line(manifest: bytes) -> bytes:
@@ -138,9 +143,9 @@ def _read(path: Path, name: str, limit: int, kind: Kind) -> bytes:
     except Damaged as error:
         raise DamagedCheckpoint(path, [Damage(name, 0, kind, str(error))]) from error
     except OSError as error:
-        if not device_failed(error):
+        if not unreadable(error):
             raise
-        raise DamagedCheckpoint(path, [Damage(name, 0, kind, str(error))]) from error
+        raise DamagedCheckpoint(path, [Damage(name, 0, kind, f"unreadable: {error.strerror}")]) from error
 
 
 def _parse(data: Any, path: Path) -> Manifest:

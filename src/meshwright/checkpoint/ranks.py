@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class Ranks:
         who else failed. `doing` is the phrase before the message, such as "saving step 100".
         """
         outcome, cause = self._attempt(doing, work)
-        outcomes = self._gather(outcome) if not self.alone else [outcome]
+        outcomes = self._gather(doing, outcome) if not self.alone else [outcome]
         failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, _Failure)}
         if failures:
             raise self._error(failures) from cause
@@ -62,7 +62,7 @@ class Ranks:
     def from_first(self, doing: str, work: Callable[[], T]) -> T:
         """Run `work` on the first rank and return its result on all; its failure is raised on all."""
         outcome, cause = self._attempt(doing, work) if self.first else (None, None)
-        outcome = self._broadcast(outcome) if not self.alone else outcome
+        outcome = self._broadcast(doing, outcome) if not self.alone else outcome
         if isinstance(outcome, _Failure):
             raise self._error({0: outcome}) from cause
         return cast(T, outcome)
@@ -70,12 +70,20 @@ class Ranks:
     def common(self, doing: str, work: Callable[[], T]) -> T:
         """Run `work`, which holds collectives of its own and fails on all ranks alike, as DCP's calls do."""
         try:
-            return work()
+            return self._collective(doing, work)
         except CheckpointException as error:
             failures = {rank: _failure(each[0], doing) for rank, each in sorted(error.failures.items())}
             raise self._error(failures) from error
+
+    def _collective(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work`, which communicates. A RuntimeError in it is what `failure_of` says: lost peers, or this rank's own failure."""
+        try:
+            return work()
         except RuntimeError as error:
-            raise CommunicationFailure(f"{doing}: rank {self.rank} of {self.size} lost the others: {error}") from error
+            failure = _failure(error, doing)
+            if failure.exit_code == CommunicationFailure.exit_code:
+                failure = replace(failure, message=f"lost the others: {failure.message}")
+            raise self._error({self.rank: failure}) from error
 
     def _attempt(self, doing: str, work: Callable[[], T]) -> tuple[Any, BaseException | None]:
         try:
@@ -91,33 +99,15 @@ class Ranks:
             message = f"rank {rank} of {self.size}{others}: {message}"
         return CLASS_OF_CODE[failure.exit_code](message)
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gather(self, doing: str, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        with _Lost(self):
-            dist.all_gather_object(values, value, group=self.group)
+        self._collective(doing, lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
-    def _broadcast(self, value: Any) -> Any:
+    def _broadcast(self, doing: str, value: Any) -> Any:
         values = [value]
-        with _Lost(self):
-            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        self._collective(doing, lambda: dist.broadcast_object_list(values, group=self.group, group_src=0))
         return values[0]
-
-
-class _Lost:
-    """Around a collective: torch's RuntimeError means that another rank is gone or too late."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            raise CommunicationFailure(
-                f"rank {self._ranks.rank} of {self._ranks.size} lost the others: {error}"
-            ) from error
 
 
 def _failure(error: BaseException, doing: str) -> _Failure:

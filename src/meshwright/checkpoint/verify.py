@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from meshwright.checkpoint.files import BLOCK_BYTES, device_failed, open_regular, read_range, read_small
+from meshwright.checkpoint.files import BLOCK_BYTES, open_regular, read_range, read_small, unreadable
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     MANIFEST,
@@ -99,8 +99,13 @@ def find_checkpoints(folder: Path) -> list[Path]:
 def check_sizes(path: Path, manifest: Manifest) -> list[Damage]:
     """Files missing, too short, too long, or not in the manifest."""
     damage: list[Damage] = []
-    with os.scandir(path) as entries:
-        found = {entry.name: entry for entry in entries}
+    try:
+        with os.scandir(path) as entries:
+            found = {entry.name: entry for entry in entries}
+    except OSError as error:
+        if not unreadable(error):
+            raise
+        return [Damage(".", None, "missing", f"the folder cannot be listed: {error.strerror}")]
     for name, record in manifest.files.items():
         entry = found.pop(name, None)
         if entry is None or not entry.is_file(follow_symlinks=False):
@@ -185,7 +190,7 @@ def _check_block(path: Path, manifest: Manifest, block: Block) -> Damage | None:
     except (FileNotFoundError, Damaged) as error:
         return Damage(block.file, offset, "digest", f"changed while it was verified: {error}")
     except OSError as error:
-        if not device_failed(error):
+        if not unreadable(error):
             raise
         return Damage(block.file, offset, "digest", f"unreadable: {error.strerror}")
     same = xxhash.xxh3_64(data).hexdigest() == record.blocks[block.index]

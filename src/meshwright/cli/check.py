@@ -12,8 +12,6 @@ from typing import Any
 from meshwright.cli.options import Json, Runs, Words, read, say
 from meshwright.spec.errors import EXIT_BAD_INPUT, BadConfig, MeshwrightError, Mistake
 
-T = TypeVar("T")
-
 
 def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
     """Check a run without starting it: configuration, data, divisibility, plan, disk, and what it would resume.

@@ -48,6 +48,12 @@ def publish(partial: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
+def sync_file(path: Path) -> None:
+    """Flush the content of a file, whoever wrote it, to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Flush the names in `folder` to the disk: what was created, renamed or removed there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -55,6 +61,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove what writers that died left in `folder`. Only the process that keeps others out of the folder may call this."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        if path.is_file():
+            _remove(path)
 
 
 def digest(content: bytes) -> str:

@@ -16,6 +16,22 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.load import differences, load_resolved
 from meshwright.spec.run import RunSpec
 
+_SCHEDULE = "it would change the learning rate of steps that are done"
+_POSITION = "the position in the data follows from it"
+_WHY_FIXED = {
+    "seed": "the initial weights and the order of samples follow from it",
+    "model": "the checkpoints hold this model's weights",
+    "data": "the samples that were read follow from it",
+    "train.global_batch": _POSITION,
+    "train.seq_len": _POSITION,
+    "train.learning_rate": _SCHEDULE,
+    "train.min_learning_rate": _SCHEDULE,
+    "train.warmup_steps": _SCHEDULE,
+    "train.schedule": _SCHEDULE,
+    "train.decay_fraction": _SCHEDULE,
+}
+"""Why a key, or a section's keys, must stay what they were when the run began."""
+
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
@@ -37,18 +53,38 @@ def renamed(run: RunSpec, runs: Path) -> RunSpec:
 def continues(run: RunSpec, folder: Path) -> bool:
     """Whether the run continues what is in its folder. A run that ended before its first step left nothing to continue, whatever it was.
 
-    Raises BadInput naming every key that differs when a run of this name trains something else.
+    `train.steps` may have been raised: the steps that are done stay what they are, and the schedule of those to come gets longer. Raises
+    BadInput naming every other key that differs in what is trained, and why it must not change.
     """
-    if not (folder / "config.yaml").exists() or not _began(folder):
+    config = _earlier_config(folder)
+    if config is None or not _began(folder):
         return False
-    changed = differences(load_resolved(folder / "config.yaml"), run)
-    if changed:
-        lines = "\n".join(f"  {key}: {before!r} there, {now!r} now" for key, before, now in changed)
+    refused = [
+        f"  {key}: {before!r} there, {now!r} now ({_why_fixed(key)})"
+        for key, before, now in differences(load_resolved(config), run)
+        if key != "train.steps" or now < before
+    ]
+    if refused:
+        lines = "\n".join(refused)
         raise BadInput(
             f"{folder} is a run with another configuration:\n{lines}\n"
             "Give this one another name (name=…), start it beside the old one with --fresh, or set the keys back to resume"
         )
     return True
+
+
+def _earlier_config(folder: Path) -> Path | None:
+    """The configuration that the run had at its last start: the folder's, or where that was lost, its newest checkpoint's."""
+    kept = (path / "config.yaml" for path in reversed(steps_in(folder / "checkpoints")))
+    return next((path for path in (folder / "config.yaml", *kept) if path.exists()), None)
+
+
+def _why_fixed(key: str) -> str:
+    """Why a key must stay what it was when the run began."""
+    if key == "train.steps":
+        return "steps may be raised, not lowered"
+    section = key.partition(".")[0]
+    return _WHY_FIXED.get(key) or _WHY_FIXED.get(section, "the steps that are done were trained with the other value")
 
 
 def _began(folder: Path) -> bool:

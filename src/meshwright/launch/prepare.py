@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,9 @@ from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
-from meshwright.files.durable import write_durable
+from meshwright.files.durable import remove_partials, write_durable
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
+from meshwright.launch.disk import check_disk, checkpoints_line
 from meshwright.launch.folder import continues, is_finished
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.models.families import export_obstacle
@@ -40,16 +40,12 @@ from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, about
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import load_plan, resolved_yaml
-from meshwright.spec.model import parameter_count
+from meshwright.spec.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
-from meshwright.spec.yaml_positions import dump_yaml
 
 VOCABULARY_MULTIPLE = 128
 """A model's vocabulary taken from a tokenizer is rounded up to this: whole tiles of the head's matrix product."""
-BYTES_PER_PARAMETER = 12
-"""A checkpoint's master weight and two moments in fp32."""
 
 Note = Callable[[str], None]
 T = TypeVar("T")
@@ -264,8 +260,12 @@ def check_start(
         attempt("model.init", "weights of this model and tokenizer", lambda: check_init(run, note), ("model", "data"))
     if obstacle := export_obstacle(run.model):
         note(f"this model trains, and cannot be exported to a Hugging Face folder: {obstacle}")
-    plan = attempt("plan", "a plan that fits the cluster", lambda: _checked_plan(run, note), ("model", "train", "cluster"))
+    plan = attempt(
+        "plan", "a plan that fits the cluster", lambda: _checked_plan(run, note), ("model", "train", "cluster")
+    )
     seconds = plan.predicted.step_seconds if plan is not None and plan.predicted is not None else None
+    if line := checkpoints_line(run):
+        note(line)
     room = "room for the run's checkpoints"
     attempt("checkpoint", room, lambda: check_disk(run, folder, seconds), ("model", "name"))
     return Readiness(run, resumes=bool(resumes), plan=plan)
@@ -338,6 +338,7 @@ def prepare_run(
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):
         (folder / name).mkdir(exist_ok=True)
+    remove_partials(folder)
     write_durable(folder / "config.yaml", resolved_yaml(run))
     write_durable(folder / "plan.yaml", plan_yaml(plan))
     tokenizer = open_run_data(run).tokenizer_file
@@ -358,20 +359,6 @@ def check_init(run: RunSpec, note: Note) -> None:
             check_tokenizer(run, open_run_data(run), note)
 
 
-def check_disk(run: RunSpec, folder: Path) -> None:
-    """Raise OutOfResources when one checkpoint would not fit on the run folder's disk."""
-    if not (run.checkpoint.every or run.checkpoint.at_end):
-        return
-    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    need = parameter_count(run.model) * BYTES_PER_PARAMETER
-    free = shutil.disk_usage(place).free
-    if need > free:
-        raise OutOfResources(
-            f"{folder}: one checkpoint needs {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
-            "choose another disk with --runs DIR, or write none with checkpoint.every=0 checkpoint.at_end=false"
-        )
-
-
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
     """Raise OutOfResources when this host cannot hold what its ranks let wait in host memory."""
     activations, optimizer = host_bytes(run.model, run.train, plan, run.cluster.nodes)
@@ -381,11 +368,3 @@ def check_host_memory(run: RunSpec, plan: Plan) -> None:
             f"plan.offload: activations take {activations / 1e9:.1f} and the optimizer {optimizer / 1e9:.1f} GB of host memory, and "
             f"this host has {there / 1e9:.1f} GB; offload fewer layers (plan.layers), or use more nodes"
         )
-
-
-def plan_yaml(plan: Plan) -> str:
-    """The plan as the file a person reads, edits and passes back with `plan: FILE`."""
-    header = (
-        "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` bind nothing.\n"
-    )
-    return header + dump_yaml(to_plain(plan))

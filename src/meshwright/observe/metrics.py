@@ -6,15 +6,16 @@ and named under `nonfinite`, so that every line is valid JSON.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.files.durable import write_durable
-from meshwright.spec.errors import Damaged, OutOfResources
+from meshwright.spec.errors import Damaged
+from meshwright.spec.failures import GONE, failure_of, gone
 
 STEP_KEYS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
@@ -45,13 +46,18 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
 
 
 class MetricsWriter:
-    """Appends lines, each flushed; on resume it first drops what an earlier attempt wrote past `resume_from`."""
+    """Appends lines, each flushed; on resume it first drops what an earlier attempt wrote past `resume_from`.
+
+    Every `write_` method raises OutOfResources, or what `failure_of` says, when the disk is full or the file is gone. It keeps the line
+    then, and the next call writes it first, so that no line is torn or lost when there is space again.
+    """
 
     def __init__(self, path: Path, resume_from: int = 0) -> None:
         self._path = path
         if path.exists():
             _truncate(path, resume_from)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def write_step(self, record: Mapping[str, Any]) -> None:
         """One training step; raises ValueError when a key of `STEP_KEYS` is missing."""
@@ -87,13 +93,15 @@ class MetricsWriter:
         self.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
+        self._unwritten += to_line(record).encode()
         try:
-            self._file.write(to_line(record))
-            self._file.flush()
+            if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                raise gone(self._path)
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise OutOfResources(f"{self._path}: cannot add a line: {error.strerror}; free space and resume") from error
+            error.filename = str(self._path)
+            raise gone(self._path) if error.errno in GONE else failure_of(error, "adding a line") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

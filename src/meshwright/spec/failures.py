@@ -19,6 +19,10 @@ from meshwright.spec.errors import (
 MEMORY_HINT = "lower plan.micro_batch, set plan.recompute=selective or full, or add ranks"
 _OUT_OF_MEMORY = {"OutOfMemoryError", "MemoryError"}
 _COMMUNICATION = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|can't start new thread"
+)
+"""How torch and Python word plain RuntimeErrors about host memory: pageable, pinned, a thread's stack."""
 _GLOO = re.compile(r"^\[[^\]]*gloo/[^\]]*:\d+\] ")
 """How Gloo begins the text of the RuntimeErrors that it raises: with the place in its own sources."""
 _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
@@ -46,6 +50,15 @@ _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
 }
 
 
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN}
+"""How the system reports a file of a folder that was deleted, or whose disk or server went away."""
+
+
+def gone(path: object) -> OutOfResources:
+    """The error for a file or folder of a run that is no longer where the run made it."""
+    return OutOfResources(f"{path} is gone: it was deleted or moved in mid-run, or its disk was unmounted")
+
+
 def failure_of(error: BaseException, doing: str = "") -> MeshwrightError:
     """The error to report for `error`: its class gives the exit code, its text is the message.
 
@@ -60,7 +73,7 @@ def failure_of(error: BaseException, doing: str = "") -> MeshwrightError:
         return Interrupted(f"{prefix}interrupted")
     names = {kind.__name__ for kind in type(error).__mro__}
     first = next(iter(str(error).splitlines()), "")
-    if names & _OUT_OF_MEMORY:
+    if names & _OUT_OF_MEMORY or (isinstance(error, RuntimeError) and _HOST_MEMORY.search(str(error))):
         return OutOfResources(f"{prefix}out of memory: {first or 'host'}; {MEMORY_HINT}")
     if names & _COMMUNICATION or (isinstance(error, RuntimeError) and _GLOO.match(str(error))):
         return CommunicationFailure(f"{prefix}communication failed: {_GLOO.sub('', first)}")

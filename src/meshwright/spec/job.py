@@ -75,12 +75,16 @@ class TrainSpec:
     """A collective that takes longer ends the run with exit code 5."""
 
 
+AUTO_FIRST_SECONDS, AUTO_SECONDS = 600, 1800
+"""`checkpoint.every: auto`: seconds from the first step of a start to the first checkpoint, and from each checkpoint to the next."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
     """What must survive."""
 
-    every: NotNegative = 0
-    """Steps between checkpoints; 0 writes only the last one."""
+    every: NotNegative | Literal["auto"] = "auto"
+    """Steps between checkpoints; 0 writes only the last one; auto goes by time: 10 minutes after a start, then every 30 minutes."""
     keep: Positive = 3
     """Newest committed checkpoints kept."""
     at_end: bool = True

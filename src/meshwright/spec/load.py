@@ -125,6 +125,14 @@ def resolved_yaml(run: RunSpec) -> str:
     return header + dump_yaml(to_plain(run))
 
 
+def plan_yaml(plan: Plan) -> str:
+    """The plan as the file a person reads, edits and passes back with `plan: FILE`."""
+    header = (
+        "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` bind nothing.\n"
+    )
+    return header + dump_yaml(to_plain(plan))
+
+
 def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
     """The dotted keys, with both values, in which two runs would train differently.
 

@@ -19,7 +19,8 @@ from meshwright.spec.yaml_positions import Document, KeyPath
 class Reading:
     """The values of a run file, of what it extends and of the command line, and what is wrong with them.
 
-    `shown` is how mistakes name the run file; `unusable` holds the paths without a usable value; `notes` has a sentence for each assumption.
+    `shown` is how mistakes name the run file; `unusable` holds the paths without a usable value; `notes` has a sentence for each
+    assumption.
     """
 
     document: Document

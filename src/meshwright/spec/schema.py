@@ -26,7 +26,8 @@ from meshwright.spec.yaml_positions import KeyPath
 _ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
 _LIST: Any = list
 _DICT: Any = dict
-_SECTION, _TEXT = "|section|", "|text|"  # tags of a union's branches, taken out of an error's path again
+# Tags of a union's branches, taken out of an error's path again.
+_SECTION, _TEXT, _NUMBER = "|section|", "|text|", "|number|"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def expected_text(annotation: Any) -> str:
         return "auto, a plan file, or a section of pins"
     if origin in (Union, types.UnionType):
         text = " or ".join(expected_text(part) for part in arguments if part is not type(None))
-        return text if _takes_none_as_text(annotation) else f"{text}, or none"
+        return f"{text}, or none" if type(None) in arguments and not _takes_none_as_text(annotation) else text
     if _is_section(annotation):
         keys = list(hints_of(annotation))
         return f"a section ({', '.join(keys[:4])}{', …' if len(keys) > 4 else ''})"
@@ -176,19 +177,21 @@ def _edge_type(annotation: Any) -> Any:
 
 
 def _edge_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
-    """`X | None`, or a section beside text."""
+    """`X | None`, or a section or a number beside text."""
     options = [part for part in arguments if part is not type(None)]
     if len(options) == 1:
         nullable = _edge_type(options[0]) | None
         own_none = _takes_none_as_text(annotation)
         return nullable if own_none else _ANNOTATED[nullable, BeforeValidator(_none_word), _NONE_WORD]
-    tags = [_SECTION if _is_section(part) else _TEXT for part in options]
+    tags = [_SECTION if _is_section(part) else _NUMBER if takes(part, int) else _TEXT for part in options]
     branches = [_ANNOTATED[_edge_type(part), Tag(tag)] for part, tag in zip(options, tags, strict=True)]
     return _ANNOTATED[reduce(operator.or_, branches), Discriminator(_branch_of_value)]
 
 
 def _branch_of_value(value: Any) -> str:
-    return _SECTION if isinstance(value, (dict, BaseModel)) else _TEXT
+    if isinstance(value, (dict, BaseModel)):
+        return _SECTION
+    return _NUMBER if isinstance(value, (int, float)) else _TEXT
 
 
 def _none_word(value: Any) -> Any:
@@ -236,7 +239,7 @@ def _container(annotation: Any) -> Any:
 
 
 def _wrong(detail: Any) -> Wrong:
-    path = tuple(step for step in detail["loc"] if step not in (_SECTION, _TEXT))
+    path = tuple(step for step in detail["loc"] if step not in (_SECTION, _TEXT, _NUMBER))
     kinds: dict[str, Literal["unknown", "missing"]] = {"extra_forbidden": "unknown", "missing": "missing"}
     return Wrong(path, kinds.get(detail["type"], "value"))
 

@@ -35,11 +35,11 @@ class Accounting:
         self.waiting = DataWait(self._cold)
 
     def step(self, record: dict[str, Any]) -> None:
-        """A finished step's line."""
-        self._reporter.step(record)
+        """A finished step's line. The reporter comes last: when it fails on one rank, all ranks still count the same steps."""
         self.waiting.step(record)
         if record["step"] > self._cold:
             self._steps.append(record)
+        self._reporter.step(record)
 
     def end_step(self, step: int, timeline: Summary | None) -> None:
         """Step `step` was launched; says once how the first steps behind the warm-up compare. Collective at that step."""

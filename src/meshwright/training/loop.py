@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
 from meshwright.observe.account import Account
 from meshwright.optim.schedule import learning_rate
-from meshwright.spec.errors import Interrupted, Preempted
+from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
 from meshwright.training.accounting import Accounting
 from meshwright.training.evaluate import Evaluation, evaluate
 from meshwright.training.figures import FigureReader, check_finite
 from meshwright.training.reporting import Reporter
+from meshwright.training.saving import CheckpointTimer, save_checkpoint
 from meshwright.training.session import Session
-from meshwright.training.state import run_state, run_tensors
 from meshwright.training.step import train_step
-from meshwright.training.stop import INTERRUPT, StopRequest
+from meshwright.training.stop import FAILED, INTERRUPT, NOT_ASKED, SAVE, StopRequest
 from meshwright.training.timelines import StepTimelines
 from meshwright.training.tracing import step_trace
-from meshwright.training.traffic import wire_count
+from meshwright.training.traffic import WireCount, wire_count
+from meshwright.training.waiting import DataWait
 
 log = logging.getLogger("meshwright")
 
@@ -39,43 +40,83 @@ class Trained:
 def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     """Run the session's remaining steps.
 
-    Raises Preempted or Interrupted when asked to stop, after writing a checkpoint if the run has any, and NumericalFailure when a loss is
-    not finite.
+    Raises Preempted or Interrupted when asked to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is not
+    finite; and OutOfResources, or what else `failure_of` says, when metrics cannot be written, after a checkpoint if there is room for it.
     """
     run, wire = session.run, wire_count(session)
     session.start.end("report")
     figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
     last: Evaluation | None = None
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
+    timer = CheckpointTimer(run.checkpoint)
+    with stop.on_failure():
+        _note_new_length(session, reporter)
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
-            _one_step(session, loader, figures, accounting, step, stop)
-            trace.end_step(step)
-            accounting.end_step(step, timelines.summary)
+            _one_step(session, loader, figures, accounting, step, stop, timer)
+            with stop.on_failure():
+                trace.end_step(step)
+            with stop.on_failure():
+                accounting.end_step(step, timelines.summary)
             ends = step == run.train.steps
             validates = ends or _due(run.train.validate_every, step)
-            saves = (ends and run.checkpoint.at_end) or _due(run.checkpoint.every, step)
+            saves = (ends and run.checkpoint.at_end) or _due(run.checkpoint.every, step) or figures.stop_flag == SAVE
             if validates or saves or timelines.writes_after(step) or figures.stop_flag:
-                _read(session, figures, accounting)
-            if figures.stop_flag:
-                _stop(session, figures, reporter)
+                _read(session, figures, accounting, stop)
+            if figures.stop_flag > SAVE:
+                _stop(session, figures.stop_flag, reporter, stop)
             if validates:
-                last = _validate(session, reporter)
+                last = _validate(session, reporter, stop)
             if saves:
-                _save(session, reporter)
+                save_checkpoint(session, reporter, stop)
+                timer.restart()
+                figures.stop_flag = NOT_ASKED
             if _due(run.train.gc_every, step):
                 gc.collect()
-            if timelines.end_step(step) or validates or saves:
+            with stop.on_failure():
+                timelines.end_step(step)
+            if timelines.writes_after(step) or validates or saves:
                 figures.pause()
-    for summed in (wire, accounting.waiting):
-        if summed is not None and (line := summed.line(session.world.control)) is not None:
-            reporter.event(session.step, line)
-    return Trained(last, accounting.close(timelines.summary))
+    account = _account(session, reporter, stop, [wire, accounting.waiting], accounting, timelines)
+    Ranks(session.world.control).together(f"ended after step {session.step}", stop.check)
+    return Trained(last, account)
 
 
-def _due(every: int, step: int) -> bool:
-    """Whether what is done every so many steps (0: never) is due after `step`."""
-    return bool(every) and step % every == 0
+def _account(
+    session: Session,
+    reporter: Reporter,
+    stop: StopRequest,
+    sums: Sequence[WireCount | DataWait | None],
+    accounting: Accounting,
+    timelines: StepTimelines,
+) -> Account | None:
+    """Report what was summed up over the run, and how its figures compare with the predicted ones. Collective."""
+    for each in sums:
+        line = each.line(session.world.control) if each is not None else None
+        with stop.on_failure():
+            if line is not None:
+                reporter.event(session.step, line)
+    with stop.on_failure():
+        return accounting.close(timelines.summary)
+    return None
+
+
+def _note_new_length(session: Session, reporter: Reporter) -> None:
+    """Say what it does to the learning rate that `train.steps` was raised since the checkpoint that the run continues from."""
+    train, before = session.run.train, session.steps_before
+    if before is None or before == train.steps:
+        return
+    old, new = (learning_rate(replace(train, steps=steps), session.step) for steps in (before, train.steps))
+    reporter.event(
+        session.step,
+        f"train.steps raised from {before:,} to {train.steps:,}: from here on the learning rate follows the longer schedule; "
+        f"at step {session.step:,} it is {new:.3g} there and was {old:.3g}",
+    )
+
+
+def _due(every: int | str, step: int) -> bool:
+    """Whether what is done every so many steps (0 and auto: never) is due after `step`."""
+    return isinstance(every, int) and every > 0 and step % every == 0
 
 
 @contextmanager
@@ -109,7 +150,13 @@ def _planned_collections(every: int) -> Iterator[None]:
 
 
 def _one_step(
-    session: Session, loader: Loader, figures: FigureReader, accounting: Accounting, step: int, stop: StopRequest
+    session: Session,
+    loader: Loader,
+    figures: FigureReader,
+    accounting: Accounting,
+    step: int,
+    stop: StopRequest,
+    timer: CheckpointTimer,
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
     recorder.begin_step(step)
@@ -123,29 +170,30 @@ def _one_step(
         learning_rate=rate,
         clip_norm=session.run.train.clip_norm,
         recorder=recorder,
-        stop_flag=lambda: stop.flag,
+        stop_flag=lambda: stop.value() or (SAVE if session.world.leads and timer.due() else NOT_ASKED),
     )
     recorder.end_step()
     session.step = step
     host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
     for record in figures.push(step, result, host):
-        _report(session, accounting, record)
+        _report(session, accounting, record, stop)
 
 
-def _read(session: Session, figures: FigureReader, accounting: Accounting) -> None:
+def _read(session: Session, figures: FigureReader, accounting: Accounting, stop: StopRequest) -> None:
     """Catch up with the device, so that every launched step is reported."""
     session.recorder.wait()
     for record in figures.drain():
-        _report(session, accounting, record)
+        _report(session, accounting, record, stop)
 
 
-def _report(session: Session, accounting: Accounting, record: dict) -> None:
+def _report(session: Session, accounting: Accounting, record: dict, stop: StopRequest) -> None:
     session.tokens = record["tokens"]
-    accounting.step({**record, "phases": session.recorder.step_times(record["step"])})
+    with stop.on_failure():
+        accounting.step({**record, "phases": session.recorder.step_times(record["step"])})
     check_finite(record)
 
 
-def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
+def _validate(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation | None:
     if session.held_out is None:
         return None
     with session.recorder.span("validate"):
@@ -156,31 +204,26 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
             micro_batch=session.plan.batch.micro_batch,
             device=session.world.device,
         )
-    reporter.validation(session.step, result)
+    with stop.on_failure():
+        reporter.validation(session.step, result)
     return result
 
 
-def _save(session: Session, reporter: Reporter) -> None:
-    """Write a checkpoint of the current step, unless the step is there already; then keep the newest ones only."""
-    started = time.perf_counter()
-    texts = {name: (session.folder / name).read_text(encoding="utf-8") for name in ("config.yaml", "plan.yaml")}
-    state = run_state(session.step, session.run.train.global_batch, session.tokens, session.data.record())
-    with session.recorder.span("checkpoint"):
-        saved = session.store.save(session.step, run_tensors(session.engine, session.optimizer), state, texts)
-        session.store.retain(session.run.checkpoint.keep)
-    if saved.written:
-        seconds = time.perf_counter() - started
-        text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
-        reporter.checkpoint(session.step, saved.path, text)
-
-
-def _stop(session: Session, figures: FigureReader, reporter: Reporter) -> None:
+def _stop(session: Session, flag: int, reporter: Reporter, stop: StopRequest) -> None:
+    """End the run after this step, on all ranks, with a checkpoint if it writes any."""
     checkpoint, where = session.run.checkpoint, f"after step {session.step}"
     if checkpoint.every or checkpoint.at_end:
-        _save(session, reporter)
-        where += "; run it again (without --fresh) to continue from its checkpoint"
+        try:
+            save_checkpoint(session, reporter, stop)
+            where += "; run it again (without --fresh) to continue from its checkpoint"
+        except MeshwrightError as error:
+            if flag < FAILED:
+                raise
+            where += f", without a checkpoint ({error})"
     else:
         where += ", without a checkpoint, as checkpoint.every is 0 and checkpoint.at_end is false"
-    if figures.stop_flag >= INTERRUPT:
+    if flag >= FAILED:
+        Ranks(session.world.control).together(f"ended {where}", stop.check)
+    if flag >= INTERRUPT:
         raise Interrupted(f"interrupted {where}")
     raise Preempted(f"preempted {where}")

@@ -33,7 +33,8 @@ log = logging.getLogger("meshwright")
 class Session:
     """A run on one rank, ready to step.
 
-    `step` is the last step whose update the weights hold; `tokens` the valid tokens consumed until then.
+    `step` is the last step whose update the weights hold; `tokens` the valid tokens consumed until then; `steps_before` the `train.steps`
+    of the start that wrote the checkpoint it continues from.
     """
 
     run: RunSpec
@@ -52,6 +53,7 @@ class Session:
     timeline: tuple[int, int] | None = None
     step: int = 0
     tokens: int = 0
+    steps_before: int | None = None
 
 
 def open_session(assignment: Assignment, world: World, clock: StartClock | None = None) -> Session:
@@ -112,7 +114,7 @@ def _resume(session: Session) -> bool:
         _refuse_if_all_damaged(session.folder)
         return False
     state = session.store.load(newest, run_tensors(session.engine, session.optimizer))
-    session.step, session.tokens = state["step"], state["tokens"]
+    session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.optimizer.set_steps(session.step)
     log.info("resumed from %s", newest)
     return True

@@ -17,6 +17,7 @@ from meshwright.optim.adamw import AdamW
 from meshwright.optim.fused import MOMENTS
 from meshwright.optim.host import MASTER
 from meshwright.parallel.apply import Engine, holding, holdings
+from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import UNDIVIDED, Division
 from meshwright.spec.model import ModelSpec, parameters
 
@@ -47,9 +48,11 @@ def run_tensors(engine: Engine, optimizer: AdamW) -> dict[str, torch.Tensor | Bo
     return weights | moments | away
 
 
-def run_state(step: int, global_batch: int, tokens: int, data: dict[str, Any]) -> dict[str, Any]:
-    """The plain values beside the tensors: optimizer step, sequences and tokens consumed, and the record of the corpus."""
-    return {"step": step, "samples": step * global_batch, "tokens": tokens, "data": data}
+def run_state(step: int, train: TrainSpec, tokens: int, data: dict[str, Any]) -> dict[str, Any]:
+    """The plain values beside the tensors: optimizer step, sequences and tokens consumed, the steps that the schedule was made for, and the
+    record of the corpus."""
+    samples = step * train.global_batch
+    return {"step": step, "samples": samples, "tokens": tokens, "train_steps": train.steps, "data": data}
 
 
 def load_initial(model: Decoder, spec: ModelSpec, init: str, division: Division = UNDIVIDED) -> None:

@@ -1,0 +1,74 @@
+"""When a run will write checkpoints, and whether its disk has room for them. Torch-free."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from meshwright.checkpoint.files import with_reserve
+from meshwright.checkpoint.manifest import steps_in
+from meshwright.checkpoint.verify import newest_step
+from meshwright.observe.figures import size
+from meshwright.spec.errors import OutOfResources
+from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS
+from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.run import RunSpec
+
+BYTES_PER_PARAMETER = 12
+"""A checkpoint's master weight and two moments in fp32."""
+
+
+def checkpoint_bytes(model: ModelSpec) -> int:
+    """Bytes of the tensors in one checkpoint of a run; a tied head is stored once."""
+    return parameter_count(model) * BYTES_PER_PARAMETER
+
+
+def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) -> None:
+    """Raise OutOfResources when the checkpoints that the run will add do not fit on its folder's disk.
+
+    While a checkpoint is written, the `checkpoint.keep` newest ones before it are still there, so at most `keep + 1` count. With
+    `checkpoint.every: auto` their number follows from the predicted `step_seconds`; without a prediction one counts.
+    """
+    existing = steps_in(folder / "checkpoints")
+    planned = planned_checkpoints(run, newest_step(folder) if existing else 0, step_seconds)
+    count = min(planned, max(1, run.checkpoint.keep + 1 - len(existing)))
+    disk = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    each, free = with_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
+    if count * each > free:
+        several = (
+            f"{count} checkpoints of {each:,} bytes need {count * each:,}"
+            if count > 1
+            else f"one checkpoint needs {each:,}"
+        )
+        lower = "lower checkpoint.keep (one more than it exists while one is written), " if count > 2 else ""
+        raise OutOfResources(
+            f"{folder}: {several} bytes and {free:,} are free; {lower}choose another disk with --runs DIR, or write none with "
+            "checkpoint.every=0 checkpoint.at_end=false"
+        )
+
+
+def planned_checkpoints(run: RunSpec, done: int, step_seconds: float | None) -> int:
+    """Checkpoints that a start after step `done` writes if nothing stops it."""
+    every, steps = run.checkpoint.every, run.train.steps
+    if every == "auto":
+        seconds = (steps - done) * (step_seconds or 0.0)
+        timed = 0 if seconds < AUTO_FIRST_SECONDS else 1 + int((seconds - AUTO_FIRST_SECONDS) / AUTO_SECONDS)
+        return timed + run.checkpoint.at_end
+    periodic = steps // every - done // every if every else 0
+    return periodic + (run.checkpoint.at_end and not (every and steps % every == 0))
+
+
+def checkpoints_line(run: RunSpec) -> str | None:
+    """When the run writes checkpoints, their size and how many stay, for the first lines of a start; None when it writes none."""
+    spec, times = run.checkpoint, []
+    if spec.every == "auto":
+        times.append(
+            f"{AUTO_FIRST_SECONDS // 60} minutes after the first step, then every {AUTO_SECONDS // 60} minutes"
+        )
+    elif spec.every:
+        times.append(f"every {spec.every:,} steps")
+    if spec.at_end:
+        times.append("after the last step" if spec.every else "after the last step alone (checkpoint.every is 0)")
+    if not times:
+        return None
+    return f"checkpoints: {', and '.join(times)}; {size(checkpoint_bytes(run.model))} each, the newest {spec.keep} stay"

@@ -1,0 +1,94 @@
+"""How many checkpoints a run writes, what they take, and that a start asks for the room they need."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.checkpoint.made import save
+
+from meshwright.checkpoint.files import with_reserve
+from meshwright.launch.disk import check_disk, checkpoint_bytes, checkpoints_line, planned_checkpoints
+from meshwright.spec.errors import OutOfResources
+from meshwright.spec.job import CheckpointSpec
+from meshwright.spec.load import load_run
+from meshwright.spec.run import RunSpec
+
+STEPS = 100
+
+
+def run_of(**checkpoint: object) -> RunSpec:
+    run = load_run(None, ["model=llama-nano", "model.vocab_size=512", f"train.steps={STEPS}"])
+    return replace(run, checkpoint=CheckpointSpec(**checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "done", "step_seconds", "count"),
+    [
+        ({"every": 0}, 0, None, 1),
+        ({"every": 0, "at_end": False}, 0, None, 0),
+        ({"every": 30}, 0, None, 4),
+        ({"every": 30}, 60, None, 2),
+        ({"every": 50}, 0, None, 2),  # the last of them is that of the last step
+        ({"every": 50, "at_end": False}, 0, None, 2),
+        ({}, 0, None, 1),
+        ({}, 0, 5.9, 1),  # less than 10 minutes
+        ({}, 0, 6.1, 2),
+        ({}, 0, 24.1, 3),  # after 10 and 40 minutes and the last step
+        ({}, 90, 24.1, 1),
+    ],
+)
+def test_how_many_checkpoints_a_start_writes(
+    checkpoint: dict[str, object], done: int, step_seconds: float | None, count: int
+) -> None:
+    assert planned_checkpoints(run_of(**checkpoint), done, step_seconds) == count
+
+
+def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10 * count, 9 * count, count))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "there", "count"),
+    [
+        ({"every": 0}, 0, 1),
+        ({"every": 10, "keep": 2}, 0, 3),
+        ({"every": 40, "keep": 9}, 0, 3),
+        ({"every": 10, "keep": 2}, 2, 1),
+    ],
+)
+def test_a_start_asks_for_the_room_that_its_checkpoints_take_at_one_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, int], there: int, count: int
+) -> None:
+    """One more than `keep` exists while one is written; those that are there already are not asked for again."""
+    run = run_of(**checkpoint)
+    for step in range(1, there + 1):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        save(tmp_path / "run" / "checkpoints", step)
+    need = count * with_reserve(checkpoint_bytes(run.model))
+    free(monkeypatch, need)
+    check_disk(run, tmp_path / "run")
+    free(monkeypatch, need - 1)
+    with pytest.raises(OutOfResources, match=f"need(s)? {need:,} bytes and {need - 1:,} are free"):
+        check_disk(run, tmp_path / "run")
+
+
+def test_no_room_is_asked_for_where_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 0)
+    check_disk(run_of(every=0, at_end=False), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "line"),
+    [
+        ({}, "checkpoints: 10 minutes after the first step, then every 30 minutes, and after the last step; "),
+        ({"every": 1000, "at_end": False}, "checkpoints: every 1,000 steps; "),
+        ({"every": 0}, "checkpoints: after the last step alone (checkpoint.every is 0); "),
+    ],
+)
+def test_a_start_says_when_checkpoints_are_written(checkpoint: dict[str, object], line: str) -> None:
+    said = checkpoints_line(run_of(**checkpoint))
+    assert said and said.startswith(line) and said.endswith(" each, the newest 3 stay")
+    assert checkpoints_line(run_of(every=0, at_end=False)) is None
