@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from meshwright.cli.options import Json, Runs, Words, read, say
 from meshwright.spec.errors import EXIT_BAD_INPUT, BadConfig, MeshwrightError, Mistake
@@ -52,20 +51,15 @@ def find_mistakes(
     return mistakes, max(EXIT_BAD_INPUT * bool(reading.mistakes), refusals.exit_code)
 
 
-def with_all_mistakes(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, which reports a run that it refuses as `check` does: every mistake, each at its position."""
-
-    @wraps(command)
-    def reporting(*arguments: Any, **options: Any) -> None:
-        try:
-            command(*arguments, **options)
-        except MeshwrightError as error:
-            if not isinstance(error, BadConfig) and error.key is None:
-                raise
-            runs, fresh = options.get("runs", Path("runs")), options.get("fresh", False)
-            mistakes, code = find_mistakes(options.get("words"), runs, error, note=lambda text: None, fresh=fresh)
-            if not mistakes:
-                raise
-            raise BadConfig(mistakes, code) from error
-
-    return reporting
+@contextmanager
+def all_mistakes(words: list[str] | None, runs: Path, *, fresh: bool = False) -> Iterator[None]:
+    """Report a run that the block refuses as `check` does: every mistake, each at its position."""
+    try:
+        yield
+    except MeshwrightError as error:
+        if not isinstance(error, BadConfig) and error.key is None:
+            raise
+        mistakes, code = find_mistakes(words, runs, error, note=lambda text: None, fresh=fresh)
+        if not mistakes:
+            raise
+        raise BadConfig(mistakes, code) from error

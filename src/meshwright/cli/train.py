@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.cli.check import with_all_mistakes
+from meshwright.cli.check import all_mistakes
 from meshwright.cli.options import Runs, Words, load, print_now
 from meshwright.spec.errors import BadInput
 
@@ -35,7 +38,6 @@ Timeline = Annotated[
 ]
 
 
-@with_all_mistakes
 def train(
     words: Words = None,
     runs: Runs = Path("runs"),
@@ -62,18 +64,24 @@ def train(
     scheduler's warning) does as the first, with code 75.
     """
     from meshwright.launch.folder import renamed
+    from meshwright.observe.closing import closing_lines
     from meshwright.spec.place import started_by_launcher
 
-    run = load(words, runs)
-    steps = parse_steps("--profile-steps", profile_steps)
-    drawn = parse_steps("--timeline", timeline)
-    for option, asked in (("--profile-steps", steps), ("--timeline", drawn)):
-        if asked and asked[1] > run.train.steps:
-            raise BadInput(f"{option} {asked[0]}:{asked[1]}: the run ends with step {run.train.steps}")
-    if started_by_launcher():
-        join_ranks(run, runs, fresh, steps, drawn)
-    elif code := start_ranks(renamed(run, runs) if fresh else run, runs, steps, drawn):
-        sys.exit(code)
+    report = partial(all_mistakes, words, runs, fresh=fresh)
+    with report():
+        run = load(words, runs)
+        steps = parse_steps("--profile-steps", profile_steps)
+        drawn = parse_steps("--timeline", timeline)
+        for option, asked in (("--profile-steps", steps), ("--timeline", drawn)):
+            if asked and asked[1] > run.train.steps:
+                raise BadInput(f"{option} {asked[0]}:{asked[1]}: the run ends with step {run.train.steps}")
+        if started_by_launcher():
+            join_ranks(run, runs, fresh, steps, drawn, report)
+        run = renamed(run, runs) if fresh else run
+        code = start_ranks(run, runs, steps, drawn)
+    for line in closing_lines(runs / run.name, code):
+        print_now(line)
+    sys.exit(code)
 
 
 def start_ranks(
@@ -86,9 +94,17 @@ def start_ranks(
 
 
 def join_ranks(
-    run: RunSpec, runs: Path, fresh: bool, profile: tuple[int, int] | None, timeline: tuple[int, int] | None
+    run: RunSpec,
+    runs: Path,
+    fresh: bool,
+    profile: tuple[int, int] | None,
+    timeline: tuple[int, int] | None,
+    report: Callable[[], AbstractContextManager[None]],
 ) -> NoReturn:
-    """Be one rank of a job that a launcher started, and end the process with its code; rank 0 prepares the run for all."""
+    """Be one rank of a job that a launcher started, and end the process with its code; rank 0 prepares the run for all.
+
+    `report` surrounds the preparation: it turns a refusal into a report of every mistake.
+    """
     from meshwright.events.start import StartClock
     from meshwright.spec.folders import compiler_cache
 
@@ -117,7 +133,8 @@ def join_ranks(
             lock = held(runs / mine.name)
             lock.__enter__()
             life.at_end(lambda: lock.__exit__(None, None, None))
-            return _prepared(mine, runs, profile, timeline)
+            with report():
+                return _prepared(mine, runs, profile, timeline)
 
         world = join(life.place, run.cluster, timeout_seconds=run.train.timeout_seconds)
         clock.end("join")

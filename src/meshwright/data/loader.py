@@ -57,6 +57,8 @@ class Samples(Protocol):
 
     document_mask: bool
 
+    def begin_step(self, indices: Sequence[int] | np.ndarray) -> None: ...
+
     def samples(self, indices: Sequence[int] | np.ndarray) -> Batch: ...
 
 

@@ -187,7 +187,7 @@ class DataSource:
         """Different windows in all sources together."""
         return sum(source.windows for source in self._ordered)
 
-    def begin_step(self, indices: range) -> None:
+    def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
         """Check the data of a step before it is read; `indices` are the samples of all ranks, so that all check alike.
 
         When a source begins an epoch, the sizes of its files are compared with those at opening. The contents of a shard go to

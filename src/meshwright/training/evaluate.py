@@ -125,8 +125,14 @@ class _Part:
         self.document_mask = source.document_mask
         self._source, self._indices = source, indices
 
+    def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
+        self._source.begin_step(self._global(indices))
+
     def samples(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        return self._source.samples(self._indices[np.asarray(indices) % len(self._indices)])
+        return self._source.samples(self._global(indices))
+
+    def _global(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        return self._indices[np.asarray(indices) % len(self._indices)]
 
 
 def _valid(batch: MicroBatch, rows: int) -> torch.Tensor:
