@@ -66,7 +66,7 @@ ASKED: dict[str, tuple[Words, set[str]]] = {
     "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
     "data prepare": (
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
-        {"out", "splits", "vocab_size", "bad", "reused"},
+        {"out", "splits", "vocab_size", "bad", "passed_over", "reused"},
     ),
     "data show": (lambda tiny, run, tmp: [run, "--step", 2], {"step", "samples"}),
     "tokenizer train": (

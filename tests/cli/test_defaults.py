@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.options import load
+from meshwright.files.durable import digest
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import Attempt, Note, Readiness, prepare_run
 from meshwright.models.families import to_hf_config
@@ -109,7 +110,9 @@ def test_validation_data_is_found_before_a_start(tiny: Path, tmp_path: Path) -> 
     shutil.copytree(tiny.parent / "data", other)
     for manifest in other.glob("*/manifest.json"):
         record = json.loads(manifest.read_text())
-        record["tokenizer"]["digest"] = "another"
+        tokenizer = manifest.with_name("tokenizer.json")
+        tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()), indent=3))
+        record["tokenizer"]["digest"] = digest(tokenizer.read_bytes())
         manifest.write_text(json.dumps(record))
     said = "was prepared with another tokenizer than"
     refused(tiny, tmp_path / "runs", "data.validation", said, f"data.validation={other}")
@@ -120,11 +123,15 @@ def test_a_tokenizer_that_is_gone_is_found_before_a_start(tiny: Path, tmp_path: 
     data = tmp_path / "data"
     shutil.copytree(tiny.parent / "data", data)
     (data / "train" / "tokenizer.json").unlink()
-    refused(tiny, tmp_path / "runs", "data", "tokenizer.json: missing", f"data.mix={data}", code=4)
+    refused(
+        tiny, tmp_path / "runs", f"data.mix.{data}", "found no file; put the tokenizer back", f"data.mix={data}", code=4
+    )
 
 
 def test_check_and_train_run_the_same_checks(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check_start(run: RunSpec, runs: Path, attempt: Attempt, note: Note, *, build_stdlib: bool) -> Readiness:
+    def check_start(
+        run: RunSpec, runs: Path, attempt: Attempt, note: Note, *, build_stdlib: bool, fresh: bool = False
+    ) -> Readiness:
         def refuse() -> None:
             raise BadInput("a check of both")
 

@@ -17,7 +17,7 @@ from meshwright.launch import machine
 from meshwright.launch.folder import held
 from meshwright.launch.prepare import Prepared, plan_yaml, prepare_run
 from meshwright.observe.account import read_account
-from meshwright.observe.closing import command_to_continue
+from meshwright.observe.closing import closing_lines, command_to_continue
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_plan, load_run
@@ -56,13 +56,15 @@ def test_a_finished_run_is_left_as_it_is(finished: Path, tiny: Path, launched: b
     words = ["train", tiny, ONE, "checkpoint.every=3", "plan.micro_batch=2", "--runs", finished.parent]
     answer = train_here(*words[1:]) if launched else meshwright(*words)
     assert answer.code == 0
-    assert answer.out == f"{finished} is finished: 6 of 6 steps; nothing is changed in it\n"
+    assert answer.out.splitlines()[0] == f"{finished} is finished: 6 of 6 steps; nothing is changed in it"
     assert contents() == before
 
 
 def test_the_command_to_continue_continues_the_run(finished: Path) -> None:
     answer = meshwright(*shlex.split(command_to_continue(finished))[1:])
-    assert (answer.code, answer.out) == (0, f"{finished} is finished: 6 of 6 steps; nothing is changed in it\n")
+    first, *closing = answer.out.splitlines()
+    assert (answer.code, first) == (0, f"{finished} is finished: 6 of 6 steps; nothing is changed in it")
+    assert closing == closing_lines(finished, 0)
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
@@ -78,7 +80,7 @@ def test_a_run_that_another_process_trains_is_refused(tiny: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("model.init=checkpoint:nope", "model.init checkpoint:nope: nope is not a folder"),
+        ("model.init=checkpoint:nope", "checkpoint:nope: nope is not a folder"),
         ("observe.wandb=project", "observe.wandb: the package wandb is not installed; `pip install wandb`"),
     ],
 )

@@ -163,6 +163,7 @@ def _prepared(
 def announce(prepared: Prepared) -> None:
     """Say what is about to run."""
     from meshwright.cli.plan_words import axes_line, layers_line
+    from meshwright.launch.disk import checkpoints_line
     from meshwright.observe.figures import short
     from meshwright.spec.model import flops_per_token, parameter_count
 
@@ -186,6 +187,8 @@ def announce(prepared: Prepared) -> None:
         *plan.why[:1],
     ]
     print_now(f"  plan: {'; '.join(parts)}")
+    if line := checkpoints_line(run):
+        print_now(f"  {line}")
 
 
 def _devices(cluster: ClusterSpec) -> str:

@@ -18,7 +18,7 @@ from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.files.durable import remove_partials, write_durable
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
-from meshwright.launch.disk import check_disk, checkpoints_line
+from meshwright.launch.disk import check_disk
 from meshwright.launch.folder import continues, is_finished
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.models.families import export_obstacle
@@ -69,8 +69,6 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
         ensure_stdlib(stdlib_folder(), shown=True)
     source = open_run_data(run)
-    if source.tokenizer_file is not None and not source.tokenizer_file.is_file():
-        raise Damaged(f"{source.tokenizer_file}: missing; the data was prepared with it. Prepare the data again")
     if run.model.vocab_size:
         return run
     if source.vocab_size is None:
@@ -258,17 +256,19 @@ def check_start(
         attempt("data.mix", unchanged, lambda: check_unchanged(run, folder, open_run_data(run), note))
     else:
         attempt("model.init", "weights of this model and tokenizer", lambda: check_init(run, note), ("model", "data"))
-    if obstacle := export_obstacle(run.model):
-        note(f"this model trains, and cannot be exported to a Hugging Face folder: {obstacle}")
+    attempt("model", "a model", lambda: _note_export(run, note))
     plan = attempt(
         "plan", "a plan that fits the cluster", lambda: _checked_plan(run, note), ("model", "train", "cluster")
     )
     seconds = plan.predicted.step_seconds if plan is not None and plan.predicted is not None else None
-    if line := checkpoints_line(run):
-        note(line)
     room = "room for the run's checkpoints"
     attempt("checkpoint", room, lambda: check_disk(run, folder, seconds), ("model", "name"))
     return Readiness(run, resumes=bool(resumes), plan=plan)
+
+
+def _note_export(run: RunSpec, note: Note) -> None:
+    if obstacle := export_obstacle(run.model):
+        note(f"this model trains, and cannot be exported to a Hugging Face folder: {obstacle}")
 
 
 def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: bool) -> RunSpec:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from meshwright.launch import prepare
 from meshwright.launch.machine import check_devices
-from meshwright.launch.prepare import check_start
 from meshwright.spec.errors import BadInput, MeshwrightError, Refusal
 from meshwright.spec.failures import failure_of
 from meshwright.spec.reading import Reading
@@ -40,7 +40,7 @@ class Refusals:
             return
         if not reading.is_sound("model"):
             run = replace(run, model=replace(run.model, vocab_size=0))
-        check_start(run, runs, self._attempt, note, build_stdlib=False, fresh=fresh)
+        prepare.check_start(run, runs, self._attempt, note, build_stdlib=False, fresh=fresh)
         if reading.is_sound("cluster"):
             try:
                 check_devices(run.cluster)
