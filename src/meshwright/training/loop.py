@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -49,43 +49,45 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     last: Evaluation | None = None
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
     timer = CheckpointTimer(run.checkpoint)
-    with stop.on_failure():
-        _note_new_length(session, reporter)
+
+    def flag() -> int:
+        """What this rank asks of all ranks at the end of the running step."""
+        if reporter.failure:
+            return FAILED
+        return stop.flag or (SAVE if session.world.leads and timer.due() else NOT_ASKED)
+
+    _note_new_length(session, reporter)
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
-            _one_step(session, loader, figures, accounting, step, stop, timer)
-            with stop.on_failure():
-                trace.end_step(step)
-            with stop.on_failure():
-                accounting.end_step(step, timelines.summary)
+            _one_step(session, loader, figures, accounting, step, flag)
+            trace.end_step(step)
+            accounting.end_step(step, timelines.summary)
             ends = step == run.train.steps
             validates = ends or _due(run.train.validate_every, step)
             saves = (ends and run.checkpoint.at_end) or _due(run.checkpoint.every, step) or figures.stop_flag == SAVE
             if validates or saves or timelines.writes_after(step) or figures.stop_flag:
-                _read(session, figures, accounting, stop)
+                _read(session, figures, accounting)
             if figures.stop_flag > SAVE:
-                _stop(session, figures.stop_flag, reporter, stop)
+                _stop(session, figures.stop_flag, reporter)
             if validates:
-                last = _validate(session, reporter, stop)
+                last = _validate(session, reporter)
             if saves:
-                save_checkpoint(session, reporter, stop)
+                save_checkpoint(session, reporter)
                 timer.restart()
                 figures.stop_flag = NOT_ASKED
             if _due(run.train.gc_every, step):
                 gc.collect()
-            with stop.on_failure():
-                timelines.end_step(step)
+            timelines.end_step(step)
             if timelines.writes_after(step) or validates or saves:
                 figures.pause()
-    account = _account(session, reporter, stop, [wire, accounting.waiting], accounting, timelines)
-    Ranks(session.world.control).together(f"ended after step {session.step}", stop.check)
+    account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
+    Ranks(session.world.control).together(f"ended after step {session.step}", reporter.check)
     return Trained(last, account)
 
 
 def _account(
     session: Session,
     reporter: Reporter,
-    stop: StopRequest,
     sums: Sequence[WireCount | DataWait | None],
     accounting: Accounting,
     timelines: StepTimelines,
@@ -93,12 +95,9 @@ def _account(
     """Report what was summed up over the run, and how its figures compare with the predicted ones. Collective."""
     for each in sums:
         line = each.line(session.world.control) if each is not None else None
-        with stop.on_failure():
-            if line is not None:
-                reporter.event(session.step, line)
-    with stop.on_failure():
-        return accounting.close(timelines.summary)
-    return None
+        if line is not None:
+            reporter.event(session.step, line)
+    return accounting.close(timelines.summary)
 
 
 def _note_new_length(session: Session, reporter: Reporter) -> None:
@@ -155,8 +154,7 @@ def _one_step(
     figures: FigureReader,
     accounting: Accounting,
     step: int,
-    stop: StopRequest,
-    timer: CheckpointTimer,
+    flag: Callable[[], int],
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
     recorder.begin_step(step)
@@ -170,30 +168,29 @@ def _one_step(
         learning_rate=rate,
         clip_norm=session.run.train.clip_norm,
         recorder=recorder,
-        stop_flag=lambda: stop.value() or (SAVE if session.world.leads and timer.due() else NOT_ASKED),
+        stop_flag=flag,
     )
     recorder.end_step()
     session.step = step
     host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
     for record in figures.push(step, result, host):
-        _report(session, accounting, record, stop)
+        _report(session, accounting, record)
 
 
-def _read(session: Session, figures: FigureReader, accounting: Accounting, stop: StopRequest) -> None:
+def _read(session: Session, figures: FigureReader, accounting: Accounting) -> None:
     """Catch up with the device, so that every launched step is reported."""
     session.recorder.wait()
     for record in figures.drain():
-        _report(session, accounting, record, stop)
+        _report(session, accounting, record)
 
 
-def _report(session: Session, accounting: Accounting, record: dict, stop: StopRequest) -> None:
+def _report(session: Session, accounting: Accounting, record: dict) -> None:
     session.tokens = record["tokens"]
-    with stop.on_failure():
-        accounting.step({**record, "phases": session.recorder.step_times(record["step"])})
+    accounting.step({**record, "phases": session.recorder.step_times(record["step"])})
     check_finite(record)
 
 
-def _validate(session: Session, reporter: Reporter, stop: StopRequest) -> Evaluation | None:
+def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
     if session.held_out is None:
         return None
     with session.recorder.span("validate"):
@@ -204,17 +201,16 @@ def _validate(session: Session, reporter: Reporter, stop: StopRequest) -> Evalua
             micro_batch=session.plan.batch.micro_batch,
             device=session.world.device,
         )
-    with stop.on_failure():
-        reporter.validation(session.step, result)
+    reporter.validation(session.step, result)
     return result
 
 
-def _stop(session: Session, flag: int, reporter: Reporter, stop: StopRequest) -> None:
+def _stop(session: Session, flag: int, reporter: Reporter) -> None:
     """End the run after this step, on all ranks, with a checkpoint if it writes any."""
     checkpoint, where = session.run.checkpoint, f"after step {session.step}"
     if checkpoint.every or checkpoint.at_end:
         try:
-            save_checkpoint(session, reporter, stop)
+            save_checkpoint(session, reporter)
             where += "; run it again (without --fresh) to continue from its checkpoint"
         except MeshwrightError as error:
             if flag < FAILED:
@@ -223,7 +219,7 @@ def _stop(session: Session, flag: int, reporter: Reporter, stop: StopRequest) ->
     else:
         where += ", without a checkpoint, as checkpoint.every is 0 and checkpoint.at_end is false"
     if flag >= FAILED:
-        Ranks(session.world.control).together(f"ended {where}", stop.check)
+        Ranks(session.world.control).together(f"ended {where}", reporter.check)
     if flag >= INTERRUPT:
         raise Interrupted(f"interrupted {where}")
     raise Preempted(f"preempted {where}")

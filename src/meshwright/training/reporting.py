@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from meshwright.observe.compiling import compiler_work
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.progress import Progress
 from meshwright.observe.sinks import SinkThread, open_sinks
+from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.failures import failure_of
 from meshwright.spec.fields import to_plain
 from meshwright.training.evaluate import Evaluation
 from meshwright.training.session import Session
@@ -39,6 +42,8 @@ class Reporter:
         self._metrics, self._progress, self._sinks, self._start = metrics, progress, sinks, start
         self._channel = channel or Channel(None)
         self._leads = metrics is not None
+        self.failure: MeshwrightError | None = None
+        """Why this rank can write no more about the run."""
         self._logged_at = -LOG_SECONDS
 
     @classmethod
@@ -52,13 +57,27 @@ class Reporter:
         sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
         return cls(metrics, progress, sinks, session.start, channel)
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep an error of the disk in the block as `failure`: the run ends after the step, on all ranks, with a checkpoint if it fits."""
+        try:
+            yield
+        except (OSError, MeshwrightError) as error:
+            self.failure = self.failure or failure_of(error)
+
+    def check(self) -> None:
+        """Raise this rank's failure, if it has any."""
+        if self.failure:
+            raise self.failure
+
     def step(self, record: dict[str, Any]) -> None:
         """A finished step's line."""
         figures = {key: record[key] for key in STEP_KEYS if key != "step"} if self._leads else {}
         self._channel.send(Step(record["step"], figures))
         self._log_step(record)
         if self._metrics:
-            self._metrics.write_step(record)
+            with self.writing():
+                self._metrics.write_step(record)
         self._show(record)
         if self._start:
             self._say_start(self._start, record)
@@ -78,7 +97,8 @@ class Reporter:
         clock.add("first step", first["step_seconds"] - waited)
         work = compiler_work()
         if self._metrics:
-            self._metrics.write_start(first["step"] - 1, clock.phases, work)
+            with self.writing():
+                self._metrics.write_start(first["step"] - 1, clock.phases, work)
         self.say(start_line(clock.phases, work))
 
     def validation(self, step: int, result: Evaluation) -> None:
@@ -90,7 +110,8 @@ class Reporter:
         }
         more |= {"by_source": result.by_source} if result.by_source else {}
         if self._metrics:
-            self._metrics.write_validation(step, result.loss, **more)
+            with self.writing():
+                self._metrics.write_validation(step, result.loss, **more)
             self._channel.send(Validation(step, result.loss))
         self._show({"kind": "validation", "step": step, "loss": result.loss, **more})
 
@@ -98,7 +119,8 @@ class Reporter:
         """Something that happened after `step`: a line for people, and in the metrics for the report."""
         log.info("%s", text)
         if self._metrics:
-            self._metrics.write_event(step, text)
+            with self.writing():
+                self._metrics.write_event(step, text)
         if self._progress:
             self._progress.note(text)
 
@@ -111,7 +133,8 @@ class Reporter:
     def account(self, step: int, told: Account, lines: Sequence[str]) -> None:
         """Measured figures beside the predicted ones after `step`: `lines` for people, the figures in the metrics."""
         if self._metrics:
-            self._metrics.write_account(step, to_plain(told))
+            with self.writing():
+                self._metrics.write_account(step, to_plain(told))
         self.say("\n".join(lines))
 
     def say(self, text: str) -> None:

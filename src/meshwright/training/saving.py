@@ -8,7 +8,6 @@ from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.session import Session
 from meshwright.training.state import run_state, run_tensors
-from meshwright.training.stop import StopRequest
 
 
 class CheckpointTimer:
@@ -29,7 +28,7 @@ class CheckpointTimer:
             self._next = time.monotonic() + AUTO_SECONDS
 
 
-def save_checkpoint(session: Session, reporter: Reporter, stop: StopRequest) -> None:
+def save_checkpoint(session: Session, reporter: Reporter) -> None:
     """Write a checkpoint of the current step, unless the step is there already; then keep the newest ones only. Collective."""
     started = time.perf_counter()
     run = session.run
@@ -39,9 +38,8 @@ def save_checkpoint(session: Session, reporter: Reporter, stop: StopRequest) -> 
         session.store.retain(run.checkpoint.keep)
     if saved.written:
         seconds = time.perf_counter() - started
-        with stop.on_failure():
-            text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
-            reporter.checkpoint(session.step, saved.path, text)
+        text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
+        reporter.checkpoint(session.step, saved.path, text)
 
 
 def _texts(session: Session) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Being asked to stop: SIGTERM, SIGUSR1 and SIGHUP mean preempted, the first Ctrl-C means interrupted, the second stops at once.
 
-A signal only sets a flag, and so does a disk that takes no more metrics. At the end of each step the flags of all ranks are summed with its
-loss, so all ranks stop after the same step.
+A signal only sets a flag. At the end of each step the flags of all ranks are summed with its loss, so all ranks stop after the same step.
 """
 
 from __future__ import annotations
@@ -9,20 +8,18 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from meshwright.checkpoint.verify import where_it_continues
 from meshwright.events.terminal import write_line
-from meshwright.spec.errors import EXIT_INTERRUPTED, MeshwrightError
-from meshwright.spec.failures import failure_of
+from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.place import stop_signals
 
 NOT_ASKED, SAVE, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 1 << 21, 1 << 42
 """Values of the flag. They are summed over ranks; up to a million ranks may be preempted without looking interrupted, and so on.
-SAVE asks for a checkpoint and no stop, and comes from the first rank alone."""
+SAVE asks for a checkpoint and no stop, and comes from the first rank alone; FAILED means that a rank cannot write its reports."""
 
 
 class StopRequest:
@@ -33,25 +30,6 @@ class StopRequest:
         self.show = show
         self.folder: Path | None = None
         """The run's, once it is known."""
-        self.failure: MeshwrightError | None = None
-        """Why this rank can write no more about the run."""
-
-    def value(self) -> int:
-        """This rank's summand."""
-        return FAILED if self.failure else self.flag
-
-    @contextmanager
-    def on_failure(self) -> Iterator[None]:
-        """Keep an error of the disk in the block as `failure`: a run whose metrics cannot be written ends after the step, on all ranks."""
-        try:
-            yield
-        except (OSError, MeshwrightError) as error:
-            self.failure = self.failure or failure_of(error)
-
-    def check(self) -> None:
-        """Raise this rank's failure, if it has any."""
-        if self.failure:
-            raise self.failure
 
     @classmethod
     def of_rank(cls, rank: int) -> StopRequest:

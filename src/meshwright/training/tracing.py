@@ -38,10 +38,11 @@ class _Trace:
         if self._session.world.device.type == "cuda":
             torch.cuda.synchronize()
         self._profiler.stop()
+        profiler, self._profiler = self._profiler, None
         folder = self._session.folder / "traces"
-        folder.mkdir(exist_ok=True)
-        self._profiler.export_chrome_trace(str(folder / f"rank-{self._session.world.rank:05d}.json.gz"))
-        self._profiler = None
+        with self._reporter.writing():
+            folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"rank-{self._session.world.rank:05d}.json.gz"))
         self._reporter.event(self._session.step, f"one trace a rank in {folder}, for https://ui.perfetto.dev")
 
 
