@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.cli.options import load
-from meshwright.cli.train import announce, say
+from meshwright.cli.options import load, print_now
+from meshwright.cli.train import announce
 from meshwright.events.start import StartClock
 from meshwright.launch.folder import renamed
 from meshwright.launch.local import run_ranks
@@ -56,7 +56,7 @@ def main() -> None:
     options, words = parser().parse_known_args()
     run = load(words, options.runs)
     run = renamed(run, options.runs) if options.fresh else run
-    prepared = prepare_run(run, options.runs, profile=None, note=say)
+    prepared = prepare_run(run, options.runs, profile=None, note=print_now)
     if prepared is None:
         return
     announce(prepared)

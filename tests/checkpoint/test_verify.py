@@ -87,8 +87,10 @@ def test_every_missing_file_is_named(tmp_path: Path):
 
 def replaced_by_socket(file: Path) -> None:
     file.unlink()
+    folder = os.open(file.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(os.path.relpath(file))  # a socket's path may have 107 bytes at most
+        made.bind(f"/proc/self/fd/{folder}/{file.name}")  # a socket's path may have 107 bytes at most
+    os.close(folder)
 
 
 def replaced_by_folder(file: Path) -> None:

@@ -177,10 +177,11 @@ def test_what_the_band_rests_on_is_said() -> None:
         "tensor ranks": (NODE, {"tensor": 2, "shard": 4}), "several hosts": (TWO_NODES, {"shard": 16}),
         "not measured on ampere": (replace(NODE, gpu="A100"), {"shard": 8}),
         "no run on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
-        "runs of meshwright": (NODE, {"shard": 8}), "set by hand": (ClusterSpec(gpus_per_node=8), {"shard": 8}),
+        "runs of meshwright": (NODE, {"shard": 8}),
     }  # fmt: skip
     for text, (cluster, mesh) in said.items():
         assert text in sources(cluster, "bf16", plan_of(mesh))["80% band"]
+    assert "80% band" not in sources(ClusterSpec(gpus_per_node=8), "bf16", plan_of({"shard": 8}))
     low = replace(plan_of({"shard": 8}), precision=Precision(linear="fp8_rowwise"))
     assert "fp8 products" in sources(NODE, "fp8", low)["80% band"]
     layers = plan_of({"shard": 8}, linear="fp8_rowwise")

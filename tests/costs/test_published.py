@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.costs.predict import predict_rows
@@ -88,6 +88,7 @@ texts = st.one_of(
         texts,
     )
 )
+@example({"layers": "", "hidden": "1"})
 @settings(max_examples=150, deadline=None)
 def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
     (found,) = predict_rows([{**ROW, **changed}])

@@ -115,6 +115,7 @@ def test_what_stages_wrote_is_read_from_files_alone(pool: Pool, tmp_path: Path):
     )  # fmt: skip
     train = TrainSpec(steps=9, global_batch=4, seq_len=16)
     config = resolved_yaml(RunSpec(name="staged", model=from_plain(ModelSection, to_plain(spec)), train=train))
+    (tmp_path / "staged").mkdir()
     (saved, *_) = pool.run(cases.save_model, 4, str(tmp_path / "staged" / "checkpoints"), spec, config)
     run, weights = tmp_path / "staged", cases.model_values(spec)
     assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 0

@@ -228,6 +228,8 @@ def _shape(row: Text, assumed: list[str]) -> Shape:
         assumed.append(f"only sizes of the row: it is not the {name} of the family table")
         dims = {key: dims[key] for key in ("layers", "hidden", "heads", "vocab") if _size(row, key)}
         known = {}
+        if "layers" not in dims:
+            raise _NotExpressed(f"hidden is not that of {name!r} in the family table, and layers is not given")
     gpt = looks_like_gpt(name)
     _fill(dims, "heads", max(1.0, dims["hidden"] // 128), assumed)
     given_kv = _size(row, "kv_heads")
