@@ -114,7 +114,7 @@ def test_an_error_has_one_code_and_one_message(
 
 
 @pytest.mark.parametrize("error", [OutOfResources("disk full"), Preempted("after step 3"), None])
-def test_a_closing_action_that_fails_changes_neither_code_nor_message(
+def test_a_cleanup_that_fails_changes_neither_code_nor_message(
     rank: Callable[..., RankLife],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -123,24 +123,30 @@ def test_a_closing_action_that_fails_changes_neither_code_nor_message(
     """As when the report is written to a disk that is full: once its error replaced the run's own."""
     life, closed = rank(), []
     life.log_to(tmp_path)
-    life.at_end(lambda: closed.append("first given"))
-    life.at_end(lambda: (tmp_path / "absent" / "report.html").write_text(""))
+    life.add_cleanup(lambda: closed.append("first given"))
+    life.add_cleanup(lambda: (tmp_path / "absent" / "report.html").write_text(""))
     assert end_of(life, error) == (0 if error is None else error.exit_code)
     printed = capsys.readouterr().err.splitlines()
     assert closed == ["first given"]
-    assert any("while closing: " in line and "report.html" in line for line in printed)
+    assert any("while cleaning up: " in line and "report.html" in line for line in printed)
     assert error is None or printed[-1] == f"meshwright: {error}"
 
 
-def test_a_closing_action_that_hangs_is_given_up(
+def test_a_cleanup_that_hangs_is_given_up(
     rank: Callable[..., RankLife], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lifecycle, "FINISH_SECONDS", 0.05)
     life, release = rank(), threading.Event()
-    life.at_end(release.wait)
+    life.add_cleanup(release.wait)
     assert end_of(life, Damaged("torn")) == 4
     release.set()
     assert "was given up" in capsys.readouterr().err
+
+
+def test_a_rank_ends_even_if_reporting_fails(rank: Callable[..., RankLife], monkeypatch: pytest.MonkeyPatch) -> None:
+    life = rank()
+    monkeypatch.setattr(life.channel, "send", lambda message: 1 / 0)
+    assert end_of(life, Damaged("torn")) == 4
 
 
 def test_a_failure_before_the_folder_is_known_keeps_its_traceback(

@@ -132,7 +132,7 @@ def join_ranks(
             mine = renamed(run, runs) if fresh else run
             lock = held(runs / mine.name)
             lock.__enter__()
-            life.at_end(lambda: lock.__exit__(None, None, None))
+            life.add_cleanup(lambda: lock.__exit__(None, None, None))
             with report():
                 return _prepared(mine, runs, profile, timeline)
 

@@ -1,6 +1,6 @@
-"""The ranks of one host: started, watched, stopped together.
+"""Start, watch and stop the ranks of one host.
 
-The parent owns a listening socket on 127.0.0.1 that rank 0's store serves, so no port is open beyond loopback. Ranks run in sessions of
+The parent makes a listening socket on 127.0.0.1 that rank 0's store serves, so no port is open beyond loopback. Ranks run in sessions of
 their own: Ctrl-C reaches only the parent, which passes it on once and kills at the second. When a rank fails, the parent tells the others
 to end, gives them `GRACE_SECONDS` to write their report and close their files, and kills what still runs then. Ranks do not depend on the
 parent being scheduled: while it is stopped (SIGSTOP, Ctrl-Z) they train on.
@@ -24,19 +24,21 @@ from types import FrameType
 from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
 from meshwright.events.start import BEGAN, process_began
 from meshwright.events.terminal import write_line
-from meshwright.launch.outcome import STOPPED_WAITING, RankEnd, cause, job_code, outcome_lines
+from meshwright.launch.outcome import PEER_LOSS_CODES, STOP_CODES, RankState, cause, culprit, job_code, outcome_lines
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CommunicationFailure, Interrupted
+from meshwright.spec.errors import CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 from meshwright.spec.place import stop_signals
 
 CULPRIT_SECONDS = 2.0
-"""After a rank reports that others are gone, how long to wait for the one whose failure caused it."""
+"""How long to wait, after a rank reports a lost peer, for the rank that caused it."""
 STOP_SECONDS = 30.0
-"""How long the other ranks may take when one has already ended as asked."""
+"""How long the other ranks may take after one has stopped on request."""
 GRACE_SECONDS = 12.0
 """How long ranks that were told to end may take for it; more than `training.lifecycle.FINISH_SECONDS`."""
+KILL_SECONDS = 30.0
+"""How long the kernel may take to end a killed process."""
 POLL_SECONDS = 0.05
 Listener = Callable[[int, Message], None]
 """Called with a rank and its message."""
@@ -73,7 +75,7 @@ def started_ranks(
     logs: Path | None = None,
     quiet: bool = False,
 ) -> Iterator[Ranks]:
-    """The ranks of `run_ranks`, started, to be finished; those that the block leaves running are killed.
+    """Start the ranks of `run_ranks` and yield them; kill those that still run at the end of the block.
 
     Without `logs` all ranks write to this terminal until they redirect their output themselves. Ranks start with stop signals blocked, so
     that none is lost before they listen and unblock them.
@@ -86,8 +88,10 @@ def started_ranks(
                 ranks.add(_start(module, arguments, rank, env, listener, logs if rank or quiet else None))
         yield ranks
     finally:
-        ranks.kill()
-        ranks.close()
+        try:
+            ranks.kill()
+        finally:
+            ranks.close()
 
 
 class Ranks:
@@ -96,11 +100,11 @@ class Ranks:
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[MessageReader] = []
-        self._ends: list[RankEnd] = []
+        self._states: list[RankState] = []
 
     def add(self, started: tuple[subprocess.Popen[bytes], MessageReader]) -> None:
         """Take over a process and the reading end of its channel."""
-        self._ends.append(RankEnd(len(self.processes)))
+        self._states.append(RankState(len(self.processes)))
         self.processes.append(started[0])
         self._readers.append(started[1])
 
@@ -117,17 +121,18 @@ class Ranks:
 
         Unless `quiet`, writes to stderr why ranks failed.
 
-        `listener` is called with the ranks' messages as they arrive; what it raises ends the ranks and is raised. A second Ctrl-C kills
-        the ranks and raises Interrupted.
+        `listener` is called with the ranks' messages as they arrive, between two looks at the ranks; what it raises is raised. A second
+        Ctrl-C kills the ranks and raises Interrupted.
         """
         with self._forwarding():
             if assignment is not None:
                 self._send(Begin(str(assignment)))
             self._wait(enough, listener)
         self.kill()
-        for line in () if quiet else outcome_lines(self._ends, logs):
+        self._read(listener)
+        for line in () if quiet else outcome_lines(self._states, logs):
             write_line(line if line.startswith("  ") else f"meshwright: {line}")
-        return job_code(self._ends)
+        return job_code(self._states)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send a stop signal to every running rank: they end together after the running step, with a checkpoint."""
@@ -136,14 +141,25 @@ class Ranks:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """End what still runs."""
+        """End every rank that still runs, with the processes that it started, and wait for that."""
         running = [process for process in self.processes if process.poll() is None]
+        self._kill_at_once()
         for process in running:
-            process.kill()
-        for process in running:
-            process.wait()
-        if running and sys.stderr.isatty():
-            write_line("\033[?25h")  # the cursor, which a live display hides
+            try:
+                process.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                write_line(
+                    f"meshwright: process {process.pid} does not end after SIGKILL; it waits for a device or disk"
+                )
+        if running and sys.stdout is not None and sys.stdout.isatty():
+            write_line("\033[?25h", sys.stdout)  # shows the cursor, which rank 0's live display hides
+
+    def _kill_at_once(self) -> None:
+        """Send SIGKILL to the process group of every running rank, without waiting: safe in a signal handler."""
+        for process in self.processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Close the pipes of ranks that have ended."""
@@ -156,39 +172,49 @@ class Ranks:
         """Return when all ranks ended, it is `enough`, or ranks that were told to end did not."""
         failed_at = told_at = None
         while True:
-            for end, process in zip(self._ends, self.processes, strict=True):
-                end.code = process.poll()
+            for state, process in zip(self._states, self.processes, strict=True):
+                state.code = process.poll()
             self._read(listener)  # after the codes: what a rank wrote before it ended is there
-            if all(end.code is not None for end in self._ends):
+            if all(state.code is not None for state in self._states):
                 return
             now = time.monotonic()
-            if any(end.failed for end in self._ends):
+            if any(state.failed for state in self._states):
                 failed_at = failed_at or now
                 if told_at is None and now - failed_at >= self._patience():
                     told_at = now
-                    self._send(End(cause(self._ends)))
+                    first = culprit(self._states)
+                    assert first is not None, "a rank has failed"
+                    self._send(End(cause(first)))
                 elif told_at is not None and now - told_at > GRACE_SECONDS:
                     return
             elif enough is not None and enough():
                 return
-            select.select([reader for reader in self._readers if reader.open], [], [], POLL_SECONDS)
+            self._await_message()
+
+    def _await_message(self) -> None:
+        """Return when a rank wrote something, after `POLL_SECONDS` at the latest."""
+        poll = select.poll()  # select() takes no descriptor above 1023
+        for reader in self._readers:
+            if reader.open:
+                poll.register(reader, select.POLLIN)
+        poll.poll(POLL_SECONDS * 1000)
 
     def _patience(self) -> float:
         """Seconds between the first failure and the order to end: time for the others to stop too, or for the culprit to show."""
-        codes = [end.exit_code for end in self._ends if end.failed]
-        if all(code in (EXIT_PREEMPTED, EXIT_INTERRUPTED) for code in codes):
+        codes = [state.exit_code for state in self._states if state.failed]
+        if all(code in STOP_CODES for code in codes):
             return STOP_SECONDS
-        return CULPRIT_SECONDS if all(code in STOPPED_WAITING for code in codes) else 0.0
+        return CULPRIT_SECONDS if all(code in PEER_LOSS_CODES for code in codes) else 0.0
 
     def _read(self, listener: Listener | None) -> None:
-        for end, reader in zip(self._ends, self._readers, strict=True):
+        for state, reader in zip(self._states, self._readers, strict=True):
             for message in reader.read():
                 if isinstance(message, Step):
-                    end.last_step = message.step
+                    state.last_step = message.step
                 elif isinstance(message, Failure):
-                    end.failure = message
+                    state.failure = message
                 if listener is not None:
-                    listener(end.rank, message)
+                    listener(state.rank, message)
 
     def _send(self, message: Message) -> None:
         """Write a message to every running rank's standard input."""
@@ -199,14 +225,14 @@ class Ranks:
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
-        """Pass stop signals on to the ranks, whose first says so; the second Ctrl-C kills them and raises Interrupted."""
+        """Pass stop signals on to the ranks, of which rank 0 prints that it stops; the second Ctrl-C kills them and raises Interrupted."""
         interrupts = 0
 
         def forward(number: int, frame: FrameType | None) -> None:
             nonlocal interrupts
             interrupts += number == signal.SIGINT
             if interrupts > 1:
-                self.kill()
+                self._kill_at_once()
                 raise Interrupted("ended at once")
             self.stop(number)
 
@@ -215,7 +241,7 @@ class Ranks:
 
 
 def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threads: int) -> dict[str, str]:
-    """One rank's environment: what the cluster says of the network, what the user exported before it, and the rank's place before both.
+    """One rank's environment. The rank's own variables win over what the user exported, which wins over what the cluster file says.
 
     Ranks of one host talk over loopback unless somebody says otherwise.
     """
@@ -304,7 +330,7 @@ def _blocked() -> Iterator[None]:
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle stop signals for the length of a block; a thread that is not the main one cannot, and leaves them alone."""
+    """Handle stop signals for the length of a block. Outside the main thread, where Python allows no handlers, this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -313,4 +339,6 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
         yield
     finally:
         for number, kept in before.items():
-            signal.signal(number, kept)
+            signal.signal(
+                number, signal.SIG_DFL if kept is None else kept
+            )  # None: a handler that Python did not install

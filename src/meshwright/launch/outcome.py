@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.events.messages import Failure
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED
 
-STOPPED_WAITING = (EXIT_COMMUNICATION, -signal.SIGABRT)
-"""How a rank ends that waited for another in vain: by itself, or by NCCL's watchdog."""
+PEER_LOSS_CODES = (EXIT_COMMUNICATION, -signal.SIGABRT)
+"""Exit codes of a rank that lost a peer: its own report, or the abort of NCCL's watchdog."""
+STOP_CODES = (EXIT_PREEMPTED, EXIT_INTERRUPTED)
 
 
 @dataclass
-class RankEnd:
+class RankState:
     """What the launcher knows of one rank. `code` is None while it runs, and a signal's negative number when one killed it."""
 
     rank: int
@@ -29,47 +30,60 @@ class RankEnd:
 
     @property
     def exit_code(self) -> int | None:
-        """The rank's exit code; the announced one while it still closes its files."""
-        return self.failure.exit_code if self.failure and self.code in (None, EXIT_DONE) else self.code
+        """The exit code that the rank reported, if it reported one, else that of its process."""
+        return self.failure.exit_code if self.failure else self.code
 
 
-def job_code(ends: Sequence[RankEnd]) -> int:
-    """The exit code of the first rank that failed by itself; a rank killed by a signal counts as a communication failure."""
-    codes = [end.exit_code or EXIT_DONE for end in ends if end.failed]
-    own = [code for code in codes if code != EXIT_COMMUNICATION]
-    code = (own or codes or [EXIT_DONE])[0]
+def culprit(ranks: Sequence[RankState]) -> RankState | None:
+    """The rank whose failure decides the job's exit code, None when no rank failed.
+
+    The lowest rank that failed by itself; else the lowest that ended as asked; else the lowest that lost a peer.
+    """
+    failed = [rank for rank in ranks if rank.failed]
+    by_itself = [rank for rank in failed if rank.exit_code not in PEER_LOSS_CODES]
+    unasked = [rank for rank in by_itself if rank.exit_code not in STOP_CODES]
+    return next(iter(unasked or by_itself or failed), None)
+
+
+def job_code(ranks: Sequence[RankState]) -> int:
+    """The exit code of the culprit; a rank killed by a signal counts as a communication failure."""
+    rank = culprit(ranks)
+    code = EXIT_DONE if rank is None or rank.exit_code is None else rank.exit_code
     return EXIT_COMMUNICATION if code < 0 else code
 
 
-def cause(ends: Sequence[RankEnd]) -> str:
-    """Why the other ranks have to end, in one sentence."""
-    own = [end for end in ends if end.failed and end.exit_code not in STOPPED_WAITING]
-    end = (own or [end for end in ends if end.failed])[0]
-    if end.failure:
-        return f"rank {end.rank} failed: {end.failure.message}"
-    return f"rank {end.rank} {_death(end.code)}"
+def cause(rank: RankState) -> str:
+    """Why the other ranks have to end, in one sentence about the `culprit`."""
+    if rank.failure:
+        return f"rank {rank.rank} failed: {rank.failure.message}"
+    return f"rank {rank.rank} {_death(rank.code)}"
 
 
-def outcome_lines(ends: Sequence[RankEnd], logs: Path) -> Iterator[str]:
-    """Lines for the terminal: ranks that were killed or did not answer, then each distinct failure once."""
-    failed = [end for end in ends if end.failed]
-    gave_up = bool(failed) and all(end.exit_code in STOPPED_WAITING for end in failed)
-    named = False
-    for end in ends:
-        if end.code is None and not end.failed and gave_up:
+def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
+    """Lines for the terminal, at least one when a rank failed: ranks that died or did not answer, then each distinct failure once."""
+    failed = [rank for rank in ranks if rank.failed]
+    only_peer_loss = bool(failed) and all(rank.exit_code in PEER_LOSS_CODES for rank in failed)
+    culprits = [rank for rank in failed if rank.failure and rank.exit_code not in PEER_LOSS_CODES]
+    printed = False
+    for rank in ranks:
+        if rank.code is None and not rank.failed and only_peer_loss:
             death = "did not answer while others waited for it"
-        elif end.failed and end.failure is None and end.code != EXIT_COMMUNICATION:
-            death = _death(end.code)
+        elif rank.failed and rank.failure is None and rank.code not in PEER_LOSS_CODES:
+            death = _death(rank.code)
         else:
             continue
-        named = True
-        yield f"rank {end.rank} {death}; {_progress(end)}; the ranks' logs are in {logs}"
-    own = [end for end in failed if end.failure and end.exit_code != EXIT_COMMUNICATION]
-    lost = [end for end in failed if end.failure and end.exit_code == EXIT_COMMUNICATION]
-    yield from _messages(own or ([] if named else lost[:1]))
+        printed = True
+        yield f"rank {rank.rank} {death}; {_progress(rank)}; the ranks' logs are in {logs}"
+    if culprits or printed:
+        yield from _messages(culprits)
+    elif failed:
+        with_message = [rank for rank in failed if rank.failure]
+        yield from _messages(with_message[:1])
+        if not with_message:
+            yield f"rank {failed[0].rank} {_death(failed[0].code)}; {_progress(failed[0])}; the ranks' logs are in {logs}"
 
 
-def _messages(ends: Sequence[RankEnd]) -> Iterator[str]:
+def _messages(ends: Sequence[RankState]) -> Iterator[str]:
     """Each message once, with the rank that sent it where that was not the first one."""
     seen: set[str] = set()
     for end in ends:
@@ -89,5 +103,5 @@ def _death(code: int | None) -> str:
     return f"ended with exit code {code} and without a message"
 
 
-def _progress(end: RankEnd) -> str:
+def _progress(end: RankState) -> str:
     return "it had not finished a step" if end.last_step is None else f"the last step it finished is {end.last_step}"

@@ -211,10 +211,10 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
 
 
 class Attempt(Protocol):
-    """Does one check: returns what `work` returns, or None where it raised a MeshwrightError that was recorded, or was not tried.
+    """Runs one check and returns what `work` returns. An implementation raises the check's error, or records it and returns None.
 
-    `key` is the key of the run file that is wrong then, `expected` what should be there. `needs` are the keys, besides `key`, without whose
-    values the check makes no sense.
+    `key` is the run-file key to blame, `expected` what should be there. `needs` are other keys that must be valid before the check makes
+    sense; where they are not, it is not run.
     """
 
     def __call__(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None: ...
@@ -225,7 +225,7 @@ class Readiness:
     """What the checks before a start found."""
 
     run: RunSpec
-    """With the vocabulary of its data."""
+    """The run, with `vocab_size` taken from its data."""
     resumes: bool = False
     finished: bool = False
     plan: Plan | None = None
@@ -234,10 +234,10 @@ class Readiness:
 def check_start(
     run: RunSpec, runs: Path, attempt: Attempt, note: Note, *, build_stdlib: bool, fresh: bool = False
 ) -> Readiness:
-    """Every check between a loaded run and its start, for `check` and `train` alike.
+    """Run every check between a loaded run and its start, for `check` and `train` alike, through `attempt`.
 
-    Each one goes through `attempt`. `build_stdlib` prepares the built-in corpus on its first use; without, what needs it is not checked. A
-    `fresh` run takes another name where its own is taken.
+    `build_stdlib` prepares the built-in corpus on its first use; if False, checks that need it are skipped then. With `fresh`, an existing
+    run of this name is not compared: the caller chooses another name. A run that trains holds its folder's lock.
     """
     folder = runs / run.name
     run = _check_data(run, attempt, note, build_stdlib=build_stdlib)
@@ -257,9 +257,7 @@ def check_start(
     else:
         attempt("model.init", "weights of this model and tokenizer", lambda: check_init(run, note), ("model", "data"))
     attempt("model", "a model", lambda: _note_export(run, note))
-    plan = attempt(
-        "plan", "a plan that fits the cluster", lambda: _checked_plan(run, note), ("model", "train", "cluster")
-    )
+    plan = attempt("plan", "a plan that fits the cluster", lambda: _make_plan(run, note), ("model", "train", "cluster"))
     seconds = plan.predicted.step_seconds if plan is not None and plan.predicted is not None else None
     room = "room for the run's checkpoints"
     attempt("checkpoint", room, lambda: check_disk(run, folder, seconds), ("model", "name"))
@@ -275,10 +273,10 @@ def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: boo
     """The run with the vocabulary of its data, every source of which is looked for before any is opened or prepared."""
     expected, found = "prepared data", True
     for name in run.data.mix:
-        found &= attempt(f"data.mix.{name}", expected, lambda name=name: _opened_alone(run, name), ("data",)) or False
+        found &= attempt(f"data.mix.{name}", expected, lambda name=name: _check_source(run, name), ("data",)) or False
     validation = run.data.validation
     if validation:
-        found &= attempt("data.validation", expected, lambda: _located(validation), ("data",)) or False
+        found &= attempt("data.validation", expected, lambda: _check_exists(validation), ("data",)) or False
     if not found or (lacks_stdlib(run) and not build_stdlib):
         return run
     fitting = "prepared data with a tokenizer that the model fits"
@@ -288,29 +286,29 @@ def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: boo
     return resolved or run
 
 
-def _opened_alone(run: RunSpec, name: str) -> bool:
+def _check_source(run: RunSpec, name: str) -> bool:
     """Open one source of a mixture, so that what is wrong with it is found by its name; the built-in corpus may be missing yet."""
     if not (name == STDLIB and lacks_stdlib(run)):
-        _located(name)
+        _check_exists(name)
         open_run_data(replace(run, data=replace(run.data, mix={name: 1.0}, validation=None)))
     return True
 
 
-def _located(name: str) -> bool:
+def _check_exists(name: str) -> bool:
     """Raise BadInput for data that is not there; the built-in corpus may be missing yet."""
     if name != STDLIB or Path(name).exists():
         locate(Path(name))
     return True
 
 
-def _checked_plan(run: RunSpec, note: Note) -> Plan:
-    """The plan that the run is held to; a plan file's own figures may be of another machine."""
+def _make_plan(run: RunSpec, note: Note) -> Plan:
+    """The plan with what is predicted for this machine: the figures in a plan file may come from another one."""
     plan = predicted(run, training_plan(run, note))
     check_host_memory(run, plan)
     return plan
 
 
-def _raise_first(key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T:
+def _raise_on_failure(key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T:
     """The Attempt of a start: the first check that fails ends it, with an error that carries its key."""
     del expected, needs
     with about(key):
@@ -330,7 +328,7 @@ def prepare_run(
     Raises the first error of `check_start`: BadInput when a run of this name exists with another configuration, when data or weights are
     not there, or a package is missing, and OutOfResources when the devices, the disk or the host's memory are too small.
     """
-    ready = check_start(run, runs, _raise_first, note, build_stdlib=True)
+    ready = check_start(run, runs, _raise_on_failure, note, build_stdlib=True)
     if ready.finished:
         return None
     run, plan, resumes, folder = ready.run, ready.plan, ready.resumes, runs / run.name

@@ -26,7 +26,7 @@ def main() -> None:
     from meshwright.training import worker
 
     clock.end("imports")
-    file = life.assignment()
+    file = life.wait_for_assignment()
     if life.place.rank:
         _write_to(file.parent / "logs" / f"rank-{life.place.rank:05d}.log")
     worker.main(life, file, clock)

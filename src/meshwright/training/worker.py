@@ -76,8 +76,8 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
     session = open_session(assignment, world, clock)
     reporter = Reporter.open(session, life.channel)
     if world.leads:
-        life.at_end(lambda: _write_report(folder))
-    life.at_end(reporter.close)
+        life.add_cleanup(lambda: _write_report(folder))
+    life.add_cleanup(reporter.close)
     life.stop.show = reporter.say
     if session.step >= session.run.train.steps:
         reporter.event(session.step, f"{folder} is finished: {session.step} of {session.run.train.steps} steps")
