@@ -33,6 +33,8 @@ from meshwright.spec.place import stop_signals
 
 CULPRIT_SECONDS = 2.0
 """How long to wait, after a rank reports a lost peer, for the rank that caused it."""
+AGREEMENT_SECONDS = 0.5
+"""How long to wait for the other ranks to report the same failure, as they do where they have agreed on it."""
 STOP_SECONDS = 30.0
 """How long the other ranks may take after one has stopped on request."""
 GRACE_SECONDS = 12.0
@@ -204,7 +206,7 @@ class Ranks:
         codes = [state.exit_code for state in self._states if state.failed]
         if all(code in STOP_CODES for code in codes):
             return STOP_SECONDS
-        return CULPRIT_SECONDS if all(code in PEER_LOSS_CODES for code in codes) else 0.0
+        return CULPRIT_SECONDS if all(code in PEER_LOSS_CODES for code in codes) else AGREEMENT_SECONDS
 
     def _read(self, listener: Listener | None) -> None:
         for state, reader in zip(self._states, self._readers, strict=True):

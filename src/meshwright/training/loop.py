@@ -215,7 +215,8 @@ def _stop(session: Session, flag: int, reporter: Reporter) -> None:
         except MeshwrightError as error:
             if flag < FAILED:
                 raise
-            where += f", without a checkpoint ({error})"
+            log.warning("no checkpoint: %s", error)
+            where += ", without a checkpoint"
     else:
         where += ", without a checkpoint, as checkpoint.every is 0 and checkpoint.at_end is false"
     if flag >= FAILED:
