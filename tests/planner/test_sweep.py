@@ -62,7 +62,7 @@ WHOLE_IS_LESS = RunSpec(
 """The fastest plan fits with gradients kept whole only: buffers of reductions in every micro-batch are larger than what that keeps."""
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(questions())
 @example(WHOLE_IS_LESS)
 def test_pruning_and_shares_keep_the_optimum(run: RunSpec) -> None:
