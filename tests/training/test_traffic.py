@@ -66,7 +66,7 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
     assert said == [
         f"bytes between nodes per step: {mean:,.1f} MB counted, {steps[0]['predicted_wire_bytes'] / 1e6:,.1f} MB predicted"
     ]
-    assert said[0] in answer.stderr
+    assert said[0] in answer.stdout
 
 
 def test_pauses_are_left_out_and_steps_add_up() -> None:
