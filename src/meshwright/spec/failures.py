@@ -93,5 +93,5 @@ def _of_system(error: OSError, prefix: str) -> MeshwrightError:
         if error.errno in numbers:
             return kind(f"{what}; {remedy}")
     if isinstance(error, FileNotFoundError):
-        return BadInput(f"{what}; it was there when the run started, or never was")
+        return BadInput(f"{what}; check the path, and that no one moved or deleted it")
     return MeshwrightError(f"{prefix}internal error: {type(error).__name__}: {error}")

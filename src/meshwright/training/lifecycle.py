@@ -49,6 +49,7 @@ class RankLife:
         self._cleanups: list[Callable[[], object]] = []
         self._ending = threading.Lock()
         self._begin: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        # Without a target it keeps every record, whatever its capacity.
         self._early = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
         _log_through(self._early, first=place.rank == 0)
         if self.channel.connected:
