@@ -33,8 +33,9 @@ class ShardVerifier:
         with self._lock:
             self._waiting += own
             if self._waiting and self._thread is None:
-                self._thread = threading.Thread(target=self._verify_all, name="verify data", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._verify_all, name="verify data", daemon=True)
+                thread.start()
+                self._thread = thread  # started: whoever reads it may join it
 
     def check(self) -> None:
         """Raise what the thread has found so far: Damaged for contents that differ from the manifest."""
