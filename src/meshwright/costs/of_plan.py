@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table
+from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table, unmeasured
 from meshwright.costs.idle import NAMES, fill
-from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.inputs import ROWWISE, Array, Layouts, Machine, Shape, usual_imbalance
 from meshwright.costs.machine import FORMATS, GUESSED_SPREAD, as_measured, chip_of, machine_of, measured_port, spread
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.spec.chips import CHIPS
@@ -32,8 +32,6 @@ STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
 """What one emulated node sends when the cluster does not say, in all and by each rank: NCCL's all-reduces over loopback between nodes of
 one and of two H200s (benchmarks/fit_own.py)."""
-NEAREST = "torchtitan"
-"""The published stack that is most like this program's: PyTorch's own FSDP and compiler."""
 MEASURED_AXES = ("pipeline", "replicate", "shard")
 """Axes of this program's own runs, all of them on one host, which may play several nodes."""
 
@@ -97,6 +95,8 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
     constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
+    if not is_measured(chip.generation) and cluster.gpu in CHIPS:
+        constants = replace(constants, **unmeasured(chip))
     if cluster.network is None or cluster.network.fabric != "tcp":
         constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
     shape = _shape(model, train.seq_len)
@@ -105,6 +105,8 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
         alike = replace(plan, precision=replace(plan.precision, linear=linear))
         kind = products(alike.precision, cluster)
         k, machine = as_measured(constants, machine_of(cluster, kind), cluster, kind)
+        if kind == "fp8" and linear == "fp8_rowwise":
+            machine = replace(machine, low=ROWWISE)
         return Pricing(shape, machine, _layout(model, train, alike), k)
 
     most, *others = _formats(model, plan)
@@ -149,8 +151,8 @@ def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float
 def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     """Logarithms of the band's ends, and what they rest on.
 
-    Where this program never ran, published runs say how far a fitted stack strays: the nearest stack's band for axes and networks that
-    are new, the widest of all for another generation of devices, and a factor of three for one that nobody's runs were fitted on.
+    Where this program never ran, published runs say how far a fitted stack strays from a source that it was not fitted on: those of the
+    generation of devices. A device that nobody's runs were fitted on may be off by a factor of three.
     """
     bands = table()["bands"]
     if (wide := spread(cluster)) is not None:
@@ -160,15 +162,17 @@ def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
     if generation not in table()["generations"]:
         return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
-    if not is_measured(generation) and cluster.profile is None:
-        named = [ends for name, ends in bands.items() if name not in ("default", OWN)]
-        widest = min(low for low, _ in named), max(high for _, high in named)
-        return widest, f"the widest of published stacks: {OWN} was not measured on {generation} devices"
-    if new or not is_measured(generation):
-        return bands[
-            NEAREST
-        ], f"{NEAREST}'s published runs: {OWN} was not measured with {new or generation + ' devices'}"
-    return bands[OWN], f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
+    if not new and (is_measured(generation) or cluster.profile is not None):
+        return _even(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
+    reason = new if is_measured(generation) else f"{generation} devices"
+    width = bands.get(generation, bands["default"])
+    return _even(
+        width
+    ), f"published runs on {generation} devices, of sources left out of the fit: {OWN} was not measured with {reason}"
+
+
+def _even(width: float) -> tuple[float, float]:
+    return -width, width
 
 
 def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
@@ -268,11 +272,12 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     shards, pipeline = shard_size(plan), plan.axis_size("pipeline")
     table = stage_table(plan.schedule, pipeline, model.layers)
     alike = len({sum(map(len, row)) for row in table}) == 1
+    expert = float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0
     return Layouts(
         tensor=float(plan.axis_size("tensor")), pipeline=float(pipeline),
         virtual=float(len(table[0]) if pipeline > 1 else 1), dealt=float(not alike),
         context=float(context_size(plan)), ulysses=float(plan.axis_size("context_ulysses")),
-        expert=float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0,
+        expert=expert, imbalance=float(usual_imbalance(expert)),
         data=float(plan.data_ranks), zero=3.0 if shards > 1 else 0.0, shards=float(shards),
         micro_batch=float(plan.batch.micro_batch), global_batch=float(plan.batch.global_batch), seq=float(train.seq_len),
         sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshwright.costs.families import by_name, looks_like_gpt, shape
 from meshwright.costs.inputs import FULL, SELECTIVE, Layouts, Machine, Shape
 from meshwright.costs.unprinted import splits_sequence
-from meshwright.spec.chips import CHIPS, Chip
+from meshwright.spec.chips import CHIPS, MULTIPROCESSORS, Chip
 
 Text = Mapping[str, str]
 PLAN_COLUMNS = ("gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", "seq", "layers", "hidden")
@@ -339,6 +339,7 @@ def _machine(row: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Mach
         per_node=per_node,
         oversubscribed=float(oversubscription.group(1)) if oversubscription else 1.0,
         pod=3072.0 if oversubscription else float("inf"),
+        multiprocessors=float(MULTIPROCESSORS.get(chip.name, 0)),
     )
 
 

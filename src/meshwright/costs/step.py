@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
+from meshwright.costs.collectives import (
+    Group,
+    all_reduce,
+    all_to_all,
+    by_copies,
+    crowding,
+    gather,
+    group,
+    link_rate,
+    port_rate,
+)
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
@@ -201,11 +211,20 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     many rows come, for which the host waits."""
     tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
     where = group(machine, k, layout.expert, 1.0)
-    each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2)
+    sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(where.domains, shape.top_k), 1.0)
+    each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2, sent_once) * k.expert_exposed
     forwards = 1 + np.where((k.copies > 0) & (np.asarray(layout.recompute) >= ALL_BUT_ATTENTION), 1.0, 0.0)
     counts = k.copies * forwards * (all_to_all(where, k, machine, 0.0) + COUNTS_US * 1e-6) * (layout.expert > 1)
     rows = (2 + 2 * forwards) * each * layout.imbalance
     return np.where(shape.moe_layers > 0, shape.moe_layers * (rows + counts), 0.0)
+
+
+def _distinct_domains(domains: Array, top_k: Array) -> Array:
+    """Of the copies of a token that leave its domain, the share that is left when each other domain gets one: of `top_k` experts drawn at
+    random, the expected number of domains that have any."""
+    others = np.maximum(domains - 1, 1e-9)
+    distinct = others * (1 - (1 - 1 / np.maximum(domains, 1.0)) ** top_k)
+    return np.where(domains > 1, distinct / np.maximum(top_k * others / np.maximum(domains, 1.0), 1e-9), 1.0)
 
 
 def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
@@ -330,7 +349,7 @@ def _boundary(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> 
     """One micro-batch's activations from a stage to the next, one direction."""
     across = layout.pipeline_step >= machine.domain
     size = layout.micro_batch * layout.seq / layout.context * shape.hidden * 2
-    return k.pipe_us * 1e-6 + size / np.where(across, machine.nic * k.net, machine.link * k.link)
+    return k.pipe_us * 1e-6 + size / np.where(across, port_rate(machine, k), link_rate(machine, k))
 
 
 def owned_params(shape: Shape, layout: Layouts) -> Array:

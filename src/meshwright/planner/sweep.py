@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwright.costs.footprint import planned
 from meshwright.costs.idle import fill
-from meshwright.costs.inputs import Array, Layouts
+from meshwright.costs.inputs import Array, Layouts, usual_imbalance
 from meshwright.costs.memory import bytes_of, formats
 from meshwright.costs.of_plan import Pricing, gathered_bytes, state_bytes, strategy_columns
 from meshwright.costs.offload import waiting_bytes
@@ -373,9 +373,10 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
     shards, data = points.column("shard") * context, points.column("data")
     precision = precision_of(run)
     schedule = points.schedule, pipeline, points.accumulate, points.virtual
+    expert = points.column("expert") * tensor if run.model.experts else 1.0
     return Layouts(
         tensor=tensor, pipeline=pipeline, virtual=points.virtual.astype(float), context=context,
-        expert=points.column("expert") * tensor if run.model.experts else 1.0,
+        expert=expert, imbalance=usual_imbalance(expert),
         data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards, micro_batch=points.micro.astype(float),
         global_batch=float(run.train.global_batch), seq=float(run.train.seq_len),
         ulysses=points.column("context_ulysses"),

@@ -63,6 +63,22 @@ GB200 and GB300 name one GPU of the NVL72 rack; its domain counts the 64 that a 
 """
 
 
+MULTIPROCESSORS = {
+    "V100": 80, "A100": 108, "A100-40GB": 108, "H800": 132, "H100": 132, "H100-96GB": 132, "H200": 132, "B200": 148, "B300": 148,
+    "GB200": 148, "GB300": 148, "MI300X": 304, "T4": 40, "L4": 58, "L40S": 142, "A10": 72, "RTX-A6000": 84, "RTX-3090": 82,
+    "RTX-4090": 128, "RTX-5090": 170,
+}  # fmt: skip
+"""Processors of a device that each make one tile of a product's result at a time; chips that are not here have results of any size."""
+
+
+BEST_PRODUCTS = {
+    "A100": 271e12, "A100-40GB": 271e12, "H100": 794.5e12, "H200": 794.5e12, "B200": 1745e12, "B300": 1745e12, "GB200": 1822e12,
+    "GB300": 1822e12, "MI300X": 668e12,
+}  # fmt: skip
+"""FLOP/s of the fastest bf16 product that was measured on a chip, under its power limit (the search over shapes of Stas Bekman's Machine
+Learning Engineering, 2025). A100-40GB, H200, B300 and GB300 are taken to be as fast as the chip with the same tensor cores."""
+
+
 def chip_from_device_name(name: str) -> str | None:
     """The table's name for what the driver calls the device ("NVIDIA H100 80GB HBM3" → "H100"), or None when unknown."""
     words = name.upper().replace("-", " ").split()
