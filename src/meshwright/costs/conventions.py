@@ -1,0 +1,116 @@
+"""What a published source says of its runs beside their table: values for blank cells, and how its words are to be read.
+
+Each convention names the text that it rests on; what it fills in is printed with that text under `assumed`. A source's text decides, not
+which reading is predicted better.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Text = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """What holds for the rows of one source, or for those of them whose columns match `only`."""
+
+    source: str
+    """Pattern that the source's name matches, in lower case."""
+    because: str
+    """The text that says so."""
+    only: Mapping[str, str] = field(default_factory=dict)
+    """Column → pattern that its cell must match, too."""
+    blanks: Mapping[str, str] = field(default_factory=dict)
+    """Column → value of a blank cell."""
+    read_as: Mapping[str, str] = field(default_factory=dict)
+    """Column → how the source's word is read."""
+    layout: Mapping[str, float] = field(default_factory=dict)
+    """Fields of `inputs.Layouts` that no column has."""
+    attention_counted_in_full: bool = False
+    """Whether the source's FLOP/s count 6 FLOPs a parameter and token, and all attention scores (Chowdhery et al. 2022, appendix B)."""
+
+    def holds(self, row: Text) -> bool:
+        """Whether it holds for `row`."""
+        if not re.search(self.source, (row.get("source") or "").lower()):
+            return False
+        return all(re.search(pattern, row.get(column) or "", re.IGNORECASE) for column, pattern in self.only.items())
+
+
+CONVENTIONS = (
+    Convention(
+        source="llama 3 herd",
+        blanks={"vpp": "8", "micro_batch": "1"},
+        because="each rank has V chunks, the first of which keeps only the embedding when one of 128 layers is taken from it, so a chunk "
+        "has one layer (arXiv 2407.21783, 3.3.2)",
+        attention_counted_in_full=True,
+    ),
+    Convention(
+        source="llama 3 herd",
+        read_as={"zero/fsdp": "zero-2"},
+        because="optimizer states and gradients are sharded, weights stay gathered, gradients are added up over micro-batches "
+        "(arXiv 2407.21783, 3.3.2)",
+    ),
+    Convention(
+        source="nemotron-4 340b",
+        blanks={"vpp": "8", "micro_batch": "1"},
+        because="NVIDIA's recipe for the model: tensor 8, pipeline 12, virtual 8, micro-batch 1 (NeMo and Megatron-Bridge nemotron4_340b)",
+    ),
+    Convention(
+        source="deepseek-v3 report",
+        blanks={"micro_batch": "1", "vpp": "1", "vocab": "129280"},
+        layout={"fill": 14 / 45, "imbalance": 1.0},
+        because="DualPipe: (p/2 - 1)(F&B + B - 3W) idle, with B = 2F, W = F; loads are kept even (arXiv 2412.19437, table 2 and 2.1.2)",
+    ),
+    Convention(
+        source="deepseek-v3 report",
+        only={"dtype": "fp8"},
+        read_as={"dtype": "fp8 blockwise"},
+        because="tiles of 1 x 128 and blocks of 128 x 128 have scales of their own (arXiv 2412.19437, 3.3.2)",
+    ),
+    Convention(
+        source="megatron-bridge",
+        only={"ep": r"^([2-9]|\d\d)"},
+        layout={"imbalance": 1.0},
+        because="token distribution among experts is force-balanced (performance-summary.md, footnote)",
+    ),
+    Convention(
+        source="megatron-bridge",
+        only={"gpu": "H100", "note": "25.09.*value in parentheses", "dtype": "fp8"},
+        read_as={"dtype": "fp8 blockwise"},
+        because="in parentheses: weights in blocks of 128 x 128, activations in tiles of 1 x 128 (performance-summary-archive.md, 25.09)",
+    ),
+    Convention(
+        source="megatron-moe-modelzoo",
+        only={"note": "forced balance"},
+        layout={"imbalance": 1.0},
+        because="forced balance",
+    ),
+)
+"""In the order in which they are applied."""
+
+
+def conventions_of(row: Text) -> tuple[Convention, ...]:
+    """Those that hold for `row`."""
+    return tuple(convention for convention in CONVENTIONS if convention.holds(row))
+
+
+def completed(row: Text) -> tuple[dict[str, str], tuple[str, ...]]:
+    """`row` with its source's conventions in its cells, and what they changed, each with its reason."""
+    cells, said = dict(row), []
+    for convention in conventions_of(row):
+        blank = {key: value for key, value in convention.blanks.items() if not (cells.get(key) or "").strip()}
+        changed = blank | {key: value for key, value in convention.read_as.items() if cells.get(key) != value}
+        cells |= changed
+        words = [f"{key} {value}" for key, value in changed.items()]
+        words += [f"{key} {value:.3g}" for key, value in convention.layout.items()]
+        if words:
+            said.append(f"{', '.join(words)}: {convention.because}")
+    return cells, tuple(said)
+
+
+def layout_fields(row: Text) -> dict[str, float]:
+    """Fields of `inputs.Layouts` that the source of `row` states and no column has."""
+    return {key: value for convention in conventions_of(row) for key, value in convention.layout.items()}
