@@ -42,7 +42,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "net_us": (10.0, 0.7), "link_us": (2.0, 0.7), "start_us": (15.0, 0.4), "messages": (0.3, 0.8),
     "reduce_bytes": (4.0, 0.01), "pipe_us": (30.0, 0.8), "pipe_exposed": (0.5, 0.6), "bubble": (1.0, 0.2),
     "step_ms": (10.0, 0.8), "step_layer_us": (100.0, 0.8), "update": (30.0, 0.3), "jitter": (0.002, 0.6),
-    "sync_ms": (1.0, 0.8), "moe_us": (500.0, 0.7), "moe_passes": (40.0, 0.7), "moe_yearly": (1.1, 0.2),
+    "sync_ms": (1.0, 0.8), "moe_us": (50.0, 0.7), "moe_passes": (40.0, 0.7), "moe_yearly": (1.1, 0.2),
 }  # fmt: skip
 """Constant → (guess, standard deviation of its logarithm)."""
 LIMITS = {

@@ -46,7 +46,9 @@ def group(machine: Machine, k: Constants, size: Array, stride: Array, crowding: 
     inside = np.minimum(size, np.maximum(1.0, machine.domain / stride))
     domains = np.ceil(size / inside)
     link = link_rate(machine, k)
-    above = np.where(size * stride > machine.pod, machine.oversubscribed, 1.0)
+    # A ring leaves a pod by the port of one of its members there; above it each has its share of what the pod sends.
+    members = np.maximum(1.0, machine.pod / stride)
+    above = np.where(size * stride > machine.pod, np.maximum(1.0, machine.oversubscribed / members), 1.0)
     reached = np.where(inside > 2, k.net_ring, 1.0)
     across = port_rate(machine, k, reached) * inside / above / (1 + k.crowd * crowding)
     sums = np.minimum(k.net_sum, MOST_OF_LINE / np.minimum(k.net * reached, MOST_OF_LINE))

@@ -120,7 +120,8 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     across = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
     rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
     tensor_host = np.where(width > 1, k.host_tensor_us, 0.0) + rings
-    host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6 + shape.moe_layers * k.moe_us * 1e-6
+    host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6
+    host = host + shape.moe_layers * shape.experts / np.maximum(layout.expert, 1.0) * k.moe_us * 1e-6
     logits = _sustained(machine, k, machine.half_peak).both(tokens, shape.hidden, shape.vocab / width)
     loss = tokens * shape.vocab / width * k.logit_bytes / memory
     # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).

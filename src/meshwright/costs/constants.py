@@ -111,7 +111,7 @@ class Constants:
     moe_yearly: Array
     """As `yearly`, for what routing costs beside its products."""
     moe_us: Array
-    """Host time that a mixture-of-experts layer adds."""
+    """Host time that each expert of a rank adds to a layer."""
     moe_passes: Array
     """Bytes of permuting and combining per routed token and hidden element."""
     # Of this program's own engine; published runs are priced without them.

@@ -177,6 +177,10 @@ class Layouts:
     """Tokens of the busiest expert rank over the mean."""
     one_copy: Array = 0.0
     """1 when a token is sent once to each domain that has some of its experts, and spread from there (DeepEP and kin)."""
+    exchange_beside: Array = 0.0
+    """1 when another micro-batch computes while tokens travel to their experts and back (DualPipe and kin)."""
+    domains_per_token: Array = 0.0
+    """Domains that the router sends a token to at most; 0 where it does not limit them."""
     balanced: Array = 0.0
     """1 when stages are cut by the cost of layers and head rather than by number of layers."""
     dealt: Array = 0.0

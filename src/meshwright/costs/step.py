@@ -73,7 +73,7 @@ def waits(shape: Shape, machine: Machine, layout: Layouts, k: Constants, times: 
     machine = replace(machine, nic=machine.nic * layout.port)
     tensor = _tensor_traffic(shape, machine, layout, k)
     context = sum(context_traffic(shape, machine, layout, k))
-    expert = _expert_traffic(shape, machine, layout, k)
+    expert = _expert_traffic(shape, machine, layout, k, times.forward + times.backward)
     work = times.forward + times.backward + tensor + context + expert
     return Waits(tensor, context, expert, _soft_maximum(work, times.host) - work)
 
@@ -206,25 +206,31 @@ def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     return shape.attention_layers * forward, shape.attention_layers * backward
 
 
-def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, compute: Array) -> Array:
     """Dispatch and combine, forward and backward; in this program's engine also where forward is repeated, and each forward asks first how
-    many rows come, for which the host waits."""
+    many rows come, for which the host waits. Where another micro-batch computes beside the exchange, `compute` hides it."""
+    if not np.any(shape.moe_layers):
+        return np.zeros_like(compute)
     tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
     where = group(machine, k, layout.expert, 1.0)
-    sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(where.domains, shape.top_k), 1.0)
-    each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2, sent_once) * k.expert_exposed
+    sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(where.domains, shape.top_k, layout), 1.0)
+    each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2, sent_once)
     forwards = 1 + np.where((k.copies > 0) & (np.asarray(layout.recompute) >= ALL_BUT_ATTENTION), 1.0, 0.0)
     counts = k.copies * forwards * (all_to_all(where, k, machine, 0.0) + COUNTS_US * 1e-6) * (layout.expert > 1)
-    rows = (2 + 2 * forwards) * each * layout.imbalance
-    return np.where(shape.moe_layers > 0, shape.moe_layers * (rows + counts), 0.0)
+    rows = shape.moe_layers * (2 + 2 * forwards) * each * layout.imbalance
+    beside = np.asarray(layout.exchange_beside) > 0
+    shown = np.where(beside, _shown(rows, compute, k.overlap_tax), rows * k.expert_exposed)
+    return shown + shape.moe_layers * counts
 
 
-def _distinct_domains(domains: Array, top_k: Array) -> Array:
+def _distinct_domains(domains: Array, top_k: Array, layout: Layouts) -> Array:
     """Of the copies of a token that leave its domain, the share that is left when each other domain gets one: of `top_k` experts drawn at
-    random, the expected number of domains that have any."""
-    others = np.maximum(domains - 1, 1e-9)
-    distinct = others * (1 - (1 - 1 / np.maximum(domains, 1.0)) ** top_k)
-    return np.where(domains > 1, distinct / np.maximum(top_k * others / np.maximum(domains, 1.0), 1e-9), 1.0)
+    random, the expected number of domains that have any, no more than the router allows."""
+    domains = np.maximum(domains, 1.0)
+    outside = 1 - 1 / domains
+    distinct = (domains - 1) * (1 - outside**top_k)
+    limit = np.where(np.asarray(layout.domains_per_token) > 0, layout.domains_per_token * outside, np.inf)
+    return np.where(domains > 1, np.minimum(distinct, limit) / np.maximum(top_k * outside, 1e-9), 1.0)
 
 
 def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
@@ -348,7 +354,7 @@ def _tied_sum(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> 
 def _boundary(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     """One micro-batch's activations from a stage to the next, one direction."""
     across = layout.pipeline_step >= machine.domain
-    size = layout.micro_batch * layout.seq / layout.context * shape.hidden * 2
+    size = layout.micro_batch * layout.seq / layout.context / layout.tensor * shape.hidden * 2
     return k.pipe_us * 1e-6 + size / np.where(across, port_rate(machine, k), link_rate(machine, k))
 
 
