@@ -20,6 +20,13 @@ KERNELS = 16.0
 
 RAGGED = 1.35
 
+ACTIVATION = 2 / 3
+"""Bytes that an activation moves an element of its width (6, in two halves and out) over those of a row's way into its expert's product
+and back (9: read and written twice, and the sum)."""
+BIASES = 20.0
+"""Bytes an element that a routed expert's bias moves where it is added expert by expert: a sum in fp32, joined, cast (Megatron-Core,
+`TEGroupedMLP._apply_bias`)."""
+
 TILE = 128.0
 """Rows and columns of a result that one multiprocessor makes at a time. Libraries choose among tiles of 64 to 256 (CUTLASS)."""
 MOST_OF_PEAK = 0.88
@@ -108,7 +115,7 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory)
     passes = tokens * shape.hidden * shape.layers * k.passes / memory / width
     moved = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
-    routed = shape.moe_layers * tokens * shape.top_k * shape.hidden * moved / memory / width
+    routed = shape.moe_layers * tokens * shape.top_k * _routed_bytes(shape, layout, k, moved) / memory / width
     lowered = np.where(machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory / width, 0.0)
     tails = KERNELS * shape.layers * k.tail_us * 1e-6
     forward = products.forward + core_forward + passes + routed + lowered + tails
@@ -121,7 +128,6 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
     tensor_host = np.where(width > 1, k.host_tensor_us, 0.0) + rings
     host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6
-    host = host + shape.moe_layers * shape.experts / np.maximum(layout.expert, 1.0) * k.moe_us * 1e-6
     logits = _sustained(machine, k, machine.half_peak).both(tokens, shape.hidden, shape.vocab / width)
     loss = tokens * shape.vocab / width * k.logit_bytes / memory
     # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
@@ -129,6 +135,14 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     embed = tokens * shape.hidden * 12 / memory
     ragged = np.where(np.mod(shape.vocab / width, 8) > 1e-6, k.ragged_vocab, 1.0)
     return LayerTime(forward, backward + again, host, (logits.forward + logits.backward + loss) * ragged + sums, embed)
+
+
+def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, moved: Array) -> Array:
+    """Bytes that passes over a routed row move beside its expert's products: over the stream when it is sorted and summed, over the
+    expert's width in the activation. Own engine: of the stream alone, from runs that took both."""
+    width = np.where(k.copies > 0, 0.0, ACTIVATION * shape.expert_ffn)
+    biases = shape.expert_bias * layout.host_sizes * BIASES * (shape.expert_in + (1 + shape.gated) * shape.expert_ffn)
+    return (shape.hidden + width) * moved + biases
 
 
 def _recomputed(

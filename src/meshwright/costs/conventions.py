@@ -39,6 +39,15 @@ class Convention:
         return all(re.search(pattern, row.get(column) or "", re.IGNORECASE) for column, pattern in self.only.items())
 
 
+def _recipe(model: str, gpu: str, containers: str, because: str, dtype: str = "", **layout: float) -> Convention:
+    """What Megatron-Bridge's performance recipes of a model on a device say, in the containers that the note names."""
+    only = {"model": model, "gpu": gpu, "note": f"container ({containers})", "dtype": dtype}
+    return Convention(source="megatron-bridge", only=only, layout=layout, because=because)
+
+
+_WHOLE_GRAPH = "the step is one graph, products of experts are fused, tokens travel beside compute (recipes of 26.06, pull request {})"
+_BESIDE = "tokens travel beside compute (moe_a2a_overlap in {}_workload_base_configs.py)"
+
 CONVENTIONS = (
     Convention(
         source="llama 3 herd",
@@ -61,8 +70,9 @@ CONVENTIONS = (
     Convention(
         source="deepseek-v3 report",
         blanks={"micro_batch": "1", "vpp": "1", "vocab": "129280"},
-        layout={"fill": 14 / 45, "imbalance": 1.0},
-        because="DualPipe: (p/2 - 1)(F&B + B - 3W) idle, with B = 2F, W = F; loads are kept even (arXiv 2412.19437, table 2 and 2.1.2)",
+        layout={"fill": 14 / 45, "imbalance": 1, "exchange_beside": 1, "one_copy": 1, "domains_per_token": 4},
+        because="DualPipe: (p/2 - 1)(F&B + B - 3W) idle, with B = 2F, W = F; loads are kept even; a token goes to at most 4 nodes, once to "
+        "each, beside compute (arXiv 2412.19437, table 2, 2.1.2, 3.2)",
     ),
     Convention(
         source="deepseek-v3 report",
@@ -73,8 +83,36 @@ CONVENTIONS = (
     Convention(
         source="megatron-bridge",
         only={"ep": r"^([2-9]|\d\d)"},
-        layout={"imbalance": 1.0},
+        layout={"imbalance": 1},
         because="token distribution among experts is force-balanced (performance-summary.md, footnote)",
+    ),
+    Convention(
+        source="megatron-bridge",
+        only={"note": "tokendrop"},
+        layout={"host_sizes": 0},
+        because="experts take a fixed number of rows and drop the others, so no size comes to the host",
+    ),
+    _recipe("DeepSeek-V3", "^GB", r"26\.0[6-9]", _WHOLE_GRAPH.format(3983), "mxfp8", host_sizes=0, exchange_beside=1),
+    _recipe(
+        "Qwen3-(30|235)B", "^GB", r"26\.0[6-9]", _WHOLE_GRAPH.format(4211), "mxfp8", host_sizes=0, exchange_beside=1
+    ),
+    _recipe("Qwen3-30B", "^B300", r"26\.0[6-9]", _WHOLE_GRAPH.format(4211), "mxfp8", host_sizes=0, exchange_beside=1),
+    _recipe("GPT-OSS", "^GB", r"26\.0[6-9]", _WHOLE_GRAPH.format(4173), "mxfp8", host_sizes=0, exchange_beside=1),
+    _recipe("DeepSeek-V3", "^H100", "25", f"DeepEP, {_BESIDE.format('deepseek')}", exchange_beside=1, one_copy=1),
+    _recipe(
+        "DeepSeek-V3", "^B200", r"26\.0[4-9]", f"DeepEP, {_BESIDE.format('deepseek')}", exchange_beside=1, one_copy=1
+    ),
+    _recipe("Qwen3-235B", "^H100", "2", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-235B", "^B200", r"25\.11", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-235B", "^B300", r"26\.02", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-30B", "^H100", r"25\.11", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-30B", "^H100", "26", "HybridEP (qwen3_workload_base_configs.py)", one_copy=1),
+    _recipe("Nemotron-3-Super", "^B200", "26", "HybridEP (perf_recipes/nemotronh/b200/nemotronh.py)", one_copy=1),
+    Convention(
+        source="megatron-bridge",
+        only={"model": "Llama-3.1-70B", "gpu": "^GB300", "dtype": "mxfp8", "note": r"container 26\.02\.01"},
+        read_as={"vpp": "5", "micro_batch": "1"},
+        because="of the recipe (llama3_workload_base_configs.py) and of the releases around it; printed are those of the sharded row",
     ),
     Convention(
         source="megatron-bridge",
@@ -85,7 +123,7 @@ CONVENTIONS = (
     Convention(
         source="megatron-moe-modelzoo",
         only={"note": "forced balance"},
-        layout={"imbalance": 1.0},
+        layout={"imbalance": 1},
         because="forced balance",
     ),
 )

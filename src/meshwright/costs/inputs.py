@@ -62,6 +62,8 @@ class Shape:
     """1 when a feed-forward layer has a gate matrix beside up and down."""
     tied: Array
     """1 when the head shares the embedding's weights."""
+    expert_bias: Array = 0.0
+    """1 when experts have biases."""
     parallel: Array = 0.0
     """1 when all layers are dense and attention and feed-forward network share what tensor ranks exchange."""
 
@@ -181,6 +183,8 @@ class Layouts:
     """1 when another micro-batch computes while tokens travel to their experts and back (DualPipe and kin)."""
     domains_per_token: Array = 0.0
     """Domains that the router sends a token to at most; 0 where it does not limit them."""
+    host_sizes: Array = 1.0
+    """1 when the host must learn how many rows each local expert gets before it can launch their products."""
     balanced: Array = 0.0
     """1 when stages are cut by the cost of layers and head rather than by number of layers."""
     dealt: Array = 0.0

@@ -150,6 +150,8 @@ def _case(row: Text, assumed: list[str]) -> Case:
     if stack in MODE_NOT_PRINTED:
         layout = replace(layout, sequence=float(splits_sequence(shape_, machine, layout)))
         assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
+    if stack == "bridge" and shape_.experts and layout.exchange_beside and not layout.host_sizes:
+        stack = "bridge_graphs"
     return Case(
         shape=shape_,
         machine=machine,

@@ -73,7 +73,9 @@ def waits(shape: Shape, machine: Machine, layout: Layouts, k: Constants, times: 
     machine = replace(machine, nic=machine.nic * layout.port)
     tensor = _tensor_traffic(shape, machine, layout, k)
     context = sum(context_traffic(shape, machine, layout, k))
-    expert = _expert_traffic(shape, machine, layout, k, times.forward + times.backward)
+    expert = _expert_traffic(shape, machine, layout, k, times.forward + times.backward) + _expert_launches(
+        shape, layout, k
+    )
     work = times.forward + times.backward + tensor + context + expert
     return Waits(tensor, context, expert, _soft_maximum(work, times.host) - work)
 
@@ -221,6 +223,12 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     beside = np.asarray(layout.exchange_beside) > 0
     shown = np.where(beside, _shown(rows, compute, k.overlap_tax), rows * k.expert_exposed)
     return shown + shape.moe_layers * counts
+
+
+def _expert_launches(shape: Shape, layout: Layouts, k: Constants) -> Array:
+    """What the device waits while the host launches the products of local experts: it has run dry when their sizes came to the host."""
+    local = shape.experts / np.maximum(layout.expert, 1.0)
+    return shape.moe_layers * local * k.moe_us * 1e-6 * layout.host_sizes
 
 
 def _distinct_domains(domains: Array, top_k: Array, layout: Layouts) -> Array:
