@@ -13,7 +13,6 @@ from meshwright.costs.constants import OWN, table
 from meshwright.costs.of_plan import (
     LOOPBACK_GB_PER_S,
     LOOPBACK_PORT_GB_PER_S,
-    NEAREST,
     as_nodes,
     band,
     number,
@@ -155,7 +154,7 @@ def ends(cluster: ClusterSpec, mesh: dict[AxisName, int], **layer: Any) -> tuple
 
 def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
     rows = table()["bands"]
-    own, near = (tuple(np.exp(rows[name])) for name in (OWN, NEAREST))
+    own, near, far = ((np.exp(-rows[name]), np.exp(rows[name])) for name in (OWN, "hopper", "default"))
     assert ends(NODE, {"shard": 8}) == pytest.approx(own)
     assert ends(replace(NODE, emulate_nodes=2), {"pipeline": 2, "shard": 4}) == pytest.approx(own)
     for unlike in (
@@ -166,7 +165,7 @@ def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
     ):
         assert unlike == pytest.approx(near)
     elsewhere = ends(replace(NODE, gpu="A100"), {"shard": 8})
-    assert elsewhere[0] < near[0] and elsewhere[1] > near[1]
+    assert elsewhere == pytest.approx(far) and far[1] > near[1] > own[1]
     assert ends(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16}) == elsewhere
     guessed = ends(replace(NODE, gpu="Ascend910"), {"shard": 8})
     assert guessed == pytest.approx((1 / 3, 3), rel=0.01)

@@ -44,6 +44,16 @@ class LayerTime:
     embed: Array
 
 
+def in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
+    """Elements of `count` results m × n, rounded up to whole waves of tiles, one for each multiprocessor; exact where that is 0."""
+    results = count * m * n
+    if not np.any(multiprocessors):
+        return results
+    tiles = count * np.ceil(m / TILE - 1e-6) * np.ceil(n / TILE - 1e-6)
+    waves = np.ceil(tiles / np.maximum(multiprocessors, 1.0) - 1e-6)
+    return np.where(multiprocessors > 0, waves * multiprocessors * TILE * TILE, results)
+
+
 @dataclass(frozen=True)
 class ProductRate:
     """How fast a device makes matrix products of one format."""
@@ -56,11 +66,7 @@ class ProductRate:
     def seconds(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Array:
         """Seconds of `count` equal products (m, inner) × (inner, n) launched together; zero when a dimension is zero."""
         small = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
-        results = count * m * n
-        if np.any(self.multiprocessors):
-            tiles = count * np.ceil(m / TILE - 1e-6) * np.ceil(n / TILE - 1e-6)
-            waves = np.ceil(tiles / np.maximum(self.multiprocessors, 1.0) - 1e-6)
-            results = np.where(self.multiprocessors > 0, waves * self.multiprocessors * TILE * TILE, results)
+        results = in_waves(m, n, self.multiprocessors, count)
         return 2 * results * inner / self.flops * (1 + self.narrow * small)
 
     def both(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Pair:

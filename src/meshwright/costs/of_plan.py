@@ -151,31 +151,34 @@ def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float
 def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     """Logarithms of the band's ends, and what they rest on.
 
-    Where this program never ran, published runs say how far a fitted stack strays from a source that it was not fitted on: those of the
-    generation of devices. A device that nobody's runs were fitted on may be off by a factor of three.
+    Where this program never ran like that, published runs say how far a prediction strays from a source that was left out of the fit: on
+    devices that it ran on those of well-known stacks there, on others those of stacks that few sources know. A device that nobody's runs
+    were fitted on may be off by a factor of three.
     """
     bands = table()["bands"]
     if (wide := spread(cluster)) is not None:
         return wide, "set by hand: the device is in no table"
-    new = ", ".join(_never_measured(cluster, plan))
+    new = ", ".join(never_measured(cluster, plan))
     chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
     generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
     if generation not in table()["generations"]:
         return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
     if not new and (is_measured(generation) or cluster.profile is not None):
         return _even(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
-    reason = new if is_measured(generation) else f"{generation} devices"
-    width = bands.get(generation, bands["default"])
+    if not is_measured(generation):
+        why = f"sources of stacks that few know: {OWN} was not measured on {generation} devices"
+        return _even(bands["default"]), f"published runs left out of the fit, {why}"
+    why = f"{OWN} was not measured with {new}"
     return _even(
-        width
-    ), f"published runs on {generation} devices, of sources left out of the fit: {OWN} was not measured with {reason}"
+        bands.get(generation, bands["default"])
+    ), f"published runs on {generation} devices left out of the fit: {why}"
 
 
 def _even(width: float) -> tuple[float, float]:
     return -width, width
 
 
-def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
+def never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     """What of `plan` is unlike all of this program's own runs."""
     found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     found += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
