@@ -102,6 +102,26 @@ def test_llama_3_gathers_weights_and_sums_gradients_once_a_step(runs: list[dict[
     )
 
 
+def test_runs_that_are_no_full_training_are_refused() -> None:
+    row = {**ROW, "source": "NVIDIA-NeMo/NeMo docs", "note": "FP8; LoRA fine-tuning"}
+    reading = read_row(row)
+    assert reading.case is None and reading.reason is not None and "LoRA" in reading.reason
+    assert read_row({**row, "note": "FP8; SFT fine-tuning"}).case is not None
+
+
+def test_a_source_may_hold_rows_of_another_stack(runs: list[dict[str, str]]) -> None:
+    rows = [row for row in runs if row["source"].startswith("SC21 Table 2")]
+    stacks = {row["zero/fsdp"]: case.stack for row in rows if (case := read_row(row).case)}
+    assert stacks == {"zero-3": "megatron_deepspeed", "ddp": "megatron_lm"}
+
+
+def test_a_second_predicted_token_is_a_layer(runs: list[dict[str, str]]) -> None:
+    rows = [row for row in runs if row["model"] == "DeepSeek-V3"]
+    cases = [(row, case) for row in rows if (case := read_row(row).case)]
+    assert {float(case.shape.layers) for row, case in cases if "w/o MTP" in row["note"]} == {61.0}
+    assert {float(case.shape.layers) for row, case in cases if "w/o MTP" not in row["note"]} == {62.0}
+
+
 def test_a_rate_in_flops_is_a_time_only_where_its_source_says_what_it_counts() -> None:
     row = {**ROW, "tflops_per_gpu": "400", "params": "30e9"}
     assert measured_seconds(row) is None

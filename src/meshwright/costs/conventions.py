@@ -29,6 +29,10 @@ class Convention:
     """Column → how the source's word is read."""
     layout: Mapping[str, float] = field(default_factory=dict)
     """Fields of `inputs.Layouts` that no column has."""
+    stack: str = ""
+    """The software stack, where it is not the one that the source's name stands for."""
+    refused: bool = False
+    """Whether such rows cannot be priced."""
     attention_counted_in_full: bool = False
     """Whether the source's FLOP/s count 6 FLOPs a parameter and token, and all attention scores (Chowdhery et al. 2022, appendix B)."""
 
@@ -39,13 +43,24 @@ class Convention:
         return all(re.search(pattern, row.get(column) or "", re.IGNORECASE) for column, pattern in self.only.items())
 
 
-def _recipe(model: str, gpu: str, containers: str, because: str, dtype: str = "", **layout: float) -> Convention:
+def _recipe(model: str, gpu: str, containers: str, because: str, **layout: float) -> Convention:
     """What Megatron-Bridge's performance recipes of a model on a device say, in the containers that the note names."""
-    only = {"model": model, "gpu": gpu, "note": f"container ({containers})", "dtype": dtype}
+    only = {"model": model, "gpu": gpu, "note": f"container ({containers})"}
     return Convention(source="megatron-bridge", only=only, layout=layout, because=because)
 
 
-_WHOLE_GRAPH = "the step is one graph, products of experts are fused, tokens travel beside compute (recipes of 26.06, pull request {})"
+def _whole_graph(model: str, gpu: str, pull_request: int) -> Convention:
+    """The same where one graph replays the step, from 26.06 on."""
+    return Convention(
+        source="megatron-bridge",
+        only={"model": model, "gpu": gpu, "note": r"container 26\.0[6-9]", "dtype": "mxfp8"},
+        layout={"host_sizes": 0, "exchange_beside": 1},
+        stack="bridge_graphs",
+        because="the step is one graph, products of experts are fused, tokens travel beside compute (recipes of 26.06, pull request "
+        f"{pull_request})",
+    )
+
+
 _BESIDE = "tokens travel beside compute (moe_a2a_overlap in {}_workload_base_configs.py)"
 
 CONVENTIONS = (
@@ -81,6 +96,24 @@ CONVENTIONS = (
         because="tiles of 1 x 128 and blocks of 128 x 128 have scales of their own (arXiv 2412.19437, 3.3.2)",
     ),
     Convention(
+        source="deepseek-v3 report|megatron-bridge",
+        only={"model": "DeepSeek-V3", "note": r"^(?!.*w/o MTP)"},
+        read_as={"layers": "62"},
+        because="one more layer predicts a second token (arXiv 2412.19437, 2.2; mtp_num_layers 1 in recipes); its head is not priced",
+    ),
+    Convention(
+        source="sc21 table 2",
+        only={"zero/fsdp": "zero-3"},
+        stack="megatron_deepspeed",
+        because="ZeRO-3 is DeepSpeed's, without model parallelism (arXiv 2104.04473, 5.2)",
+    ),
+    Convention(
+        source="nemo",
+        only={"note": "LoRA"},
+        refused=True,
+        because="LoRA trains adapters only: no gradients of weights, which is not priced",
+    ),
+    Convention(
         source="megatron-bridge",
         only={"ep": r"^([2-9]|\d\d)"},
         layout={"imbalance": 1},
@@ -92,12 +125,10 @@ CONVENTIONS = (
         layout={"host_sizes": 0},
         because="experts take a fixed number of rows and drop the others, so no size comes to the host",
     ),
-    _recipe("DeepSeek-V3", "^GB", r"26\.0[6-9]", _WHOLE_GRAPH.format(3983), "mxfp8", host_sizes=0, exchange_beside=1),
-    _recipe(
-        "Qwen3-(30|235)B", "^GB", r"26\.0[6-9]", _WHOLE_GRAPH.format(4211), "mxfp8", host_sizes=0, exchange_beside=1
-    ),
-    _recipe("Qwen3-30B", "^B300", r"26\.0[6-9]", _WHOLE_GRAPH.format(4211), "mxfp8", host_sizes=0, exchange_beside=1),
-    _recipe("GPT-OSS", "^GB", r"26\.0[6-9]", _WHOLE_GRAPH.format(4173), "mxfp8", host_sizes=0, exchange_beside=1),
+    _whole_graph("DeepSeek-V3", "^GB", 3983),
+    _whole_graph("Qwen3-(30|235)B", "^GB", 4211),
+    _whole_graph("Qwen3-30B", "^B300", 4211),
+    _whole_graph("GPT-OSS", "^GB", 4173),
     _recipe("DeepSeek-V3", "^H100", "25", f"DeepEP, {_BESIDE.format('deepseek')}", exchange_beside=1, one_copy=1),
     _recipe(
         "DeepSeek-V3", "^B200", r"26\.0[4-9]", f"DeepEP, {_BESIDE.format('deepseek')}", exchange_beside=1, one_copy=1
@@ -144,6 +175,7 @@ def completed(row: Text) -> tuple[dict[str, str], tuple[str, ...]]:
         cells |= changed
         words = [f"{key} {value}" for key, value in changed.items()]
         words += [f"{key} {value:.3g}" for key, value in convention.layout.items()]
+        words += [f"stack {convention.stack}"] * bool(convention.stack)
         if words:
             said.append(f"{', '.join(words)}: {convention.because}")
     return cells, tuple(said)

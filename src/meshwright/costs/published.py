@@ -139,7 +139,11 @@ def failed(row: Text) -> bool:
 
 
 def _case(row: Text, assumed: list[str]) -> Case:
+    conventions = conventions_of(row)
+    if refusal := next((convention.because for convention in conventions if convention.refused), None):
+        raise _NotExpressed(refusal)
     stack = stack_of(row.get("source") or "", row.get("note") or "")
+    stack = next((convention.stack for convention in conventions if convention.stack), stack)
     row, said = completed(row)
     assumed += said
     chip = _chip(row, assumed)
@@ -150,8 +154,6 @@ def _case(row: Text, assumed: list[str]) -> Case:
     if stack in MODE_NOT_PRINTED:
         layout = replace(layout, sequence=float(splits_sequence(shape_, machine, layout)))
         assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
-    if stack == "bridge" and shape_.experts and layout.exchange_beside and not layout.host_sizes:
-        stack = "bridge_graphs"
     return Case(
         shape=shape_,
         machine=machine,
