@@ -13,7 +13,7 @@ TOGETHER := -n 2 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_traffic.py tests/training/test_traffic.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all lint docs features bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all lint docs features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -45,6 +45,9 @@ bench-own: $(VENV)/.installed
 
 bench-search: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_search.py
+
+published-layouts: $(VENV)/.installed
+	$(BIN)/python benchmarks/published_layouts.py
 
 keep-plans: $(VENV)/.installed
 	$(BIN)/python benchmarks/keep_plans.py
