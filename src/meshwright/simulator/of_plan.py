@@ -9,11 +9,13 @@ from typing import TypeVar
 
 from meshwright.costs.memory import activation_bytes, memory_by_rank, optimizer_on_host
 from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
+from meshwright.schedules.expand import expand
 from meshwright.schedules.memory import peak_in_flight
-from meshwright.schedules.of_plan import stage_schedule, stages_of, training_schedule
+from meshwright.schedules.of_plan import schedule_key, schedule_of, stage_schedule, stages_of, training_schedule, unit_strategies
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.slow_nodes import rank_prices
+from meshwright.simulator.stage_play import Program, program_of
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Table, Timing
 from meshwright.simulator.units import Seconds, Unit, UnitCosts
@@ -34,6 +36,18 @@ def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
     cannot be made for the plan's micro-batches and stages.
     """
     return simulate(training_schedule(plan, model.layers), timing_of(model, train, plan, cluster))
+
+
+def stage_program(plan: Plan, layers: int) -> Program:
+    """The plan's schedule for `play_stages`: by units where all micro-batches run through each. Raises BadInput as `training_schedule`."""
+    key = schedule_key(plan, layers)
+    return _program_of(key, tuple(map(len, unit_strategies(plan, layers))) if plan.layered else ())
+
+
+@lru_cache(maxsize=64)
+def _program_of(key: tuple[str, int, int, int], units: tuple[int, ...]) -> Program:
+    schedule = schedule_of(*key)
+    return program_of(expand(schedule, units, order="layered", gather="never", reduce="never") if units else schedule)
 
 
 def units_of(model: ModelSpec, stage: range) -> list[Unit]:
