@@ -18,8 +18,8 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-FEW, MORE = 3, 4
-"""Micro-batches for each pipeline rank that are played instead of many."""
+UNITS, STAGES = (3, 4), (2, 3)
+"""Micro-batches for each pipeline rank that are played instead of many, unit by unit and by stages: (1, 2) were 15% off."""
 Parts = dict[str, float]
 """Seconds by `Timeline.breakdown`'s names; they add up to the step."""
 Play = Callable[[Plan, Timing], Timeline | Totals]
@@ -28,7 +28,7 @@ Play = Callable[[Plan, Timing], Timeline | Totals]
 def played_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
     """With every gather and reduction; `timing` is made when it is not there yet. Raises BadInput as `simulate_plan` does."""
     timing = timing or timing_of(run.model, run.train, plan, run.cluster)
-    return _shortened(plan, timing, lambda few, taking: simulate(training_schedule(few, run.model.layers), taking))
+    return _shortened(plan, timing, lambda few, taking: simulate(training_schedule(few, run.model.layers), taking), UNITS)
 
 
 def played_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
@@ -39,22 +39,22 @@ def played_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> 
     def play(few: Plan, taking: Timing) -> Totals:
         return play_stages(stage_program(few, layers), taking, units, layered=plan.layered)
 
-    return _shortened(plan, timing, play)
+    return _shortened(plan, timing, play, STAGES)
 
 
-def _shortened(plan: Plan, timing: Timing, play: Play) -> Parts:
-    """The parts of the plan as `play` plays it, from two shorter ones when it has many micro-batches."""
+def _shortened(plan: Plan, timing: Timing, play: Play, times: tuple[int, int]) -> Parts:
+    """The parts of the plan as `play` plays it, from two shorter ones with so many micro-batches a rank when it has many."""
     ranks, wanted = plan.axis_size("pipeline"), plan.batch.accumulate
-    if wanted <= (MORE + 1) * ranks:
+    if wanted <= (times[1] + 1) * ranks:
         return play(plan, timing).breakdown
-    return (_in_larger_parts if plan.layered else _in_line)(plan, timing, play)
+    return (_in_larger_parts if plan.layered else _in_line)(plan, timing, play, times)
 
 
-def _in_larger_parts(plan: Plan, timing: Timing, play: Play) -> Parts:
+def _in_larger_parts(plan: Plan, timing: Timing, play: Play, times: tuple[int, int]) -> Parts:
     """With fewer micro-batches that take as long together: in layered order all of a unit's hide its collectives. What larger ones idle
     more is proportional to their size."""
     ranks, wanted = plan.axis_size("pipeline"), plan.batch.accumulate
-    few, more = (times * ranks for times in (FEW, MORE))
+    few, more = (count * ranks for count in times)
     first, second = (
         play(_with_micro_batches(plan, count), timing.stretched(wanted / count)).breakdown for count in (few, more)
     )
@@ -62,11 +62,11 @@ def _in_larger_parts(plan: Plan, timing: Timing, play: Play) -> Parts:
     return {name: max(0.0, seconds - steep * (first[name] - seconds)) for name, seconds in second.items()}
 
 
-def _in_line(plan: Plan, timing: Timing, play: Play) -> Parts:
+def _in_line(plan: Plan, timing: Timing, play: Play, times: tuple[int, int]) -> Parts:
     """Past filling and draining each micro-batch takes as long as the one before."""
     ranks, wanted = plan.axis_size("pipeline"), plan.batch.accumulate
     # A remainder makes groups uneven; the short plans have the same one.
-    few, more = (times * ranks + wanted % ranks for times in (FEW, MORE))
+    few, more = (count * ranks + wanted % ranks for count in times)
     first, second = (play(_with_micro_batches(plan, count), timing) for count in (few, more))
     steep = (wanted - more) / (more - few)
     before = first.breakdown

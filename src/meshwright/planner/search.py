@@ -29,8 +29,8 @@ from meshwright.spec.run import RunSpec
 KEPT, REACH = 6, 1.3
 """Points of each family that the sweep hands on, and times the fastest that they may take: how much further the closed form strays of one
 family than of another."""
-FINALISTS, ALIKE = 48, 4
-"""Plans that are estimated by whole stages, and how many of them may be alike but for how a layer's memory is saved."""
+FINALISTS, LEAST, ALIKE = 64, 24, 4
+"""Plans that are estimated by whole stages at most, as many as are in any case, and how many of them may have axes and schedule alike."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
 """Of the memory that may be filled, what the closed form is asked for: it strays a little from the exact account, which judges. The next is
 tried where no plan of the one before fits."""
@@ -128,7 +128,7 @@ def _finalists(
         seen[alike] += bool(tried)
         return min((one.seconds for one in tried), default=inf)
 
-    for _ in in_turn(swept.seconds.tolist(), kinds, seconds, HOPE):
+    for _ in in_turn(swept.seconds.tolist(), kinds, seconds, HOPE, LEAST):
         if len(found) - len(beside) >= FINALISTS:
             break
     return found

@@ -11,7 +11,7 @@ from meshwright.costs.memory import activation_bytes, memory_by_rank, optimizer_
 from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
 from meshwright.schedules.expand import expand
 from meshwright.schedules.memory import Counts, fullest_moments
-from meshwright.schedules.of_plan import schedule_key, schedule_of, stage_schedule, stages_of, training_schedule, unit_strategies
+from meshwright.schedules.of_plan import schedule_key, schedule_of, stages_of, training_schedule, unit_strategies
 from meshwright.schedules.schedule import Placement
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
@@ -30,7 +30,7 @@ from meshwright.spec.plan import Plan
 T = TypeVar("T")
 REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 """Schedules that hold no more of more micro-batches, once there are `PAST_FILLING` for each rank."""
-PAST_FILLING = 4
+PAST_FILLING = 3
 
 
 def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timeline:
@@ -111,7 +111,8 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     """How long every action of the plan takes, by the cost model. Raises BadInput where it says nothing."""
     cluster = as_nodes(cluster)
     priced = priced_or_refused(model, train, plan, cluster)
-    schedule = stage_schedule(plan, model.layers)
+    name, depth, many, per_rank = schedule_key(plan, model.layers)
+    schedule = schedule_of(name, depth, min(many, PAST_FILLING * depth), per_rank)  # all place stages alike, and send alike
     prices = [rank or priced for rank in rank_prices(model, train, plan, cluster)]
     held = schedule.rank_of
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]

@@ -23,6 +23,8 @@ Slot = tuple[tuple[str, int, int | None, Turn], ...]
 """What takes an action's time: (kind, stage, unit, turn), two of them for an overlap."""
 Message = tuple[int, int, int, int, int]
 """Its number, the actions behind which it is sent and its receive posted, the message before it on its channel, its link."""
+Taken = tuple[float, float, float]
+"""Seconds of an action: of its compute, for which it waits for collectives, and of these for gathers issued before it."""
 Units = Sequence[Sequence[LayerStrategy]]
 """By stage and unit."""
 
@@ -62,19 +64,15 @@ def program_of(schedule: Schedule) -> Program:
 def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool) -> Totals:
     """The step that the program makes when units take as long as `timing` says, gathered and reduced as the strategies of `units` ask."""
     costs = _Costs(timing, units, program.micro_batches, layered)
-    work, waits = (
-        [sum(price(*part) for part in slot) for slot in program.slots] for price in (costs.compute, costs.wait)
-    )
+    work, waits, early = zip(*(costs.of(slot) for slot in program.slots), strict=True)
     seconds = [one + other for one, other in zip(work, waits, strict=True)]
     sizes = timing.boundary_bytes
     links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]
-    ends, starts, messages = _followed(program, seconds, links)
+    ends, starts, messages, hidden = _followed(program, seconds, early, links)
 
     ranks = range(len(program.placement))
-    compute, shown = (
-        [sum(count * table[slot] for slot, count in program.counts[rank].items()) for rank in ranks]
-        for table in (work, waits)
-    )
+    compute = [sum(count * work[slot] for slot, count in program.counts[rank].items()) for rank in ranks]
+    shown = [sum(count * waits[slot] for slot, count in program.counts[r].items()) - hidden[r] for r in ranks]
     late = [costs.late(stages, [ends[program.closing[stage]] for stage in stages]) for stages in program.placement]
     clocks = [max(ends[program.closing[stage]] for stage in stages) for stages in program.placement]
     # Lanes that are busier than all of a rank's compute hold it up at the end at the latest.
@@ -99,27 +97,34 @@ def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool
 
 
 def _followed(
-    program: Program, seconds: Sequence[float], links: Sequence[float]
-) -> tuple[list[float], list[float], list[float]]:
-    """When each action ends; by rank, when its first one starts, and how long it only waits for messages on their way."""
+    program: Program, seconds: Sequence[float], early: Sequence[float], links: Sequence[float]
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """When each action ends; by rank, when its first one starts, how long it only waits for messages on their way, and how much of what
+    is `early` in its actions' seconds such waiting hides."""
     ranks = len(program.placement)
     ends = [0.0] * (len(program.steps) + 1)
     issues, arrivals = [0.0] * (program.messages + 1), [0.0] * (program.messages + 1)
-    clocks, shown, starts = [0.0] * ranks, [0.0] * ranks, [-1.0] * ranks
+    clocks, shown, hidden, starts = ([0.0] * ranks for _ in range(4))
+    begun = [False] * ranks
     for rank, action, slot, meeting, needed in program.steps:
         for message, sent, posted, before, link in meeting:
             issued = max(ends[sent], ends[posted])
             issues[message] = issued
             arrivals[message] = max(issued, arrivals[before]) + links[link]
-        begin = start = clocks[rank]
+        start, taking = clocks[rank], seconds[slot]
         for message in needed:
-            if arrivals[message] > start:
-                shown[rank] += arrivals[message] - max(start, issues[message])
-                start = arrivals[message]
-        if starts[rank] < 0:
-            starts[rank] = start
-        clocks[rank] = ends[action] = start + seconds[slot]
-    return ends, starts, shown
+            arrived = arrivals[message]
+            if arrived > start:
+                shown[rank] += arrived - max(start, issues[message])
+                start = arrived
+        if early[slot] and start > clocks[rank]:
+            less = min(early[slot], start - clocks[rank])
+            hidden[rank] += less
+            taking -= less
+        if not begun[rank]:
+            begun[rank], starts[rank] = True, start
+        clocks[rank] = ends[action] = start + taking
+    return ends, starts, shown, hidden
 
 
 class _Costs:
@@ -128,15 +133,13 @@ class _Costs:
     def __init__(self, timing: Timing, units: Units, micro_batches: int, layered: bool) -> None:
         self.timing, self.units, self.layered = timing, units, layered
         self.many, self.stages = micro_batches, len(units)
-        self._known: dict[tuple[str, int, Turn], list[tuple[float, float]]] = {}
+        self._known: dict[tuple[str, int, Turn], tuple[list[Taken], Taken]] = {}
 
-    def compute(self, kind: str, stage: int, unit: int | None, turn: Turn) -> float:
-        """Seconds in which the device computes or copies."""
-        return self._both(kind, stage, unit, turn)[0]
-
-    def wait(self, kind: str, stage: int, unit: int | None, turn: Turn) -> float:
-        """Seconds in which it stands still for gathers and reductions."""
-        return self._both(kind, stage, unit, turn)[1]
+    def of(self, slot: Slot) -> tuple[float, float, float]:
+        """Seconds in which the device computes or copies, in which it stands still for gathers and reductions, and of these for gathers
+        that a rank issues before it waits for a message."""
+        parts = [self._of(*part) for part in slot]
+        return parts[0] if len(parts) == 1 else _summed(parts)
 
     def late(self, stages: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
         """Seconds for which reductions over shards, and then sums over replicas, go on behind a rank's last action."""
@@ -167,17 +170,16 @@ class _Costs:
                     reductions += self.timing.reduce[stage][unit] * (times if strategy.gradients == "shard" else 1)
         return gathers + reductions if self.timing.one_communicator else max(gathers, reductions)
 
-    def _both(self, kind: str, stage: int, unit: int | None, turn: Turn) -> tuple[float, float]:
+    def _of(self, kind: str, stage: int, unit: int | None, turn: Turn) -> Taken:
         key = kind, stage, turn
         if key not in self._known:
-            self._known[key] = self._walked(kind, stage, turn)
-        by_unit = self._known[key]
-        if unit is not None:
-            return by_unit[unit]
-        return sum(compute for compute, _ in by_unit), sum(wait for _, wait in by_unit)
+            by_unit = self._walked(kind, stage, turn)
+            self._known[key] = by_unit, _summed(by_unit)
+        by_unit, whole = self._known[key]
+        return whole if unit is None else by_unit[unit]
 
-    def _walked(self, kind: str, stage: int, turn: Turn) -> list[tuple[float, float]]:
-        """Compute and waiting of a stage's units, one after another."""
+    def _walked(self, kind: str, stage: int, turn: Turn) -> list[Taken]:
+        """What a stage's units take, one after another."""
         timing, order = self.timing, range(len(self.units[stage]))
         forward, weights = kind in FORWARD, kind in ("backward", "backward_weight")
         rows = {
@@ -192,7 +194,7 @@ class _Costs:
         if not forward and stage == self.stages - 1:  # a forward of the head is followed by its backward
             gathered[0] = False
         reduced = [weights and self._reduces(stage, unit, edge) for unit in units]
-        found = [(0.0, 0.0)] * len(units)
+        found = [[0.0, 0.0, 0.0] for _ in units]
         pending = 0.0
         """Of the reduction that the unit before issued."""
         for at, unit in enumerate(units):
@@ -210,12 +212,18 @@ class _Costs:
             lane = gather + pending if timing.one_communicator else max(gather, pending)
             slow = timing.gather_slowdown if gather > pending else timing.reduce_slowdown
             slowed = min(lane, span * slow) * (1 - 1 / slow)
-            found[unit] = own + copies + slowed, max(0.0, lane - span - slowed)
+            waiting = max(0.0, lane - span - slowed)
+            gathering = min(waiting, gather)
+            found[unit][0] = own + copies + slowed
+            found[unit][1] += waiting - gathering
+            # The first two units' are issued before the stage waits for its input.
+            place = units[0] if following < 2 else unit
+            found[place][1] += gathering
+            found[place][2] += gathering * (following < 2)
             pending = timing.reduce[stage][unit] if reduced[at] and timing.reduce else 0.0
         if forward and turn == "first" and stage == 0 and timing.unshard:
-            compute, wait = found[0]
-            found[0] = compute, wait + timing.unshard[0][0]
-        return found
+            found[0][1] += timing.unshard[0][0]
+        return [(compute, waiting, early) for compute, waiting, early in found]
 
     def _gathers(self, stage: int, unit: int, forward: bool, edge: bool) -> bool:
         reshard = self.units[stage][unit].reshard
@@ -228,6 +236,11 @@ class _Costs:
 
     def _accumulates(self, stage: int, unit: int) -> bool:
         return self.many > 1 and (self.layered or self.units[stage][unit].gradients == "whole")
+
+
+def _summed(parts: Sequence[Taken]) -> Taken:
+    compute, waiting, early = map(sum, zip(*parts, strict=True))
+    return compute, waiting, early
 
 
 class _Compiler:
