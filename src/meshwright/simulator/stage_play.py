@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.schedules.action import COMPUTE, FORWARD, GRADIENT, Action
 from meshwright.schedules.schedule import Schedule
@@ -23,10 +23,29 @@ Slot = tuple[tuple[str, int, int | None, Turn], ...]
 """What takes an action's time: (kind, stage, unit, turn), two of them for an overlap."""
 Message = tuple[int, int, int, int, int]
 """Its number, the actions behind which it is sent and its receive posted, the message before it on its channel, its link."""
-Taken = tuple[float, float, float]
-"""Seconds of an action: of its compute, for which it waits for collectives, and of these for gathers issued before it."""
+
+
 Units = Sequence[Sequence[LayerStrategy]]
 """By stage and unit."""
+
+
+class Taken(NamedTuple):
+    """Seconds of one action."""
+
+    compute: float = 0.0
+    """Of arithmetic and copies."""
+    waiting: float = 0.0
+    """For which it stands still for collectives before it ends."""
+    early: float = 0.0
+    """The part of that which waiting for a message hides: for gathers that are issued before it."""
+    after: float = 0.0
+    """For which its rank stands still behind what the action sends."""
+    reduces: float = 0.0
+    """From its start to its first reduction; 0 where it has none."""
+    alone: bool = True
+    """Whether that is its only one."""
+    reduction: float = 0.0
+    """Of its last reduction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +83,13 @@ def program_of(schedule: Schedule) -> Program:
 def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool) -> Totals:
     """The step that the program makes when units take as long as `timing` says, gathered and reduced as the strategies of `units` ask."""
     costs = _Costs(timing, units, program.micro_batches, layered)
-    work, waits, early = zip(*(costs.of(slot) for slot in program.slots), strict=True)
-    seconds = [one + other for one, other in zip(work, waits, strict=True)]
+    taken = [costs.of(slot) for slot in program.slots]
     sizes = timing.boundary_bytes
     links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]
-    ends, starts, messages, hidden = _followed(program, seconds, early, links)
+    ends, starts, messages, shown = _followed(program, taken, links)
 
     ranks = range(len(program.placement))
-    compute = [sum(count * work[slot] for slot, count in program.counts[rank].items()) for rank in ranks]
-    shown = [sum(count * waits[slot] for slot, count in program.counts[r].items()) - hidden[r] for r in ranks]
+    compute = [sum(count * taken[slot].compute for slot, count in program.counts[r].items()) for r in ranks]
     late = [costs.late(stages, [ends[program.closing[stage]] for stage in stages]) for stages in program.placement]
     clocks = [max(ends[program.closing[stage]] for stage in stages) for stages in program.placement]
     # Lanes that are busier than all of a rank's compute hold it up at the end at the latest.
@@ -97,34 +114,42 @@ def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool
 
 
 def _followed(
-    program: Program, seconds: Sequence[float], early: Sequence[float], links: Sequence[float]
+    program: Program, taken: Sequence[Taken], links: Sequence[float]
 ) -> tuple[list[float], list[float], list[float], list[float]]:
-    """When each action ends; by rank, when its first one starts, how long it only waits for messages on their way, and how much of what
-    is `early` in its actions' seconds such waiting hides."""
+    """When each action ends; by rank, when its first one starts, how long it only waits for messages on their way, and how long for
+    collectives over shards."""
     ranks = len(program.placement)
     ends = [0.0] * (len(program.steps) + 1)
     issues, arrivals = [0.0] * (program.messages + 1), [0.0] * (program.messages + 1)
-    clocks, shown, hidden, starts = ([0.0] * ranks for _ in range(4))
+    clocks, shown, collectives, reduced, starts = ([0.0] * ranks for _ in range(5))
     begun = [False] * ranks
     for rank, action, slot, meeting, needed in program.steps:
         for message, sent, posted, before, link in meeting:
             issued = max(ends[sent], ends[posted])
             issues[message] = issued
             arrivals[message] = max(issued, arrivals[before]) + links[link]
-        start, taking = clocks[rank], seconds[slot]
+        clock = start = clocks[rank]
         for message in needed:
             arrived = arrivals[message]
             if arrived > start:
                 shown[rank] += arrived - max(start, issues[message])
                 start = arrived
-        if early[slot] and start > clocks[rank]:
-            less = min(early[slot], start - clocks[rank])
-            hidden[rank] += less
-            taking -= less
+        compute, waiting, early, after, reduces, alone, reduction = taken[slot]
+        if early:
+            waiting -= min(early, start - clock)
         if not begun[rank]:
             begun[rank], starts[rank] = True, start
-        clocks[rank] = ends[action] = start + taking
-    return ends, starts, shown, hidden
+        end = start + compute + waiting
+        if reduces:  # its first reduction waits for the last one before, behind what it sends where that is its only one
+            late = reduced[rank] - start - reduces
+            if late > 0 and alone:
+                after += late
+            elif late > 0:
+                waiting, end = waiting + late, end + late
+            reduced[rank] = end + after + reduction
+        ends[action], clocks[rank] = end, end + after
+        collectives[rank] += waiting + after
+    return ends, starts, shown, collectives
 
 
 class _Costs:
@@ -135,11 +160,10 @@ class _Costs:
         self.many, self.stages = micro_batches, len(units)
         self._known: dict[tuple[str, int, Turn], tuple[list[Taken], Taken]] = {}
 
-    def of(self, slot: Slot) -> tuple[float, float, float]:
-        """Seconds in which the device computes or copies, in which it stands still for gathers and reductions, and of these for gathers
-        that a rank issues before it waits for a message."""
+    def of(self, slot: Slot) -> Taken:
+        """What an action of one part takes, or of two that overlap."""
         parts = [self._of(*part) for part in slot]
-        return parts[0] if len(parts) == 1 else _summed(parts)
+        return parts[0] if len(parts) == 1 else _joined(parts)
 
     def late(self, stages: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
         """Seconds for which reductions over shards, and then sums over replicas, go on behind a rank's last action."""
@@ -174,7 +198,7 @@ class _Costs:
         key = kind, stage, turn
         if key not in self._known:
             by_unit = self._walked(kind, stage, turn)
-            self._known[key] = by_unit, _summed(by_unit)
+            self._known[key] = by_unit, _joined(by_unit if kind in FORWARD else by_unit[::-1])
         by_unit, whole = self._known[key]
         return whole if unit is None else by_unit[unit]
 
@@ -194,7 +218,8 @@ class _Costs:
         if not forward and stage == self.stages - 1:  # a forward of the head is followed by its backward
             gathered[0] = False
         reduced = [weights and self._reduces(stage, unit, edge) for unit in units]
-        found = [[0.0, 0.0, 0.0] for _ in units]
+        found = [Taken()] * len(units)
+        waits, early = [0.0] * len(units), [0.0] * len(units)
         pending = 0.0
         """Of the reduction that the unit before issued."""
         for at, unit in enumerate(units):
@@ -212,18 +237,17 @@ class _Costs:
             lane = gather + pending if timing.one_communicator else max(gather, pending)
             slow = timing.gather_slowdown if gather > pending else timing.reduce_slowdown
             slowed = min(lane, span * slow) * (1 - 1 / slow)
-            waiting = max(0.0, lane - span - slowed)
-            gathering = min(waiting, gather)
-            found[unit][0] = own + copies + slowed
-            found[unit][1] += waiting - gathering
-            # The first two units' are issued before the stage waits for its input.
+            # The first two units' gathers are issued before the stage waits for its input.
             place = units[0] if following < 2 else unit
-            found[place][1] += gathering
-            found[place][2] += gathering * (following < 2)
+            waiting = min(gather, max(0.0, lane - span - slowed))
+            waits[place] += waiting
+            early[place] += waiting * (following < 2)
             pending = timing.reduce[stage][unit] if reduced[at] and timing.reduce else 0.0
+            taken = own + copies + slowed
+            found[unit] = Taken(taken, reduces=taken if reduced[at] else 0.0, reduction=pending)
         if forward and turn == "first" and stage == 0 and timing.unshard:
-            found[0][1] += timing.unshard[0][0]
-        return [(compute, waiting, early) for compute, waiting, early in found]
+            waits[0] += timing.unshard[0][0]
+        return [one._replace(waiting=waits[unit], early=early[unit]) for unit, one in enumerate(found)]
 
     def _gathers(self, stage: int, unit: int, forward: bool, edge: bool) -> bool:
         reshard = self.units[stage][unit].reshard
@@ -238,9 +262,24 @@ class _Costs:
         return self.many > 1 and (self.layered or self.units[stage][unit].gradients == "whole")
 
 
-def _summed(parts: Sequence[Taken]) -> Taken:
-    compute, waiting, early = map(sum, zip(*parts, strict=True))
-    return compute, waiting, early
+def _joined(parts: Sequence[Taken]) -> Taken:
+    """One action of several, one after another: each waits for the reduction before it, as compute has one buffer for them."""
+    now = compute = waiting = early = after = first = reduced = 0.0
+    reducing = [part for part in parts if part.reduces]
+    for part in parts:
+        compute, waiting, early = compute + part.compute, waiting + part.waiting, early + part.early
+        if part.reduces:
+            late = max(0.0, reduced - now - part.reduces)
+            first = first or now + part.reduces
+            if part is parts[-1] and part.alone:
+                after = late
+            else:
+                waiting, now = waiting + late, now + late
+            reduced = now + part.compute + part.waiting + after + part.reduction
+        now += part.compute + part.waiting
+    alone = len(reducing) == 1 and reducing[0] is parts[-1] and reducing[0].alone
+    last = reducing[-1].reduction if reducing else 0.0
+    return Taken(compute, waiting, early, after, first, alone, last)
 
 
 class _Compiler:
