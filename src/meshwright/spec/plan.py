@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Literal, get_args
 
 from meshwright.spec.fields import Positive
@@ -237,7 +237,11 @@ class Plan:
 
     def axis_size(self, name: str) -> int:
         """Ranks along `name`; 1 when the mesh lacks the axis."""
-        return next((axis.size for axis in self.mesh if axis.axis == name), 1)
+        return self._sizes.get(name, 1)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {axis.axis: axis.size for axis in self.mesh}
 
     @property
     def bare(self) -> Plan:
@@ -250,7 +254,13 @@ class Plan:
 
     def strategies(self, layers: int) -> tuple[LayerStrategy, ...]:
         """Of every block of a model of `layers`."""
-        return _by_layer(self.layers, layers)
+        if layers not in self._strategies:
+            self._strategies[layers] = _by_layer(self.layers, layers)
+        return self._strategies[layers]
+
+    @cached_property
+    def _strategies(self) -> dict[int, tuple[LayerStrategy, ...]]:
+        return {}  # asked for by layer, and costly to look up by all strategies
 
     def strategy_of(self, parameter: str, layers: int) -> LayerStrategy:
         """The strategy of a parameter by its name: its block's; the embedding has the first block's, what follows the blocks the last's."""
