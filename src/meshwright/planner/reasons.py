@@ -27,6 +27,7 @@ from meshwright.planner.explain import EQUAL, seconds_text, shortfall
 from meshwright.planner.finalists import ALIKE
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.of_plan import host_bytes
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
 
@@ -54,7 +55,6 @@ CARRIED: tuple[
 """What travels between devices by kernels or by copy engines: by which in a plan or in its pins, between how many ranks, and why by kernels
 where no comparison of seconds says it."""
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
-GUESSED = "plans are compared by guessed rates of a CPU, whose times are not predicted without a profile"
 BESIDE = 3
 """Other values of a choice that are named."""
 NAMED_RANGES = 2
@@ -66,7 +66,7 @@ def reasons(
 ) -> tuple[str, ...]:
     """One sentence for each thing that a person might ask about `best`; `fits` says which plans have enough memory."""
     plan, pins = best.plan, pins_of(run)
-    said = [GUESSED] if is_guessed(run.cluster) else []
+    said = [_by_guess(run.cluster)] if is_guessed(run.cluster) else []
     said += [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
     said += [*_by_memory(plan, run, fits), *_carried(best, others, run)]
     if refused := untrainable(plan):
@@ -84,6 +84,11 @@ def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
     if len(layers) > NAMED_RANGES:
         return f"{count} of {total} layers"
     return f"layer{'s' * (count > 1)} " + " and ".join(layer.range for layer in layers)
+
+
+def _by_guess(cluster: ClusterSpec) -> str:
+    device = "a CPU" if cluster.is_cpu else cluster.gpu
+    return f"plans are compared by guessed rates of {device}, whose times are not predicted without a profile"
 
 
 def _beside(best: Candidate, others: Sequence[Candidate], name: str, value: Callable[[Plan], object]) -> str:
