@@ -16,6 +16,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.nodes import node_kinds
 from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_numbers, layer_range
+from meshwright.spec.plan_name import plan_name
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
@@ -74,8 +75,10 @@ def mesh_line(plan: Plan) -> str:
 
 
 def short_line(plan: Plan) -> str:
-    """What sets a plan apart from its neighbours."""
-    return f"{axes_line(plan)}, micro-batch {plan.batch.micro_batch}, {layers_line(plan)}"
+    """What sets a plan apart from its neighbours: its name, what copies in place of kernels, and its layers."""
+    copied = (("gathers", plan.gather_engine), ("tokens", plan.tensor_engine))
+    engines = "".join(f", {name} by copy engines" for name, engine in copied if engine == "copy")
+    return f"{plan_name(plan)}{engines}, {layers_line(plan)}"
 
 
 def layers_line(plan: Plan) -> str:

@@ -48,7 +48,7 @@ def unpredicted(cluster: ClusterSpec) -> str:
     """What is said in place of seconds where `is_guessed`."""
     if cluster.is_cpu:
         return "CPU times are not predicted without a profile (`meshwright profile --out FILE` measures this machine)"
-    return f"no step time: rates of {cluster.gpu} are not known (`meshwright profile --out FILE` on it measures them)"
+    return f"rates of {cluster.gpu} are not known (`meshwright profile --out FILE` on it measures them)"
 
 
 def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
