@@ -18,12 +18,17 @@ CONTEXT: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulys
 
 def plan_name(plan: Plan) -> str:
     """Parallelism, schedule and micro-batch of a plan, as in "PP2 × FSDP4 (ZeRO-3), zero-bubble V (zbv), micro-batch 1"."""
-    parts = [" × ".join(_axes(plan)) or "one device"]
+    parts = [mesh_name(plan)]
     if plan.experts is not None and plan.experts.expert > 1:
         parts.append(f"EP{plan.experts.expert}")
     if plan.axis_size("pipeline") > 1 or plan.layered:
         parts.append(SCHEDULES[plan.schedule.name])
     return ", ".join([*parts, f"micro-batch {plan.batch.micro_batch}"])
+
+
+def mesh_name(plan: Plan) -> str:
+    """Its parallelism alone, as in "PP2 × FSDP4 (ZeRO-3)"."""
+    return " × ".join(_axes(plan)) or "one device"
 
 
 def zero_stage(layer: LayerStrategy) -> int:
