@@ -38,7 +38,7 @@ FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 
 
 def bytes_of(number_format: str) -> int:
-    return {"bf16": 2, "fp32": 4, "fp64": 8}[number_format]
+    return {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[number_format]
 
 
 def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
@@ -345,7 +345,9 @@ def _held(
     ]
     working = max(per_token(layer)[1] for layer in part.layers)
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
-    whole = shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16"
+    whole = (
+        shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute == plan.precision.stored
+    )
     host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_away)
     host += part.head * every[-1].optimizer_away
     host += (part.ends - part.head) * every[0].optimizer_away
