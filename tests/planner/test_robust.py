@@ -38,15 +38,6 @@ def test_a_plan_loses_what_its_network_carries() -> None:
     sharded = search(load_run(None, [*QUESTION.split(), "plan.pipeline=1", "plan.replicate=1"])).best.plan
     one_node = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=4096 train.global_batch=64"
     alone = load_run(None, one_node.split())
-        None,
-        [
-            "model=llama3-8b",
-            "cluster.gpu=H200",
-            "cluster.gpus_per_node=8",
-            "train.seq_len=4096",
-            "train.global_batch=64",
-        ],
-    )
     assert 0 < losses(run)(sharded) <= 1 / SLOWER - 1 + 1e-9
     assert losses(alone)(search(alone).best.plan) == 0
 
