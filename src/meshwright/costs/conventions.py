@@ -153,6 +153,18 @@ CONVENTIONS = (
     ),
     Convention(
         source="megatron-moe-modelzoo",
+        only={"note": "^DeepEP"},
+        layout={"one_copy": 1},
+        because="DeepEP sends a token once to a node",
+    ),
+    Convention(
+        source="megatron-moe-modelzoo",
+        only={"note": "1F1B overlap"},
+        layout={"exchange_beside": 1},
+        because="1F1B overlap",
+    ),
+    Convention(
+        source="megatron-moe-modelzoo",
         only={"note": "forced balance"},
         layout={"imbalance": 1},
         because="forced balance",
