@@ -13,7 +13,7 @@ TOGETHER := -n 2 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_traffic.py tests/training/test_traffic.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all lint docs features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -33,6 +33,9 @@ lint: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed
 	$(BIN)/meshwright schema --reference > docs/run-file.md
+
+examples: $(VENV)/.installed-test
+	$(BIN)/python -m tests.docs.examples
 
 features: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.features

@@ -25,7 +25,7 @@ from tests.training.tiny import cpu_profile
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
 ONE = [*MODEL, "cluster.gpus_per_node=2"]
 TCP = [*MODEL, "cluster.gpus_per_node=4", "cluster.emulate_nodes=2"]
-KEYS = {"plan", "predicted", "alternatives", "search_seconds", "sources"}
+KEYS = {"name", "plan", "predicted", "alternatives", "search_seconds", "sources"}
 
 
 def test_json_has_exactly_the_answer() -> None:
@@ -33,10 +33,12 @@ def test_json_has_exactly_the_answer() -> None:
     assert set(found) == KEYS
     assert found["predicted"] == found["plan"]["predicted"] and found["predicted"]["step_seconds"] > 0
     assert found["search_seconds"] > 0 and found["sources"]
+    assert found["name"].endswith(f"micro-batch {found['plan']['batch']['micro_batch']}")
     seconds = [other["plan"]["predicted"]["step_seconds"] for other in found["alternatives"]]
     assert found["predicted"]["step_seconds"] <= 1.01 * min(seconds)  # of plans as fast, the simplest
     assert all(
-        set(other) == {"fits", "trainable", "why_not", "plan"} and other["why_not"] for other in found["alternatives"]
+        set(other) == {"name", "fits", "trainable", "why_not", "plan"} and other["why_not"]
+        for other in found["alternatives"]
     )
 
 
@@ -348,6 +350,34 @@ def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path
 
     measured = meshwright(*asked, f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}").json
     assert measured["predicted"]["step_seconds"] > 0 and "not predicted" not in measured["plan"]["why"][0]
+
+
+def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: Path) -> None:
+    words = [*ONE, "cluster.gpu=X9000", "cluster.memory_gib=40"]
+    shown = meshwright("plan", *words, "--html", tmp_path / "plan.html")
+    said = " ".join(shown.out.split())
+    assert (
+        shown.code == 0
+        and "no step time: rates of X9000 are not known" in said
+        and "GB of 43 GB on the fullest" in said
+    )
+    assert " a step" not in said and "tokens/s" not in said and not re.search(r"\d m?s longer", said)
+    found = meshwright("plan", *words, "--json", "--explain").json
+    assert found["predicted"]["memory_peak_bytes"] > 0 and found["predicted"]["step_seconds"] is None
+    assert found["sources"]["matrix products"].startswith("guess") and found["changes"] == []
+    too_small = meshwright("plan", *ONE, "cluster.gpu=X9000", "cluster.memory_gib=4", "plan.offload=none")
+    assert too_small.code == 3 and "no plan fits" in too_small.err
+
+
+def test_a_chip_without_bf16_is_planned_in_fp32_and_in_fp16_only_planned() -> None:
+    words = [*MODEL, "cluster.gpu=V100", "cluster.gpus_per_node=4"]
+    usual = meshwright("plan", *words, "--json")
+    assert usual.json["plan"]["precision"]["compute"] == "fp32" and "V100 without bf16: fp32 assumed" in usual.err
+    pinned = meshwright("plan", *words, "plan.compute=fp16", "--json")
+    assert "without bf16" not in pinned.err and pinned.json["plan"]["precision"]["compute"] == "fp16"
+    assert pinned.json["predicted"]["step_seconds"] < usual.json["predicted"]["step_seconds"] / 3
+    assert "computation in fp16" in pinned.json["plan"]["why"][-2] + pinned.json["plan"]["why"][-1]
+    assert "no run on volta devices" in pinned.json["sources"]["matrix products"]
 
 
 @pytest.mark.parametrize("more", [["--gpus", "2..4"], ["--objective", "cost"]])

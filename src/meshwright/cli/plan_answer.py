@@ -37,6 +37,7 @@ from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
 
 OBJECTIVES = ("time", "cost", "training")
@@ -163,6 +164,7 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     """The answer as `--json` prints it."""
     others = [
         {
+            "name": plan_name(other.plan),
             "fits": other.fits,
             "trainable": untrainable(other.plan) is None,
             "why_not": answer.why_not(other),
@@ -172,6 +174,7 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     ]
     plan = to_plain(answer.plan)
     body = {
+        "name": plan_name(answer.plan),
         "plan": plan,
         "predicted": plan["predicted"],
         "alternatives": others,

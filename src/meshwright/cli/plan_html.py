@@ -30,6 +30,7 @@ from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
 from meshwright.simulator.of_plan import simulate_plan
 from meshwright.spec.model import parameter_count
+from meshwright.spec.plan_name import plan_name
 
 ROUNDS_DRAWN = 4
 """Micro-batches for each pipeline rank in the timeline's picture, where the step has more than that."""
@@ -79,7 +80,7 @@ def _name(answer: Answer) -> str:
 def _header(answer: Answer) -> str:
     run, cluster = answer.run, answer.run.cluster
     machines = machines_line(cluster)
-    line = f"{figures.short(parameter_count(run.model))} parameters · {machines} · {short_line(answer.plan)}"
+    line = f"{figures.short(parameter_count(run.model))} parameters · {machines} · {plan_name(answer.plan)}"
     refused, over = answer.planned_only, answer.does_not_fit
     word = "does not fit" if over else "planned only" if refused else "can be trained"
     status = f'<span class="status {"part" if over or refused else "done"}">{word}</span>'

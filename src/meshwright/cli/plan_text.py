@@ -29,6 +29,7 @@ from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Predicted
+from meshwright.spec.plan_name import plan_name
 
 SHOWN = 5
 """Runner-ups printed; --json has them all."""
@@ -70,11 +71,12 @@ def _head(console: Console, answer: Answer) -> None:
     run, plan, cluster = answer.run, answer.plan, answer.run.cluster
     name, size = run.model.preset or run.model.family, f"{figures.short(parameter_count(run.model))} parameters"
     console.print(f"[bold]{name}[/bold], {size}, on {machines_line(cluster)}")
+    console.print(f"[bold]{plan_name(plan)}[/bold]")
     said = plan.predicted
     if said is not None:
         console.print(_figures(said, cluster.memory_bytes()))
         if warned := caution(run):
-            console.print(f"  {warned}")
+            console.print(f"  {'' if said.step_seconds else 'no step time: '}{warned}")
     if answer.given:
         console.print(f"the plan of {run.plan}, priced on this cluster")
     else:

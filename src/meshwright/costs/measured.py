@@ -130,6 +130,19 @@ def guessed_processor(cores: int) -> Chip:
     )  # fmt: skip
 
 
+def guessed_device(name: str, memory_bytes: int) -> Chip:
+    """A device with so much memory of which nothing else is known: round rates of a card on PCIe, so that plans can be compared at all."""
+    return Chip(
+        name,
+        "unknown",
+        memory_bytes,
+        {"bf16": 1e14, "fp16": 1e14, "fp32": 2e13, "fp8": 2e14},
+        hbm=1e12,
+        link=25e9,
+        nic=12.5e9,
+    )
+
+
 def correction(profile: MachineProfile) -> float:
     """Times that device time is what the profile's own figures say, by the runs that were fed back: their median."""
     return float(np.median([row.factor for row in profile.corrections])) if profile.corrections else 1.0

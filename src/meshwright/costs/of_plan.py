@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -104,13 +105,18 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     def priced(linear: Linear) -> Pricing:
         alike = replace(plan, precision=replace(plan.precision, linear=linear))
         kind = products(alike.precision, cluster)
-        k, machine = as_measured(constants, machine_of(cluster, kind), cluster, kind)
+        k, machine = as_measured(constants, _machine(cluster, kind), cluster, kind)
         if kind == "fp8" and linear == "fp8_rowwise":
             machine = replace(machine, low=ROWWISE)
         return Pricing(shape, machine, _layout(model, train, alike), k)
 
     most, *others = _formats(model, plan)
     return replace(priced(most), others={linear: priced(linear) for linear in others})
+
+
+@lru_cache(maxsize=64)  # as long as the list of its nodes to make
+def _machine(cluster: ClusterSpec, kind: str) -> Machine:
+    return machine_of(cluster, kind)
 
 
 def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:

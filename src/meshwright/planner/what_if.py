@@ -27,6 +27,7 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8 import fits_fp8, unlike_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
+from meshwright.spec.plan_name import mesh_name
 from meshwright.spec.run import RunSpec
 
 QUICK = 0.5
@@ -150,9 +151,10 @@ def _another_node(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> 
             if more > nodes + 1
             else ""
         )
-        meshed = " × ".join(f"{axis.axis} {axis.size}" for axis in found.mesh)
         added = "one more node" if more == nodes + 1 else f"{more - nodes} more nodes"
-        return _change(f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)", run, plan, larger, found, meshed + odd)
+        return _change(
+            f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)", run, plan, larger, found, mesh_name(found) + odd
+        )
     alone = plan.batch.micro_batch * plan.batch.accumulate == 1
     note = "the batch has no more sequences to give" if alone else "no larger cluster divides the batch"
     return _change("more nodes", run, plan, run, plan, note)

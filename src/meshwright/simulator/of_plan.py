@@ -9,11 +9,14 @@ from typing import TypeVar
 
 from meshwright.costs.memory import activation_bytes, memory_by_rank, optimizer_on_host
 from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
-from meshwright.schedules.memory import peak_in_flight
-from meshwright.schedules.of_plan import stage_schedule, stages_of, training_schedule
+from meshwright.schedules.expand import expand
+from meshwright.schedules.memory import Counts, fullest_moments
+from meshwright.schedules.of_plan import schedule_key, schedule_of, stages_of, training_schedule, unit_strategies
+from meshwright.schedules.schedule import Placement
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.slow_nodes import rank_prices
+from meshwright.simulator.stage_play import Program, program_of
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Table, Timing
 from meshwright.simulator.units import Seconds, Unit, UnitCosts
@@ -25,6 +28,9 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 
 T = TypeVar("T")
+REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
+"""Schedules that hold no more of more micro-batches, once there are `PAST_FILLING` for each rank."""
+PAST_FILLING = 3
 
 
 def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timeline:
@@ -34,6 +40,18 @@ def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
     cannot be made for the plan's micro-batches and stages.
     """
     return simulate(training_schedule(plan, model.layers), timing_of(model, train, plan, cluster))
+
+
+def stage_program(plan: Plan, layers: int) -> Program:
+    """The plan's schedule for `play_stages`: by units where all micro-batches run through each. Raises BadInput as `training_schedule`."""
+    key = schedule_key(plan, layers)
+    return _program_of(key, tuple(map(len, unit_strategies(plan, layers))) if plan.layered else ())
+
+
+@lru_cache(maxsize=64)
+def _program_of(key: tuple[str, int, int, int], units: tuple[int, ...]) -> Program:
+    schedule = schedule_of(*key)
+    return program_of(expand(schedule, units, order="layered", gather="never", reduce="never") if units else schedule)
 
 
 def units_of(model: ModelSpec, stage: range) -> list[Unit]:
@@ -51,8 +69,26 @@ def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> t
 
 @lru_cache(maxsize=256)  # a search asks whether a plan fits, and then how much it takes
 def _memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool) -> tuple[dict[str, int], ...]:
-    alive = peak_in_flight(stage_schedule(plan, model.layers), activation_bytes(model, train, plan))
+    alive = _peaks(plan, model.layers, activation_bytes(model, train, plan))
     return memory_by_rank(model, train, plan, cpu=cpu, alive=alive)
+
+
+def _peaks(plan: Plan, layers: int, left: Sequence[float]) -> list[float]:
+    """By pipeline rank, the most that forwards leave for backwards; `left` by stage."""
+    name, ranks, micro_batches, per_rank = schedule_key(plan, layers)
+    if name in REPEATING_SCHEDULES and micro_batches % ranks == 0:
+        micro_batches = min(micro_batches, PAST_FILLING * ranks)
+    moments, placement = _moments(name, ranks, micro_batches, per_rank)
+    return [
+        max(sum(count * left[stage] for count, stage in zip(counts, stages, strict=True)) for counts in rank)
+        for rank, stages in zip(moments, placement, strict=True)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _moments(name: str, ranks: int, micro_batches: int, per_rank: int) -> tuple[Counts, Placement]:
+    schedule = schedule_of(name, ranks, micro_batches, per_rank)
+    return fullest_moments(schedule), schedule.placement
 
 
 def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float]:
@@ -66,7 +102,7 @@ def _activations_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: 
     left = activation_bytes(model, train, plan, away=True)
     if not any(left):
         return 0.0
-    rows = peak_in_flight(stage_schedule(plan, model.layers), left)
+    rows = _peaks(plan, model.layers, left)
     apart = any(axis.axis == "pipeline" and axis.crosses == "node" for axis in plan.mesh)
     return (max(rows) if apart else sum(rows) / len(rows)) * plan.ranks / nodes
 
@@ -75,7 +111,8 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     """How long every action of the plan takes, by the cost model. Raises BadInput where it says nothing."""
     cluster = as_nodes(cluster)
     priced = priced_or_refused(model, train, plan, cluster)
-    schedule = stage_schedule(plan, model.layers)
+    name, depth, many, per_rank = schedule_key(plan, model.layers)
+    schedule = schedule_of(name, depth, min(many, PAST_FILLING * depth), per_rank)  # all place stages alike, and send alike
     prices = [rank or priced for rank in rank_prices(model, train, plan, cluster)]
     held = schedule.rank_of
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]
