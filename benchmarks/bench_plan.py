@@ -64,7 +64,7 @@ def main() -> None:
     rows = gather_rows(records)
     fitted = np.array([predictions[at].seconds for at, *_ in records], dtype=np.float64)
     folds = left_out(rows, every_fifth(len(records)))
-    sources = left_out(rows, by_source(rows), table())
+    sources = left_out(rows, by_source(rows))
     lines = [
         *error_lines(runs, predictions, records, fitted, folds, sources),
         *scale_lines(records, rows, predictions),

@@ -166,7 +166,7 @@ def predict(rows: Rows, table: dict[str, Any]) -> np.ndarray:
     ).seconds
 
 
-def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, Any] | None = None) -> dict[str, Any]:
+def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20) -> dict[str, Any]:
     """Generations and stacks that predict `rows` best; those with fewer than `least` rows read the pooled default."""
     columns = [_columns([pair[side] for pair in rows.pairs], least) for side in (0, 1)]
     knobs = []
@@ -183,7 +183,7 @@ def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, 
             ).seconds
         )
 
-    return solve(knobs, evaluate, np.log(rows.measured), rows.weight, rounds, start)
+    return solve(knobs, evaluate, np.log(rows.measured), rows.weight, rounds)
 
 
 def fit_memory(kept: list[tuple[dict[str, str], Case]], *, rounds: int = 40, least: int = 15) -> dict[str, Any]:
@@ -235,7 +235,6 @@ def solve(
     target: np.ndarray,
     weight: np.ndarray,
     rounds: int,
-    start: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The table of least weighted absolute error plus the cost of leaving the guesses.
 
@@ -249,7 +248,7 @@ def solve(
     highest = np.log(
         np.concatenate([np.full(size, LIMITS.get(knob.name, np.inf)) for knob, size in zip(knobs, sizes, strict=True)])
     )
-    x = np.minimum(guess if start is None else _as_vector(knobs, start, guess), highest)
+    x = np.minimum(guess, highest)
 
     def values(x: np.ndarray) -> dict[str, np.ndarray]:
         each = np.where(free, np.exp(x), 0.0)
@@ -298,19 +297,11 @@ def _as_table(knobs: list[Knob], x: np.ndarray, offsets: np.ndarray) -> dict[str
     return table
 
 
-def _as_vector(knobs: list[Knob], table: dict[str, Any], guess: np.ndarray) -> np.ndarray:
-    given = []
-    for knob in knobs:
-        section = table[knob.section]
-        given += [section.get(column, section["default"])[knob.name] for column in knob.columns]
-    return np.where(np.array(given) > 0, np.log(np.maximum(given, 1e-9)), guess)
-
-
-def left_out(rows: Rows, folds: list[np.ndarray], start: dict[str, Any] | None = None) -> np.ndarray:
+def left_out(rows: Rows, folds: list[np.ndarray]) -> np.ndarray:
     """Seconds of every row under constants fitted without the rows of its fold (True marks a fold's rows); NaN in no fold."""
     found = np.full(len(rows.measured), np.nan)
     for fold in folds:
-        table = fit_time(take(rows, ~fold), start=start)
+        table = fit_time(take(rows, ~fold))
         found[fold] = predict(take(rows, fold), table)
     return found
 
@@ -348,12 +339,12 @@ LEAST_ROWS, LEAST_SOURCES = 3, 3
 """Of a source that is left out, and of sources that a stack's or a generation's own band rests on."""
 
 
-def bands(rows: Rows, start: dict[str, Any] | None = None) -> dict[str, float]:
+def bands(rows: Rows) -> dict[str, float]:
     """Half-widths of the 80% bands, in logarithms, from sources that were left out of the fit whole.
 
     By stack where three sources or more know it, and by generation over those stacks; `default` for all other stacks.
     """
-    return widths(rows, np.log(rows.measured / left_out(rows, by_source(rows), start)))
+    return widths(rows, np.log(rows.measured / left_out(rows, by_source(rows))))
 
 
 def widths(rows: Rows, residual: np.ndarray, but: str | None = None) -> dict[str, float]:
@@ -424,7 +415,7 @@ def main() -> None:
     table = fit_time(rows, rounds=arguments.rounds)
     table["best_quartile"] = best_quartile(rows, table)
     table["memory"] = memory_constants()
-    table["bands"] = bands(rows, table)
+    table["bands"] = bands(rows)
     table["fitted_on"] = dict(sorted(Counter(rows.names).items()))
     FILE.write_text(
         HEADER + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"

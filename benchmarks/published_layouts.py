@@ -80,8 +80,8 @@ RUNS = (
     Published(
         "DeepSeek-V3's sizes with grouped-query attention, 2,048 H800",
         f"{DEEPSEEK} cluster.gpu=H800 cluster.nodes=256 train.seq_len=4096 train.global_batch=15360",
-        "tensor=1 pipeline=16 expert=64 micro_batch=1 linear=fp8_tensorwise", 19.91, "DeepSeek-V3 report, 180,000 GPU hours for 10^12 tokens; its layout is the "
-        "published one, its attention is not",
+        "tensor=1 pipeline=16 expert=64 micro_batch=1 linear=fp8_tensorwise", 19.91,
+        "DeepSeek-V3 report, 180,000 GPU hours for 10^12 tokens; other attention",
     ),
 )  # fmt: skip
 

@@ -28,7 +28,9 @@ Play = Callable[[Plan, Timing], Timeline | Totals]
 def played_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
     """With every gather and reduction; `timing` is made when it is not there yet. Raises BadInput as `simulate_plan` does."""
     timing = timing or timing_of(run.model, run.train, plan, run.cluster)
-    return _shortened(plan, timing, lambda few, taking: simulate(training_schedule(few, run.model.layers), taking), UNITS)
+    return _shortened(
+        plan, timing, lambda few, taking: simulate(training_schedule(few, run.model.layers), taking), UNITS
+    )
 
 
 def played_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:

@@ -23,8 +23,8 @@ from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy
 from meshwright.spec.run import RunSpec
 
 SIMULATED, LEAST, LARGE = 8, 3, 20_000
-"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. A step
-with more micro-batches times layers times pipeline ranks than that is large."""
+"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. A
+step with more micro-batches times layers times pipeline ranks than that is large."""
 IMPROVED = 3
 """Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
 NEAR = 1.05
@@ -219,10 +219,14 @@ def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 
 
 def simplest(
-    candidates: Sequence[Candidate], budget: int | None = None, counts: Callable[[Plan], float] = lambda plan: 1.0
+    candidates: Sequence[Candidate],
+    budget: int | None = None,
+    counts: Callable[[Plan], float] = lambda plan: 1.0,
+    fragile: Callable[[Plan], bool] = lambda plan: False,
 ) -> Candidate:
     """Of the plans that take as long as the fastest, within what a prediction can tell apart, one with the fewest parts; where that has
-    virtual stages, one that leaves memory to an allocator's fragments. `counts` says how many times the seconds of a plan count."""
+    virtual stages, one that leaves memory to an allocator's fragments, and before that one that is not `fragile`. `counts` says how many
+    times the seconds of a plan count."""
     played = [one for one in candidates if one.simulated]
     fastest = min(one.seconds * counts(one.plan) for one in played)
     alike = [one for one in played if one.seconds * counts(one.plan) <= fastest * (1 + ALIKE)]
@@ -231,7 +235,7 @@ def simplest(
     def crowded(plan: Plan) -> bool:
         return peak_bytes(plan) > roomy and any(len(row) > 1 for row in plan.schedule.stages)
 
-    return min(alike, key=lambda one: (crowded(one.plan), _parts(one.plan), one.seconds))
+    return min(alike, key=lambda one: (fragile(one.plan), crowded(one.plan), _parts(one.plan), one.seconds))
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -19,6 +19,7 @@ from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, f
 from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced, without_guess
+from meshwright.planner.robust import FRAGILE, losses, why_robust
 from meshwright.planner.space import Points, by_kernels, points
 from meshwright.planner.sweep import MOVING, PLAIN, Strategy, Swept, leaner_than, smallest, strategies_in, sweep
 from meshwright.simulator.of_plan import priced_or_refused
@@ -78,11 +79,15 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = improved(run, judged(judge, candidates), budget)
-    chosen = partial(simplest, budget=budget, counts=partial(counts, run))
+    loss = losses(run)
+    by_seconds = partial(simplest, budget=budget, counts=partial(counts, run))
+    chosen = partial(by_seconds, fragile=lambda plan: loss(plan) > FRAGILE)
     candidates = with_kernels(run, candidates, chosen(candidates))
-    best = chosen(candidates)
+    best, otherwise = chosen(candidates), by_seconds(candidates)
     others = tuple(one for one in candidates if one is not best)
-    best = replace(best, plan=replace(best.plan, why=reasons(best, others, run, lambda plan: fits(run, plan, budget))))
+    why = reasons(best, others, run, lambda plan: fits(run, plan, budget))
+    why += (why_robust(best, otherwise, loss),) if otherwise is not best else ()
+    best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (replace(one, plan=without_guess(run, one.plan)) for one in (best, *others))
     return Answer(best, tuple(others), considered, time.perf_counter() - begun)
 

@@ -112,7 +112,9 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     cluster = as_nodes(cluster)
     priced = priced_or_refused(model, train, plan, cluster)
     name, depth, many, per_rank = schedule_key(plan, model.layers)
-    schedule = schedule_of(name, depth, min(many, PAST_FILLING * depth), per_rank)  # all place stages alike, and send alike
+    schedule = schedule_of(
+        name, depth, min(many, PAST_FILLING * depth), per_rank
+    )  # all place stages alike, and send alike
     prices = [rank or priced for rank in rank_prices(model, train, plan, cluster)]
     held = schedule.rank_of
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]

@@ -100,9 +100,9 @@ _SPELLED = {
 
 
 MULTIPROCESSORS = {
-    "V100": 80, "A100": 108, "A100-40GB": 108, "H800": 132, "H100": 132, "H100-96GB": 132, "H200": 132, "B200": 148, "B300": 148,
-    "GB200": 148, "GB300": 148, "MI300X": 304, "T4": 40, "L4": 58, "L40S": 142, "A10": 72, "RTX-A6000": 84, "RTX-3090": 82,
-    "RTX-4090": 128, "RTX-5090": 170,
+    "V100": 80, "V100-16GB": 80, "T4": 40, "A100": 108, "A100-40GB": 108, "H800": 132, "H100": 132, "H100-96GB": 132, "H200": 132,
+    "H20": 78, "B200": 148, "B300": 148, "GB200": 148, "GB300": 148, "RTX3090": 82, "A10": 72, "A10G": 80, "A6000": 84, "RTX4090": 128,
+    "RTX6000-Ada": 142, "L4": 58, "L40": 142, "L40S": 142, "RTX5090": 170, "MI300X": 304,
 }  # fmt: skip
 """Processors of a device that each make one tile of a product's result at a time; chips that are not here have results of any size."""
 
