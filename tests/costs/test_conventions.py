@@ -61,6 +61,26 @@ def test_expert_ranks_that_no_model_has(changed: dict[str, str], words: tuple[st
     assert all(word in reading.reason for word in words)
 
 
+@pytest.mark.parametrize(
+    ("source", "gpu", "ranks"),
+    [("NVIDIA-NeMo/NeMo docs", "H100", 8), ("NVIDIA-NeMo/Megatron-Bridge docs", "GB200", 16), ("a paper", "H100", 1)],
+)
+def test_blank_expert_ranks_follow_the_recipes_of_a_source(source: str, gpu: str, ranks: int) -> None:
+    reading = read_row({**ROW, "source": source, "gpu": gpu, "ep": ""})
+    assert reading.case is not None
+    assert reading.case.layout.expert == ranks
+    assert any(f"ep {ranks}" in words for words in reading.assumed)
+
+
+def test_a_release_is_named_or_assumed_in_words(runs: list[dict[str, str]]) -> None:
+    named, unnamed = (read_row({**ROW, "note": note}) for note in ("container 26.02", ""))
+    assert named.case is not None and unnamed.case is not None
+    assert named.case.release == pytest.approx(1 + 1 / 12)
+    assert unnamed.case.release == 0 and any("release not named" in words for words in unnamed.assumed)
+    case = next(case for row in runs if "Nemotron-4" in row["source"] and (case := read_row(row).case))
+    assert case.release == pytest.approx(-0.6)
+
+
 def test_load_of_experts_is_uneven_unless_a_source_says_otherwise() -> None:
     plain, forced = (read_row({**ROW, "source": source}) for source in ("a paper", "NVIDIA-NeMo/Megatron-Bridge docs"))
     assert plain.case is not None

@@ -198,13 +198,12 @@ def _attention_core(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, tokens: Array, memory: Array
 ) -> tuple[Array, Array]:
     """Scores and their use: causal FLOPs when fused; all of them, with the scores in memory, when not."""
-    scores = np.maximum(k.scores, shape.scores)
-    fused = np.where(scores > 0, 1.0, 0.5)
-    layers = shape.attention_layers * np.where(scores > 0, 1.0, shape.full_attention)
+    fused = np.where(k.scores > 0, 1.0, 0.5)
+    layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
     pairs = layers * tokens * layout.seq / layout.tensor
     flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
     head = shape.query_width / shape.heads
     short = 1 + 32.0 / head
     forward = flops / (machine.half_peak * k.attention) * k.slow * short * _ragged(shape)
-    moved = pairs * shape.heads * scores / memory
-    return forward + moved, np.where(scores > 0, 2.0, 2.5) * forward + 2 * moved
+    moved = pairs * shape.heads * k.scores / memory
+    return forward + moved, np.where(k.scores > 0, 2.0, 2.5) * forward + 2 * moved

@@ -31,6 +31,8 @@ class Convention:
     """Fields of `inputs.Layouts` that no column has."""
     stack: str = ""
     """The software stack, where it is not the one that the source's name stands for."""
+    release: float = 0.0
+    """Year of the software, where the row names no release."""
     refused: bool = False
     """Whether such rows cannot be priced."""
     attention_counted_in_full: bool = False
@@ -80,7 +82,9 @@ CONVENTIONS = (
     Convention(
         source="nemotron-4 340b",
         blanks={"vpp": "8", "micro_batch": "1"},
-        because="NVIDIA's recipe for the model: tensor 8, pipeline 12, virtual 8, micro-batch 1 (NeMo and Megatron-Bridge nemotron4_340b)",
+        release=2024.4,
+        because="NVIDIA's recipe for the model: tensor 8, pipeline 12, virtual 8 (Megatron-Bridge nemotron4_340b); report of June "
+        "2024",
     ),
     Convention(
         source="deepseek-v3 report",
@@ -153,6 +157,18 @@ CONVENTIONS = (
     ),
     Convention(
         source="megatron-moe-modelzoo",
+        only={"note": "^DeepEP"},
+        layout={"one_copy": 1},
+        because="DeepEP sends a token once to a node",
+    ),
+    Convention(
+        source="megatron-moe-modelzoo",
+        only={"note": "1F1B overlap"},
+        layout={"exchange_beside": 1},
+        because="1F1B overlap",
+    ),
+    Convention(
+        source="megatron-moe-modelzoo",
         only={"note": "forced balance"},
         layout={"imbalance": 1},
         because="forced balance",
@@ -176,6 +192,7 @@ def completed(row: Text) -> tuple[dict[str, str], tuple[str, ...]]:
         words = [f"{key} {value}" for key, value in changed.items()]
         words += [f"{key} {value:.3g}" for key, value in convention.layout.items()]
         words += [f"stack {convention.stack}"] * bool(convention.stack)
+        words += [f"release {convention.release:g}"] * bool(convention.release)
         if words:
             said.append(f"{', '.join(words)}: {convention.because}")
     return cells, tuple(said)

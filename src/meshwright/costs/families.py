@@ -143,7 +143,6 @@ def shape(dims: Mapping[str, Any]) -> Shape:
         attention_params=params,
         attention_layers=attention,
         full_attention=dims.get("full_attention", 1.0),
-        scores=dims.get("scores", 0.0),
         mixer_layers=mixers,
         mixer_params=6 * hidden * hidden,
         ffn=dims["ffn"],

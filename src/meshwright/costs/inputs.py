@@ -43,8 +43,6 @@ class Shape:
     attention_layers: Array
     full_attention: Array
     """Scores computed, as a share of those where a token sees all before it. A published model's short windows count as none."""
-    scores: Array
-    """Bytes moved per attention score when no fused kernel takes this family's attention; 0 when one does."""
     mixer_layers: Array
     """State-space or linear-attention layers."""
     mixer_params: Array

@@ -269,7 +269,7 @@ def _shape(model: ModelSpec, seq_len: int) -> Shape:
     return Shape(
         layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
         kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
-        full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, scores=0.0, mixer_layers=0, mixer_params=0,
+        full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, mixer_layers=0, mixer_params=0,
         ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
         expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),

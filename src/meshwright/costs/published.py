@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.costs.conventions import completed, conventions_of, layout_fields
+from meshwright.costs.conventions import Convention, completed, conventions_of, layout_fields
 from meshwright.costs.families import by_name, looks_like_gpt, shape
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, Machine, Shape
 from meshwright.costs.unprinted import splits_sequence
@@ -149,8 +149,14 @@ def _case(row: Text, assumed: list[str]) -> Case:
     chip = _chip(row, assumed)
     layout = _layout(row, stack, assumed)
     shape_ = _shape(row, assumed)
-    layout = _with_experts(row, shape_, layout, assumed)
     machine = _machine(row, chip, layout, assumed)
+    if not _size(row, "ep"):
+        recipes = stack in SHARDED_OPTIMIZER and shape_.experts
+        layout = replace(layout, expert=_recipe_experts(shape_, machine, layout) if recipes else 1.0)
+        assumed.append(
+            f"ep {layout.expert:g}" + (f" (recipes of {stack} spread experts over the fast domain)" if recipes else "")
+        )
+    layout = _with_experts(row, shape_, layout, assumed)
     if stack in MODE_NOT_PRINTED:
         layout = replace(layout, sequence=float(splits_sequence(shape_, machine, layout)))
         assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
@@ -162,8 +168,17 @@ def _case(row: Text, assumed: list[str]) -> Case:
         stack=stack,
         first_stage=stack in FIRST_STAGE,
         may_recompute=not row.get("recompute") and stack not in NEVER_RECOMPUTES,
-        release=release_of(row.get("source") or "", row.get("note") or ""),
+        release=_release(row, conventions, assumed),
     )
+
+
+def _release(row: Text, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
+    """As `release_of`; what the source's convention says, else the start of 2025, where the row names none."""
+    named = release_of(row.get("source") or "", row.get("note") or "")
+    stated = next((convention.release for convention in conventions if convention.release), 0.0)
+    if not named and not stated:
+        assumed.append("release not named: as of 2025.0")
+    return named or (stated - 2025.0 if stated else 0.0)
 
 
 _ROUNDS = {"3.0": 2023.4, "3.1": 2023.8, "4.0": 2024.4, "4.1": 2024.8, "5.0": 2025.4, "5.1": 2025.8}
@@ -295,7 +310,7 @@ def _layout(row: Text, stack: str, assumed: list[str]) -> Layouts:
         pipeline=pipeline,
         virtual=_or(row, "vpp", 1, assumed),
         context=context,
-        expert=_or(row, "ep", 1, assumed),
+        expert=_size(row, "ep") or 1.0,
         data=data,
         zero=zero,
         shards=shards,
@@ -308,6 +323,13 @@ def _layout(row: Text, stack: str, assumed: list[str]) -> Layouts:
         offload_activations=float("activation offload" in (row.get("note") or "").lower()),
         balanced=float(stack in BALANCED),
     )
+
+
+def _recipe_experts(shape_: Shape, machine: Machine, layout: Layouts) -> float:
+    """The most expert ranks inside a fast domain that divide the experts and the ranks of a pipeline stage."""
+    ranks, experts = int(layout.tensor * layout.context * layout.data), int(shape_.experts)
+    most = int(min(machine.domain, ranks, experts))
+    return float(next(count for count in range(most, 0, -1) if ranks % count == 0 and experts % count == 0))
 
 
 def _with_experts(row: Text, shape_: Shape, layout: Layouts, assumed: list[str]) -> Layouts:
@@ -337,7 +359,7 @@ def _sharding(
     said = text.lower()
     if not said:
         stage = 1.0 if stack in SHARDED_OPTIMIZER else 0.0
-        assumed.append(f"zero {stage:g}")
+        assumed.append(f"zero {stage:g}" + (f" (recipes of {stack} shard the optimizer)" if stage else ""))
         return stage, data * context, 0.0, 0.0
     stages = ((3.0, r"zero-?3|full_shard|fsdp"), (2.0, r"zero-?2|grad_op"), (1.0, r"zero-?1|dist-?opt"))
     stage = next((number for number, pattern in stages if re.search(pattern, said)), 0.0)
