@@ -236,7 +236,9 @@ def show(checks: Sequence[Check], *, parts: bool) -> None:
         if some:
             print(f"{len(some)} runs {said}: {_summed_up(some)}")
             reached, limit = summary(some)["median_error"], LIMITS[said]
-            print(f"  {'pass' if reached <= limit else 'FAIL'}  {reached:.4f} ≤ {limit:<5g} median error of the step, {said}")
+            print(
+                f"  {'pass' if reached <= limit else 'FAIL'}  {reached:.4f} ≤ {limit:<5g} median error of the step, {said}"
+            )
     like = [one for one in checks if not one.fitted]
     held = statistics.mean(one.inside for one in like) if like else 1.0
     print(f"{held:.0%} of the runs that are not in the fit lie in the band that is printed for them (80% is asked)")
