@@ -394,7 +394,7 @@ def best_quartile(rows: Rows, table: dict[str, Any]) -> dict[str, float]:
     k = aged(per_row(rows.pairs, table), rows.release)
     shape = rows.shape
     comparable = (shape.moe_layers + shape.mixer_layers == 0) & (rows.machine.low == 0)
-    comparable &= (k.scores + shape.scores == 0) & (shape.params >= COMPARABLE)
+    comparable &= (k.scores == 0) & (shape.params >= COMPARABLE)
     reached = k.gemm / k.slow * predict(rows, table) / rows.measured
     generations = np.array([generation for generation, _ in rows.pairs])
     found = {}

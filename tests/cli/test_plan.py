@@ -316,6 +316,7 @@ def test_one_plan_does_not_scale(tmp_path: Path) -> None:
     assert answer.code == 2 and "is one plan" in answer.err
 
 
+@pytest.mark.slow  # three short runs, half a minute
 def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, tmp_path: Path) -> None:
     """Two ranks of two plans, for real."""
     out = tmp_path / "plan.yaml"
