@@ -58,4 +58,4 @@ def test_the_search_copies_without_a_pinned_axis_too() -> None:
 def test_one_sequence_at_a_time_gains_no_more_than_a_predictions_doubt() -> None:
     """Kernels gather a single sequence in order: nothing is copied into place, and all that copies could hide is the exchange."""
     plan = chosen("plan.micro_batch=1")
-    assert plan.tensor_engine == "kernel" and "the best plan with copy engines takes" in said(plan)
+    assert plan.tensor_engine == "kernel" and "the best plan with copy engines cannot be told apart" in said(plan)
