@@ -81,12 +81,15 @@ class Judge:
     def __init__(self, run: RunSpec) -> None:
         self.run = run
         self._timings: dict[Plan, Timing] = {}
+        self._estimates: dict[Plan, Candidate] = {}
 
     def estimated(self, plan: Plan) -> Candidate:
         """By whole stages."""
-        timing = self._timings[plan.bare] = timing_of(self.run.model, self.run.train, plan, self.run.cluster)
-        quick = Candidate(repriced(self.run, plan, by_units=False, timing=timing), simulated=False)
-        return replace(quick, estimated=quick.seconds)
+        if plan not in self._estimates:
+            timing = self._timings[plan.bare] = timing_of(self.run.model, self.run.train, plan, self.run.cluster)
+            quick = Candidate(repriced(self.run, plan, by_units=False, timing=timing), simulated=False)
+            self._estimates[plan] = replace(quick, estimated=quick.seconds)
+        return self._estimates[plan]
 
     def played(self, one: Candidate) -> Candidate:
         """Unit by unit, of an estimated candidate."""
