@@ -24,7 +24,7 @@ LAST_ROUND = 0.8
 """Share of an interleaved pipeline's last round under which gradients travel. The schedule allows 1, a wire that is busy with
 activations less; set by hand (docs/cost-model.md, "Blind spots")."""
 WEIGHT_HALF = 0.7
-"""Of a forward, what the weight half of a split backward takes, under which alone gradients travel then: its products, without attention."""
+"""Of a forward, what the weight half of a split backward takes: its products, without attention. Gradients travel under that alone."""
 RINGS = 10.0
 """Collectives of a layer, forward and backward, when tensor parallelism splits the sequence: six gathers and four scatters."""
 RING_SHOWN = 0.5

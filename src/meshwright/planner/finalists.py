@@ -23,8 +23,8 @@ from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy
 from meshwright.spec.run import RunSpec
 
 SIMULATED, LEAST, LARGE = 8, 3, 20_000
-"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. A step
-with more micro-batches times layers times pipeline ranks than that is large."""
+"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. A
+step with more micro-batches times layers times pipeline ranks than the last is large."""
 IMPROVED = 3
 """Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
 NEAR = 1.05
