@@ -23,6 +23,8 @@ WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
 """Share of an interleaved pipeline's last round under which gradients travel. The schedule allows 1, a wire that is busy with
 activations less; set by hand (docs/cost-model.md, "Blind spots")."""
+EDGES = 1.5
+"""Units of a stage whose collectives do not hold up the next one: two of gathers, one of reductions."""
 WEIGHT_HALF = 0.7
 """Of a forward, what the weight half of a split backward takes: its products, without attention. Gradients travel under that alone."""
 RINGS = 10.0
@@ -96,7 +98,10 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     stage, whole = _stages(shape, layout, chain, times)
     edge = _boundary(shape, machine, layout, k)
     m = layout.micro_batches
-    fill = np.where(layout.pipeline > 1, layout.fill * k.bubble * (whole - stage) / layout.virtual, 0.0)
+    # The first gathers of a stage are issued before its input is there, and it sends its result before its last reduction.
+    units = shape.layers / layout.pipeline / layout.virtual
+    whole = whole - np.where(layout.pipeline > 1, (shard_exposed - moved) * np.minimum(1.0, EDGES / units), 0.0)
+    fill = np.where(layout.pipeline > 1, layout.fill * k.bubble * np.maximum(0.0, whole - stage) / layout.virtual, 0.0)
     # With fewer micro-batches than ranks virtual stages help little: the first micro-batch still passes all of them.
     fill = np.where(layout.virtual > 1, np.maximum(fill, whole - m * stage), fill)
     sent = edge * m * layout.virtual  # one way, which is a channel of its own
@@ -108,8 +113,8 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     beside = k.hide * _beside(layout)
     first = _shown(gathers.once, (layers_time - backward) * beside, gathers.tax)
     last = _shown(reductions.once, backward * beside, reductions.tax)
-    # Each rank's come before the next rank's, but for units that are gathered before its input is there, and sums that nobody waits for.
-    units, others = shape.layers / layout.pipeline / layout.virtual, layout.pipeline - 1
+    # Each rank's come before the next rank's, but for those.
+    others = layout.pipeline - 1
     others = np.where(layout.layered > 0, 0.0, others)
     first = first * (1 + others * np.maximum(0.0, 1 - 2 / units))
     last = last * (1 + np.where(splits, 0.0, others * (1 - 1 / units)))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from math import inf
+
+import numpy as np
 
 from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, fits, moves_activations, pins_of
@@ -30,7 +32,7 @@ from meshwright.spec.run import RunSpec
 KEPT, REACH = 6, 1.3
 """Points of each family that the sweep hands on, and times the fastest that they may take: how much further the closed form strays of one
 family than of another."""
-LEAST, ALIKE = 24, 8
+LEAST, ALIKE = 16, 8
 """Plans that are estimated by whole stages in any case, and how many of them may have axes and schedule alike."""
 EFFORT, EASY = 240.0, 2000.0
 """What estimates may cost in all where slower ones than the fastest are not ruled out, and actions of a schedule that cost as much as the
@@ -74,7 +76,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
             reach = needed
             swept = sweep(run, priced, space, margin * room, best=KEPT, reach=reach)
             considered += swept.priced
-            ways = _ways(run, priced, swept.points, partial(tuple, swept.strategies), room)
+            ways = _ways(run, priced, swept.points, swept.strategies.__getitem__, room)
             keeping = _keeping(run, priced, swept.points, room, margin)
             candidates = _finalists(run, swept, ways, keeping, budget, judge)
             fastest = min((one.seconds for one in candidates), default=0.0)
@@ -149,16 +151,14 @@ def _kinds(points: Points, row: int, strategy: Strategy) -> tuple[tuple[object, 
     return (schedule, strategy.lean, strategy.gradients, *sizes), (schedule, *sizes[:1])
 
 
-def _ways(
-    run: RunSpec, priced: Pricing, points: Points, best: Callable[[], Sequence[Strategy | None]], room: float
-) -> Ways:
+def _ways(run: RunSpec, priced: Pricing, points: Points, best: Callable[[int], Strategy | None], room: float) -> Ways:
     """By point, the strategies to try until one fits by the exact account: the best, the best in less room, then what goes on from it."""
-    tighter = [cache(partial(strategies_in, run, priced, points, part * room)) for part in TIGHTER]
 
     def of_point(row: int) -> Iterator[Strategy]:
-        first, known = best()[row], set[Strategy]()
+        first, known = best(row), set[Strategy]()
         on = leaner_than(run, first) if first else []
-        for strategy in chain([first], (strategies()[row] for strategies in tighter), on):
+        tighter = (_fastest_in(run, priced, points, part * room, row) for part in TIGHTER)
+        for strategy in chain([first], tighter, on):
             if strategy is not None and strategy not in known:
                 known.add(strategy)
                 yield strategy
@@ -173,7 +173,12 @@ def _keeping(run: RunSpec, priced: Pricing, points: Points, room: float, margin:
     if here in ((), points.offloads) or pins_of(run).layers:
         return None
     kept = replace(points, offloads=here)
-    return _ways(run, priced, kept, cache(partial(strategies_in, run, priced, kept, margin * room)), room)
+    return _ways(run, priced, kept, partial(_fastest_in, run, priced, kept, margin * room), room)
+
+
+def _fastest_in(run: RunSpec, priced: Pricing, points: Points, room: float, row: int) -> Strategy | None:
+    """One point's fastest strategy in so much room."""
+    return strategies_in(run, priced, points.take(np.array([row])), room)[0]
 
 
 def _written(
