@@ -285,7 +285,7 @@ class _Part:
     """Messages of one micro-batch to other ranks, activations and gradients."""
 
 
-@lru_cache(maxsize=256)  # the planner asks for the same parts under every batch and strategy
+@lru_cache(maxsize=4096)  # the planner asks for the same parts under every batch and strategy
 def _part(model: ModelSpec, width: int, shards: int, expert: int, table: StageTable, rank: int) -> _Part:
     names = set(held_parameters(model, table, rank))
     rows = [row for row in parameters(model) if row.name in names]

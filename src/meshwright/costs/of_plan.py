@@ -172,8 +172,8 @@ def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     if not new and (is_measured(generation) or cluster.profile is not None):
         return _even(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
     if not is_measured(generation):
-        why = f"sources of stacks that few know: {OWN} was not measured on {generation} devices"
-        return _even(bands["default"]), f"published runs left out of the fit, {why}"
+        why = f"the wider of those on {generation} and of stacks that few know: {OWN} was not measured on {generation} devices"
+        return _even(max(bands["default"], bands.get(generation, 0.0))), f"published runs left out of the fit, {why}"
     why = f"{OWN} was not measured with {new}"
     return _even(
         bands.get(generation, bands["default"])

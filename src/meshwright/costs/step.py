@@ -33,6 +33,10 @@ WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
 """Share of an interleaved pipeline's last round under which gradients travel. The schedule allows 1, a wire that is busy with
 activations less; set by hand (docs/cost-model.md, "Blind spots")."""
+EDGES = 1.5
+"""Units of a stage whose collectives do not hold up the next one: two of gathers, one of reductions."""
+WEIGHT_HALF = 0.7
+"""Of a forward, what the weight half of a split backward takes: its products, without attention. Gradients travel under that alone."""
 RINGS = 10.0
 """Collectives of a layer, forward and backward, when tensor parallelism splits the sequence: six gathers and four scatters."""
 RING_SHOWN = 0.5
@@ -94,26 +98,44 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     moved, moved_once = copies(shape, machine, layout, k)
     sharded = gathers.each + reductions.each
     taken = (gathers.each * gathers.tax + reductions.each * reductions.tax) / np.maximum(sharded, 1e-12)
-    shard_exposed = _shown(sharded, hidden_room, taken) + moved
+    both = _shown(sharded, hidden_room, taken)
+    apart = _shown(gathers.each, hidden_room, gathers.tax) + _shown(
+        reductions.each, k.hide * WEIGHT_HALF * times.forward, reductions.tax
+    )
+    splits = (layout.pipeline > 1) & (layout.fill < 1)
+    shard_exposed = np.where(splits, np.maximum(both, apart), both) + moved
     offloaded = exposed_copies(shape, machine, layout, times.forward, times.backward)
     chain = layers_time + shard_exposed + offloaded
     micro = k.host_micro_us * 1e-6
     stage, whole = _stages(shape, layout, chain, times)
     edge = _boundary(shape, machine, layout, k)
     m = layout.micro_batches
-    fill = np.where(layout.pipeline > 1, layout.fill * k.bubble * (whole - stage) / layout.virtual, 0.0)
+    # The first gathers of a stage are issued before its input is there, and it sends its result before its last reduction.
+    units = shape.layers / layout.pipeline / layout.virtual
+    whole = whole - np.where(layout.pipeline > 1, (shard_exposed - moved) * np.minimum(1.0, EDGES / units), 0.0)
+    fill = np.where(layout.pipeline > 1, layout.fill * k.bubble * np.maximum(0.0, whole - stage) / layout.virtual, 0.0)
     # With fewer micro-batches than ranks virtual stages help little: the first micro-batch still passes all of them.
     fill = np.where(layout.virtual > 1, np.maximum(fill, whole - m * stage), fill)
-    pipe = np.where(
-        layout.pipeline > 1, edge * (2 * m * layout.virtual * k.pipe_exposed + 2 * (layout.pipeline - 1)), 0.0
-    )
+    sent = edge * m * layout.virtual  # one way, which is a channel of its own
+    pipe = np.maximum(2 * sent * k.pipe_exposed, sent - m * stage) + 2 * edge * (layout.pipeline - 1)
+    pipe = np.where(layout.pipeline > 1, pipe, 0.0)
     stalls = _stalls(machine, layout, k, filled)
     waiting = m * (layout.slowest - 1) * stage
     body = m * (stage + micro) + waiting
     beside = k.hide * _beside(layout)
     first = _shown(gathers.once, (layers_time - backward) * beside, gathers.tax)
     last = _shown(reductions.once, backward * beside, reductions.tax)
+    # Each rank's come before the next rank's, but for those.
+    others = layout.pipeline - 1
+    others = np.where(layout.layered > 0, 0.0, others)
+    first = first * (1 + others * np.maximum(0.0, 1 - 2 / units))
+    last = last * (1 + np.where(splits, 0.0, others * (1 - 1 / units)))
     first_and_last = (first + last + moved_once) / layout.pipeline
+    # Nothing is beside the first gather of all, the embedding's, nor beside its reduction, the last.
+    table = k.copies * shape.table_params / layout.tensor
+    where = group(machine, k, layout.shards, layout.shard_step)
+    table = gather(where, k, table * WEIGHT_BYTES) + gather(where, k, table * k.scatter_bytes)
+    first_and_last = first_and_last + np.where((layout.pipeline > 1) & (layout.zero >= 3), table, 0.0)
     data = first_and_last + _gradient_traffic(
         shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
     )
@@ -335,6 +357,7 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     # An interleaved rank ends with p backward passes of one chunk after another (Narayanan et al. 2021, figure 4), so a chunk's gradients
     # travel while the others' last round is computed; weights are wanted at once by the first forward.
     rounds = 1 + LAST_ROUND * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
+    rounds = np.where(layout.layered > 0, 1.0, rounds)
     shown = 1 - np.minimum(k.hide, 1.0)
     rounds = rounds * _beside(layout)
     late = np.maximum(reduced - k.hide * backward * rounds, shown * reduced / layout.virtual)

@@ -23,8 +23,8 @@ from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy
 from meshwright.spec.run import RunSpec
 
 SIMULATED, LEAST, LARGE = 8, 3, 20_000
-"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. A
-step with more micro-batches times layers times pipeline ranks than that is large."""
+"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages.
+Steps with more micro-batches times layers times pipeline ranks than the last take a second each, so only the least of them are played."""
 IMPROVED = 3
 """Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
 NEAR = 1.05
@@ -81,12 +81,15 @@ class Judge:
     def __init__(self, run: RunSpec) -> None:
         self.run = run
         self._timings: dict[Plan, Timing] = {}
+        self._estimates: dict[Plan, Candidate] = {}
 
     def estimated(self, plan: Plan) -> Candidate:
         """By whole stages."""
-        timing = self._timings[plan.bare] = timing_of(self.run.model, self.run.train, plan, self.run.cluster)
-        quick = Candidate(repriced(self.run, plan, by_units=False, timing=timing), simulated=False)
-        return replace(quick, estimated=quick.seconds)
+        if plan not in self._estimates:
+            timing = self._timings[plan.bare] = timing_of(self.run.model, self.run.train, plan, self.run.cluster)
+            quick = Candidate(repriced(self.run, plan, by_units=False, timing=timing), simulated=False)
+            self._estimates[plan] = replace(quick, estimated=quick.seconds)
+        return self._estimates[plan]
 
     def played(self, one: Candidate) -> Candidate:
         """Unit by unit, of an estimated candidate."""
@@ -142,7 +145,9 @@ def judged(judge: Judge, estimated: Iterable[Candidate]) -> list[Candidate]:
         return played[place].seconds
 
     kinds = [(kind_of(plan), plan.layers[0].offload, plan.batch.micro_batch) for plan in (one.plan for one in ranked)]
-    order = in_turn([one.seconds for one in ranked], [(kind, kind) for kind in kinds], seconds, HOPE, LEAST)
+    large = max((_work(one.plan, judge.run.model.layers) for one in ranked), default=0) > LARGE
+    hope, least = (1.0, 1) if large else (HOPE, LEAST)
+    order = in_turn([one.seconds for one in ranked], [(kind, kind) for kind in kinds], seconds, hope, least)
     leading = set(islice(order, SIMULATED))
     rest = [one for place, one in enumerate(ranked) if place not in leading]
     return sorted(played.values(), key=_seconds) + rest

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from math import inf
 
+import numpy as np
+
 from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, fits, moves_activations, pins_of
+from meshwright.planner.clock import STAGES
 from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced, without_guess
@@ -30,8 +33,11 @@ from meshwright.spec.run import RunSpec
 KEPT, REACH = 6, 1.3
 """Points of each family that the sweep hands on, and times the fastest that they may take: how much further the closed form strays of one
 family than of another."""
-FINALISTS, LEAST, ALIKE = 64, 24, 4
-"""Plans that are estimated by whole stages at most, as many as are in any case, and how many of them may have axes and schedule alike."""
+LEAST, ALIKE = 16, 8
+"""Plans that are estimated by whole stages in any case, and how many of them may have axes and schedule alike."""
+EFFORT, EASY = 240.0, 2000.0
+"""What estimates may cost in all where slower ones than the fastest are not ruled out, and actions of a schedule that cost as much as the
+rest of one plan does."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
 """Of the memory that may be filled, what the closed form is asked for: it strays a little from the exact account, which judges. The next is
 tried where no plan of the one before fits."""
@@ -66,11 +72,16 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
     judge = Judge(run)
     considered, candidates = 0, []
     for margin in MARGINS:
-        swept = sweep(run, priced, space, margin * room, best=KEPT, reach=REACH)
-        considered += swept.priced
-        ways = _ways(run, priced, swept.points, partial(tuple, swept.strategies), room)
-        keeping = _keeping(run, priced, swept.points, room, margin)
-        candidates = _finalists(run, swept, ways, keeping, budget, judge)
+        needed, reach = REACH, 0.0
+        while needed > reach:
+            reach = needed
+            swept = sweep(run, priced, space, margin * room, best=KEPT, reach=reach)
+            considered += swept.priced
+            ways = _ways(run, priced, swept.points, swept.strategies.__getitem__, room)
+            keeping = _keeping(run, priced, swept.points, room, margin)
+            candidates = _finalists(run, swept, ways, keeping, budget, judge)
+            fastest = min((one.seconds for one in candidates), default=0.0)
+            needed = fastest / HOPE / swept.seconds[0] if len(swept.seconds) else 0.0
         if candidates or budget is None or not len(swept.points):  # less room has no more in it
             break
     if not candidates:  # the closed form may be too high by more than the margins
@@ -114,8 +125,6 @@ def _finalists(
     points, seen = swept.points, Counter[object]()
     kinds = [_kinds(points, row, strategy) for row, strategy in enumerate(swept.strategies)]
     found: list[Candidate] = []
-    beside: list[Candidate] = []
-    """Those whose point is there a second time, with activations kept."""
 
     def seconds(row: int) -> float:
         alike = *points.meshes[points.mesh[row]].inner, kinds[row][0]
@@ -128,13 +137,14 @@ def _finalists(
             if tried[0].seconds > (KEEPING if moves_activations(plan) else TWINS) * fastest:
                 break
         found.extend(tried)
-        first_moves = bool(tried) and moves_activations(tried[0].plan)
-        beside.extend(one for one in tried[1:] if first_moves and not moves_activations(one.plan))
         seen[alike] += bool(tried)
         return min((one.seconds for one in tried), default=inf)
 
-    for _ in in_turn(swept.seconds.tolist(), kinds, seconds, HOPE, LEAST):
-        if len(found) - len(beside) >= FINALISTS:
+    effort = 0.0
+    for row in in_turn(swept.seconds.tolist(), kinds, seconds, HOPE, LEAST):
+        pipeline = points.column("pipeline")[row]
+        effort += 1 + pipeline * min(points.accumulate[row], STAGES[1] * pipeline) * points.virtual[row] / EASY
+        if effort >= EFFORT:
             break
     return found
 
@@ -142,20 +152,18 @@ def _finalists(
 def _kinds(points: Points, row: int, strategy: Strategy) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """A point's kind, about which the closed form is wrong alike, and a wider one."""
     mesh, schedule = points.meshes[points.mesh[row]], int(points.schedule[row])
-    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1
-    return (schedule, strategy.lean.recompute, strategy.lean.offload, *sizes), (schedule, *sizes[:1])
+    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[row])
+    return (schedule, strategy.lean, strategy.gradients, *sizes), (schedule, *sizes[:1])
 
 
-def _ways(
-    run: RunSpec, priced: Pricing, points: Points, best: Callable[[], Sequence[Strategy | None]], room: float
-) -> Ways:
+def _ways(run: RunSpec, priced: Pricing, points: Points, best: Callable[[int], Strategy | None], room: float) -> Ways:
     """By point, the strategies to try until one fits by the exact account: the best, the best in less room, then what goes on from it."""
-    tighter = [cache(partial(strategies_in, run, priced, points, part * room)) for part in TIGHTER]
 
     def of_point(row: int) -> Iterator[Strategy]:
-        first, known = best()[row], set[Strategy]()
+        first, known = best(row), set[Strategy]()
         on = leaner_than(run, first) if first else []
-        for strategy in chain([first], (strategies()[row] for strategies in tighter), on):
+        tighter = (_fastest_in(run, priced, points, part * room, row) for part in TIGHTER)
+        for strategy in chain([first], tighter, on):
             if strategy is not None and strategy not in known:
                 known.add(strategy)
                 yield strategy
@@ -170,7 +178,12 @@ def _keeping(run: RunSpec, priced: Pricing, points: Points, room: float, margin:
     if here in ((), points.offloads) or pins_of(run).layers:
         return None
     kept = replace(points, offloads=here)
-    return _ways(run, priced, kept, cache(partial(strategies_in, run, priced, kept, margin * room)), room)
+    return _ways(run, priced, kept, partial(_fastest_in, run, priced, kept, margin * room), room)
+
+
+def _fastest_in(run: RunSpec, priced: Pricing, points: Points, room: float, row: int) -> Strategy | None:
+    """One point's fastest strategy in so much room."""
+    return strategies_in(run, priced, points.take(np.array([row])), room)[0]
 
 
 def _written(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.schedules.action import COMPUTE
-from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.action import COMPUTE, Action
+from meshwright.schedules.schedule import ComputeOrder, Schedule
 
 
 def peak_in_flight(
@@ -47,18 +47,16 @@ Counts = tuple[tuple[tuple[int, ...], ...], ...]
 """By rank, moments at which it may hold the most: how many forwards of each of its stages are alive then."""
 
 
-def fullest_moments(schedule: Schedule) -> Counts:
+def fullest_moments(order: ComputeOrder) -> Counts:
     """The moments of which `peak_in_flight` finds one, whatever a forward of each stage leaves: no other has more of any stage alive."""
-    return tuple(_fullest(schedule, rank) for rank in range(schedule.ranks))
+    return tuple(map(_fullest, *order))
 
 
-def _fullest(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
-    places = {stage: place for place, stage in enumerate(schedule.placement[rank])}
+def _fullest(stages: Sequence[int], mine: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
+    places = {stage: place for place, stage in enumerate(stages)}
     alive, found = [0] * len(places), dict[tuple[int, ...], None]()
     rising = False
-    for action in schedule.actions[rank]:
-        if action.kind not in COMPUTE:
-            continue
+    for action in mine:
         forwards = [part.stage for part in action.parts if part.kind == "forward"]
         for stage in forwards:
             alive[places[stage]] += 1

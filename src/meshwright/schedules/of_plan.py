@@ -13,8 +13,8 @@ from typing import TypeVar
 from meshwright.schedules.collectives import Gather, Reduce
 from meshwright.schedules.expand import Order, expand
 from meshwright.schedules.looping import forward_only
-from meshwright.schedules.registry import build
-from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.registry import build, order_of
+from meshwright.schedules.schedule import ComputeOrder, Schedule
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import LayerStrategy, Plan
 
@@ -42,7 +42,7 @@ def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule
 
 def stage_schedule(plan: Plan, layers: int) -> Schedule:
     """A step in stage actions, before it is cut into units."""
-    return schedule_of(*schedule_key(plan, layers))
+    return _built(*schedule_key(plan, layers))
 
 
 def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
@@ -79,8 +79,13 @@ def _order(plan: Plan) -> Order:
 
 
 @lru_cache(maxsize=128)  # the planner asks for the same ones under every batch and strategy
-def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
-    """The schedule in stage actions, kept for the next plan that asks for it. Raises BadInput as `registry.build` does."""
+def kept_order(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> ComputeOrder:
+    """`registry.order_of`, kept for the next plan that asks for it."""
+    return order_of(name, ranks, micro_batches, stages_per_rank)
+
+
+@lru_cache(maxsize=32)
+def _built(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
     return build(name, ranks, micro_batches, stages_per_rank)
 
 
@@ -94,5 +99,5 @@ def _expanded(
     gather: Kept[Gather],
     reduce: Kept[Reduce],
 ) -> Schedule:
-    built = schedule_of(name, ranks, micro_batches, stages_per_rank)
+    built = _built(name, ranks, micro_batches, stages_per_rank)
     return expand(built, [len(row) for row in gather], order=order, gather=gather, reduce=reduce)

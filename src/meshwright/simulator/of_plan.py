@@ -9,10 +9,9 @@ from typing import TypeVar
 
 from meshwright.costs.memory import activation_bytes, memory_by_rank, optimizer_on_host
 from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
-from meshwright.schedules.expand import expand
 from meshwright.schedules.memory import Counts, fullest_moments
-from meshwright.schedules.of_plan import schedule_key, schedule_of, stages_of, training_schedule, unit_strategies
-from meshwright.schedules.schedule import Placement
+from meshwright.schedules.of_plan import kept_order, schedule_key, stages_of, training_schedule, unit_strategies
+from meshwright.schedules.schedule import Placement, channels, rank_of
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.slow_nodes import rank_prices
@@ -50,8 +49,7 @@ def stage_program(plan: Plan, layers: int) -> Program:
 
 @lru_cache(maxsize=64)
 def _program_of(key: tuple[str, int, int, int], units: tuple[int, ...]) -> Program:
-    schedule = schedule_of(*key)
-    return program_of(expand(schedule, units, order="layered", gather="never", reduce="never") if units else schedule)
+    return program_of(kept_order(*key), key[2], units)
 
 
 def units_of(model: ModelSpec, stage: range) -> list[Unit]:
@@ -87,8 +85,8 @@ def _peaks(plan: Plan, layers: int, left: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=256)
 def _moments(name: str, ranks: int, micro_batches: int, per_rank: int) -> tuple[Counts, Placement]:
-    schedule = schedule_of(name, ranks, micro_batches, per_rank)
-    return fullest_moments(schedule), schedule.placement
+    order = kept_order(name, ranks, micro_batches, per_rank)
+    return fullest_moments(order), order[0]
 
 
 def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float]:
@@ -112,11 +110,9 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     cluster = as_nodes(cluster)
     priced = priced_or_refused(model, train, plan, cluster)
     name, depth, many, per_rank = schedule_key(plan, model.layers)
-    schedule = schedule_of(
-        name, depth, min(many, PAST_FILLING * depth), per_rank
-    )  # all place stages alike, and send alike
+    placement, _ = kept_order(name, depth, min(many, PAST_FILLING * depth), per_rank)  # however many there are
     prices = [rank or priced for rank in rank_prices(model, train, plan, cluster)]
-    held = schedule.rank_of
+    held = rank_of(placement)
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]
     made = {id(one): UnitCosts(model, plan, one, tied_apart=held[0] != held[-1]) for one in prices}
     ranks = [made[id(one)] for one in prices]  # one object for all ranks on nodes alike
@@ -130,7 +126,7 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 
     compute = table(UnitCosts.compute)
     # A rank's host time of one micro-batch is booked where its first stage begins.
-    for costs, stages_held in zip(ranks, schedule.placement, strict=True):
+    for costs, stages_held in zip(ranks, placement, strict=True):
         first = compute[stages_held[0]]
         inside = {**first[0].inside, "host": first[0].inside.get("host", 0.0) + costs.host_micro}
         first[0] = replace(first[0], forward=first[0].forward + costs.host_micro, inside=inside)
@@ -141,7 +137,7 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
         backward_input=_column(compute, "backward_input"),
         backward_weight=_column(compute, "backward_weight"),
         boundary_bytes=[size * model.hidden * 2] * (len(stages) - 1),
-        links=links_of(plan, cluster, prices, schedule.channels),
+        links=links_of(plan, cluster, prices, channels(placement)),
         unshard=table(UnitCosts.gather) if sharded else (),
         reduce=table(UnitCosts.reduce) if sharded else (),
         replicate=table(UnitCosts.replicate) if replicated else (),
@@ -157,7 +153,7 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
         norm_seconds=max(costs.constant for costs in ranks),
         optim_seconds=[
             costs.optimizer([unit for stage in row for unit in stages[stage]])
-            for costs, row in zip(ranks, schedule.placement, strict=True)
+            for costs, row in zip(ranks, placement, strict=True)
         ],
         inside=_inside(compute, plan.batch.accumulate / len(ranks)),
     )

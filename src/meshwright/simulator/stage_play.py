@@ -8,12 +8,14 @@ reduced once. The pipeline is then followed over flat lists that `program_of` ma
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
-from meshwright.schedules.action import COMPUTE, FORWARD, GRADIENT, Action
-from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.action import FORWARD, Action
+from meshwright.schedules.schedule import ComputeOrder, rank_of
+from meshwright.schedules.transfers import AHEAD, Input
 from meshwright.simulator.timing import Timing
 from meshwright.spec.plan import LayerStrategy
 
@@ -75,9 +77,10 @@ class Totals:
     own_seconds: tuple[float, ...]
 
 
-def program_of(schedule: Schedule) -> Program:
-    """The schedule, in stage actions or in units without collectives, as flat lists. It must not deadlock: none of the registry does."""
-    return _Compiler(schedule).program()
+def program_of(order: ComputeOrder, micro_batches: int, units: Sequence[int] = ()) -> Program:
+    """A schedule's order of compute as flat lists; with `units` of each stage, all micro-batches that a stage has in one go run through
+    each before the next. Messages are sent and received as `schedules.transfers` says. No order of the registry deadlocks."""
+    return _Compiler(order, micro_batches, units).program()
 
 
 def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool) -> Totals:
@@ -287,124 +290,144 @@ def _joined(parts: Sequence[Taken]) -> Taken:
 class _Compiler:
     """Follows each rank as far as it gets, as `simulate` does."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, held = schedule, schedule.rank_of
+    def __init__(self, order: ComputeOrder, micro_batches: int, units: Sequence[int]) -> None:
+        self.placement, rows = order
+        self.micro_batches, self.units = micro_batches, units
+        self.held = rank_of(self.placement)
         self.slots: dict[Slot, int] = {}
         self.closing: dict[int, int] = {}
-        self.rows: list[list[tuple[int, int, list[tuple[bool, int, int]]]]] = []
-        """By rank: (action, slot, inputs)."""
-        sends: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
-        posts: dict[tuple[int, int], list[int]] = defaultdict(list)
-        number = 0
-        for rank, actions in enumerate(schedule.actions):
-            row, before = [], 0
-            turns = _turns(actions)
-            for action in actions:
-                if action.kind in COMPUTE:
-                    number += 1
-                    before = number
-                    row.append((number, self._slot(action, turns), _inputs(action, schedule, held, rank)))
-                    for part in action.parts:
-                        if part.kind in ("backward", "backward_weight"):
-                            self.closing[part.stage] = number
-                elif action.kind == "send":
-                    sends[rank, held[action.peer]].append((before, action))
-                elif action.kind == "recv":
-                    posts[held[action.peer], rank].append(before)
-            self.rows.append(row)
         self.links: dict[tuple[int, int, int], int] = {}
-        self.messages: dict[tuple[bool, int, int], int] = {}
-        self.queues: list[list[Message]] = []
-        self.queue_of: dict[int, int] = {}
-        """By message, its channel."""
-        for channel, queue in sends.items():
-            made: list[Message] = []
-            for (sent, action), posted in zip(queue, posts[channel], strict=True):
-                message = len(self.messages) + 1
-                self.messages[action.peer > action.stage, action.peer, action.micro_batch] = message
-                link = self.links.setdefault((*channel, min(action.stage, action.peer)), len(self.links))
-                made.append((message, sent, posted, made[-1][0] if made else 0, link))
-                self.queue_of[message] = len(self.queues)
-            self.queues.append(made)
+        self.rows: list[list[tuple[int, int, tuple[Input, ...]]]] = []
+        """By rank: (action, slot, inputs)."""
+        self.made: dict[Input, int] = {}
+        """Behind which action each input is sent to another rank."""
+        first = 1
+        for mine in rows:
+            self.rows.append(self._numbered(_layered(mine, units) if units else mine, first))
+            first += len(self.rows[-1])
+        self.messages: dict[Input, Message] = {}
+        self.queue_of: dict[Input, list[Message]] = {}
+        self._connect()
 
     def program(self) -> Program:
         steps, places = [], [0] * len(self.rows)
-        met = [0] * len(self.queues)
-        done: set[int] = {0}
-        waiting: dict[int, list[int]] = defaultdict(list)
+        done = bytearray(sum(map(len, self.rows)) + 1)
+        done[0] = 1
+        waiting: dict[int, list[int]] = {}
+        met: dict[int, int] = {}
         todo = list(range(len(self.rows)))
         while todo:
             rank = todo.pop()
-            row = self.rows[rank]
-            while places[rank] < len(row):
-                action, slot, inputs = row[places[rank]]
-                needed = tuple(self.messages[key] for key in inputs)
-                missing = [sent for sent in map(self._sent, needed) if sent not in done]
-                if missing:
-                    waiting[missing[0]].append(rank)
-                    break
-                meeting: list[Message] = []
-                for message in needed:
-                    number = self.queue_of[message]
-                    queue = self.queues[number]
-                    upto = max(met[number], message - queue[0][0] + 1)
-                    meeting += queue[met[number] : upto]
-                    met[number] = upto
-                steps.append((rank, action, slot, tuple(meeting), needed))
-                done.add(action)
-                places[rank] += 1
-                todo += waiting.pop(action, [])
+            row, place = self.rows[rank], places[rank]
+            while place < len(row):
+                action, slot, inputs = row[place]
+                if inputs:
+                    needed = [self.messages[one] for one in inputs]
+                    missing = [message[1] for message in needed if not done[message[1]]]
+                    if missing:
+                        waiting.setdefault(missing[0], []).append(rank)
+                        break
+                    meeting: list[Message] = []
+                    for one, message in zip(inputs, needed, strict=True):
+                        queue = self.queue_of[one]
+                        start, upto = met.get(queue[0][0], 0), message[0] - queue[0][0] + 1
+                        if upto > start:
+                            meeting += queue[start:upto]
+                            met[queue[0][0]] = upto
+                    steps.append((rank, action, slot, tuple(meeting), tuple(message[0] for message in needed)))
+                else:
+                    steps.append((rank, action, slot, (), ()))
+                done[action] = 1
+                place += 1
+                if action in waiting:
+                    todo += waiting.pop(action)
+            places[rank] = place
         return Program(
             steps=tuple(steps),
             slots=tuple(self.slots),
             counts=tuple(Counter(slot for _, slot, _ in row) for row in self.rows),
             links=tuple(self.links),
             messages=len(self.messages),
-            placement=self.schedule.placement,
+            placement=self.placement,
             closing=self.closing,
-            micro_batches=self.schedule.micro_batches,
+            micro_batches=self.micro_batches,
         )
 
-    def _sent(self, message: int) -> int:
-        """The action behind which it is sent."""
-        queue = self.queues[self.queue_of[message]]
-        return queue[message - queue[0][0]][1]
+    def _numbered(self, mine: Sequence[Action], first: int) -> list[tuple[int, int, tuple[Input, ...]]]:
+        """A rank's actions with their numbers from `first` on, slots, and inputs from other ranks."""
+        last = _last_weights(mine)
+        row = []
+        for number, action in enumerate(mine, first):
+            slot: list[tuple[str, int, int | None, Turn]] = []
+            inputs: list[Input] = []
+            for kind, stage, micro_batch, unit, *_ in action.parts:
+                forward, turn = kind in FORWARD, "middle"
+                if forward:
+                    # In layered order every unit of a stage has its own first micro-batch.
+                    if micro_batch == 0:
+                        turn = "first"
+                elif last[stage] == micro_batch:
+                    turn = "last"
+                slot.append((kind, stage, unit, turn))
+                if kind in ("backward", "backward_weight"):
+                    self.closing[stage] = number
+                if kind != "backward_weight":
+                    inputs += self._exchanged(forward, stage, micro_batch, unit, number)
+            row.append((number, self.slots.setdefault(tuple(slot), len(self.slots)), tuple(inputs)))
+        return row
 
-    def _slot(self, action: Action, turns: Callable[[Action], Turn]) -> int:
-        slot = tuple((part.kind, part.stage, part.unit, turns(part)) for part in action.parts)
-        return self.slots.setdefault(slot, len(self.slots))
+    def _exchanged(self, forward: bool, stage: int, micro_batch: int, unit: int | None, number: int) -> list[Input]:
+        """What an action takes from another rank; what it makes for one is noted."""
+        held, rank = self.held, self.held[stage]
+        before, behind = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        ends = (0, 0) if unit is None else (0, self.units[stage] - 1)
+        entry, leaving = ends if forward else ends[::-1]
+        if 0 <= behind < len(held) and held[behind] != rank and unit in (None, leaving):
+            self.made[forward, behind, micro_batch] = number
+        takes = 0 <= before < len(held) and held[before] != rank and unit in (None, entry)
+        return [(forward, stage, micro_batch)] if takes else []
+
+    def _connect(self) -> None:
+        """Give every message its place in its channel, in the order in which they are sent, and the action behind which it is received: the
+        one before its consumer, or earlier so that no later message overtakes it."""
+        consumers = {one: (number, row[0][0]) for row in self.rows for number, _, inputs in row for one in inputs}
+        channels: dict[tuple[int, int], list[tuple[int, Input]]] = defaultdict(list)
+        for one, number in self.made.items():
+            forward, stage, _ = one
+            source = self.held[stage - 1 if forward else stage + 1]
+            channels[source, self.held[stage]].append((number, one))
+        for (source, target), sent in channels.items():
+            sent.sort(key=lambda pair: pair[0])
+            posts, latest = [], 1 << 60
+            for _, one in reversed(sent):
+                consumer, first = consumers[one]
+                latest = min(latest, max(0, consumer - first - AHEAD) + first)
+                posts.append(0 if latest == first else latest - 1)
+            queue: list[Message] = []
+            for (number, one), posted in zip(sent, reversed(posts), strict=True):
+                forward, stage, _ = one
+                link = self.links.setdefault((source, target, stage - 1 if forward else stage), len(self.links))
+                message = len(self.messages) + 1, number, posted, queue[-1][0] if queue else 0, link
+                queue.append(message)
+                self.messages[one], self.queue_of[one] = message, queue
 
 
-def _turns(actions: Sequence[Action]) -> Callable[[Action], Turn]:
-    """Says which turn of its stage a part of one of `actions` is."""
-    first: dict[int, int] = {}
+def _last_weights(mine: Sequence[Action]) -> dict[int, int]:
+    """By stage, the micro-batch whose weight gradients come last."""
     last: dict[int, int] = {}
-    for action in actions:
+    for action in mine:
         for part in action.parts:
-            if part.kind in FORWARD:
-                first.setdefault(part.stage, part.micro_batch)
-            elif part.kind in ("backward", "backward_weight"):
+            if part.kind in ("backward", "backward_weight"):
                 last[part.stage] = part.micro_batch
-
-    def turn(part: Action) -> Turn:
-        if part.kind in FORWARD:
-            return "first" if first[part.stage] == part.micro_batch else "middle"
-        return "last" if last.get(part.stage) == part.micro_batch else "middle"
-
-    return turn
+    return last
 
 
-def _inputs(action: Action, schedule: Schedule, held: Sequence[int], rank: int) -> list[tuple[bool, int, int]]:
-    """What a compute action takes from other ranks: (is activation, stage, micro-batch)."""
-    found = []
-    for part in action.parts:
-        forward = part.kind in FORWARD
-        if not forward and part.kind not in GRADIENT:
-            continue
-        border = 0 if forward or not schedule.units else schedule.units[part.stage] - 1
-        if part.unit not in (None, border):
-            continue
-        other = part.stage - 1 if forward else part.stage + 1
-        if 0 <= other < len(held) and held[other] != rank:
-            found.append((forward, part.stage, part.micro_batch))
-    return found
+def _layered(mine: Sequence[Action], units: Sequence[int]) -> list[Action]:
+    """Each run of one kind of action of one stage, unit by unit."""
+    cut: list[Action] = []
+    for (kind, stage), run in groupby(mine, key=lambda action: action[:2]):
+        together, order = list(run), range(units[stage])
+        cut += [
+            action._replace(unit=unit) for unit in (order if kind in FORWARD else order[::-1]) for action in together
+        ]
+    return cut
