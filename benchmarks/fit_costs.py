@@ -335,14 +335,14 @@ def every_fifth(count: int) -> list[np.ndarray]:
 
 BAND = 0.8
 """Share of rows that a band is to hold."""
-LEAST_ROWS, LEAST_SOURCES = 3, 3
+LEAST_ROWS, LEAST_SOURCES = 3, 4
 """Of a source that is left out, and of sources that a stack's or a generation's own band rests on."""
 
 
 def bands(rows: Rows) -> dict[str, float]:
     """Half-widths of the 80% bands, in logarithms, from sources that were left out of the fit whole.
 
-    By stack where three sources or more know it, and by generation over those stacks; `default` for all other stacks.
+    By stack where four sources or more know it, and by generation over those stacks; `default` for all other stacks.
     """
     return widths(rows, np.log(rows.measured / left_out(rows, by_source(rows))))
 

@@ -103,13 +103,13 @@ def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path)
     )
     refused = meshwright("plan", *ONE, f"plan={tmp_path / 'host.yaml'}", "--for", "train")
     assert refused.code == 2 and "cannot train offload both under zbv" in refused.err
-    answers = meshwright("plan", *TCP, "--for", "train", "--json").json
+    answers = meshwright("plan", *TCP, "--json").json
     assert all(other["trainable"] for other in answers["alternatives"])
 
 
 def test_for_train_is_what_train_takes(tiny: Path, tmp_path: Path) -> None:
     """The data's vocabulary counts, and not a guess of it: memory to the byte."""
-    asked = meshwright("plan", tiny, "--for", "train", "--json").json["plan"]
+    asked = meshwright("plan", tiny, "--json").json["plan"]
     run = prepare_run(load_run(tiny), tmp_path, profile=None, note=print)
     assert run and asked == to_plain(run.assignment.plan)
 
@@ -122,7 +122,7 @@ def test_for_train_counts_on_this_host_where_the_cluster_is_this_machine(
     for module in (machine, prepare):
         monkeypatch.setattr(module, "host_memory_bytes", lambda: 700 << 30)
     run = load_run(None, [*ONE, f"cluster.gpu={gpu}"])
-    assert answer_of(run, Wishes(trainable=True)).run.cluster.host_memory_gib == gib
+    assert answer_of(run, Wishes(for_train=True)).run.cluster.host_memory_gib == gib
     assert answer_of(run, Wishes()).run.cluster.host_memory_gib is None
 
 

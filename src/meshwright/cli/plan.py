@@ -20,9 +20,18 @@ def plan(
     for_: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="train", help="Choose among what this release can train, as `train` itself does."
+            "--for",
+            metavar="train",
+            help="Answer as `train` would on this machine: with its host memory, refusing a plan file that it refuses.",
         ),
     ] = None,
+    include_untrainable: Annotated[
+        bool,
+        typer.Option(
+            "--include-untrainable",
+            help="Name the best plan that this release can plan but not train, where it is faster.",
+        ),
+    ] = False,
     gpus: Annotated[
         str | None,
         typer.Option("--gpus", metavar="A..B", help="The same job on A GPUs, 2·A, and so on up to B: how it scales."),
@@ -67,8 +76,10 @@ def plan(
 ) -> None:
     """Choose a plan for a run and say what it needs, why it was chosen, what limits it, and what a change would buy.
 
-    No file is needed for a question. Plans go over all axes; what this release can plan but not train is marked "planned only", and
-    `--for train` leaves it out.
+    No file is needed for a question. The chosen plan is one that this release can train, unless pins or a plan file ask for another, which
+    is marked "planned only". Devices stay idle where a part of them takes a shorter step; the answer names that part.
+
+    Exit codes: 0 a plan, 2 bad input or no layout, 3 nothing fits (with what would make it fit).
 
     Examples:
 
@@ -76,7 +87,7 @@ def plan(
 
         meshwright plan model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64
 
-        meshwright plan run.yaml plan.pipeline=2 --for train --out plan.yaml
+        meshwright plan run.yaml plan.pipeline=2 --out plan.yaml
 
         meshwright plan run.yaml --probe 3 --out plan.yaml
 
@@ -89,7 +100,7 @@ def plan(
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
     from meshwright.planner.candidate import idle_fields
 
-    wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price, probe)
+    wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price, probe, include_untrainable)
     check_place("--out", out)
     check_place("--html", html)
     run = load(words)

@@ -20,9 +20,10 @@ from meshwright.launch.prepare import (
 from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.devices import Idle
 from meshwright.planner.explain import limits, lost
 from meshwright.planner.finalists import same_layout
-from meshwright.planner.fixes import search_or_fixes
+from meshwright.planner.fixes import choose_or_fixes
 from meshwright.planner.objectives import (
     Point,
     Training,
@@ -33,7 +34,9 @@ from meshwright.planner.objectives import (
     shortest_training,
 )
 from meshwright.planner.reprice import predicted
+from meshwright.planner.search import with_untrainable
 from meshwright.planner.what_if import Change, what_if
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
@@ -47,7 +50,8 @@ OBJECTIVES = ("time", "cost", "training")
 class Wishes:
     """The options of one question, checked against each other."""
 
-    trainable: bool = False
+    for_train: bool = False
+    """Answer as `train` would on this machine."""
     gpus: tuple[int, int] | None = None
     objective: str = "time"
     critical_batch: float | None = None
@@ -55,11 +59,12 @@ class Wishes:
     price: float | None = None
     probe: int | None = None
     """Plans to run for a few steps on this machine."""
+    include_untrainable: bool = False
 
     @classmethod
     def of(
         cls, for_: str | None, gpus: str | None, objective: str, critical_batch: float | None, tokens: float | None, price: float | None,
-        probe: int | None = None,
+        probe: int | None = None, include_untrainable: bool = False,
     ) -> Wishes:  # fmt: skip
         """Raises BadInput for values that are none, and for options that do not go together."""
         if for_ not in (None, "train"):
@@ -83,7 +88,11 @@ class Wishes:
                 raise BadInput(f"{name} {value:g}: expected a number above 0")
         if probe and (gpus or objective != "time"):
             raise BadInput("--probe measures seconds of a step on this machine; it goes without --gpus and --objective")
-        return cls(for_ == "train" or bool(probe), _range(gpus), objective, critical_batch, tokens, price, probe)
+        if include_untrainable and (probe or gpus or objective != "time"):
+            raise BadInput(
+                "--include-untrainable adds a note to one plan; it goes without --probe, --gpus and --objective"
+            )
+        return cls(for_ == "train", _range(gpus), objective, critical_batch, tokens, price, probe, include_untrainable)
 
 
 @dataclass(frozen=True)
@@ -102,10 +111,21 @@ class Answer:
     points: tuple[Point, ...] = ()
     trainings: tuple[Training, ...] = ()
     probes: tuple[Probe, ...] = ()
+    idle: Idle | None = None
+    """What the plan leaves idle of the devices that were asked about; `run` has the others."""
+    asked: ClusterSpec | None = None
+    """The cluster with the idle devices, where there are any."""
+    untrainable: Candidate | None = None
+    """A faster plan that this release cannot train, where it was asked for."""
 
     @property
     def plan(self) -> Plan:
         return self.best.plan
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """As it was asked about, idle devices included."""
+        return self.asked or self.run.cluster
 
     @property
     def tokens(self) -> float:
@@ -130,7 +150,7 @@ class Answer:
         return None if self.best.fits else misfit(self.run, self.plan)
 
     def changes(self) -> tuple[Change, ...]:
-        return what_if(self.run, self.plan, search_seconds=self.search_seconds, trainable=self.wishes.trainable)
+        return what_if(self.run, self.plan, search_seconds=self.search_seconds)
 
     def why_not(self, other: Candidate) -> str:
         ran = next((one for one in self.probes if same_layout(one.plan, other.plan)), None)
@@ -149,7 +169,7 @@ def answer_of(run: RunSpec, wishes: Wishes, note: Note = lambda text: None) -> A
     """
     if wishes.probe:
         return _probed(run, wishes, note)
-    if wishes.trainable:
+    if wishes.for_train:
         run = _as_trained(run)
     if isinstance(run.plan, str) and run.plan != "auto":
         return _of_file(run, wishes)
@@ -182,6 +202,10 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     }
     if over := answer.does_not_fit:
         body["does_not_fit"] = over
+    if answer.idle:
+        body["idle"] = to_plain(answer.idle)
+    if answer.wishes.include_untrainable:
+        body["untrainable"] = _untrainable(answer.untrainable)
     body["sources"] = sources_of(answer)
     if answer.probes:
         body["probes"] = [_probe(one) for one in answer.probes]
@@ -220,14 +244,17 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
             f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
     plan = predicted(run, given_plan(run))
-    if wishes.trainable:
+    if wishes.for_train:
         refuse_untrainable(run, plan)
     return Answer(run, wishes, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
 
 
 def _searched(run: RunSpec, wishes: Wishes) -> Answer:
-    found = search_or_fixes(run, memory_bytes=device_memory(run), trainable=wishes.trainable)
-    return Answer(run, wishes, found.best, found.others, found.considered, found.seconds)
+    chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
+    found, faster = chosen.answer, None
+    if wishes.include_untrainable:
+        found, faster = with_untrainable(chosen.run, found, memory_bytes=device_memory(chosen.run))
+    return replace(_at(chosen.run, found, wishes), idle=chosen.idle, asked=run.cluster, untrainable=faster)
 
 
 def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
@@ -237,30 +264,29 @@ def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
     assert wishes.probe is not None
     check_here(run.cluster)
     run = on_this_host(resolve_data(run, note))
-    found = search_or_fixes(run, memory_bytes=device_memory(run), trainable=True)
-    chosen, probes = probed(run, found, wishes.probe, note)
-    return Answer(run, wishes, chosen.best, chosen.others, found.considered, found.seconds, probes=probes)
+    chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
+    found, probes = probed(chosen.run, chosen.answer, wishes.probe, note)
+    return replace(_at(chosen.run, found, wishes), probes=probes, idle=chosen.idle, asked=run.cluster)
 
 
 def _of_scaling(run: RunSpec, wishes: Wishes) -> Answer:
     assert wishes.gpus is not None
-    points = scaling(run, cluster_sizes(run, *wishes.gpus), trainable=wishes.trainable)
+    points = scaling(run, cluster_sizes(run, *wishes.gpus))
     best = cheapest(points) if wishes.objective == "cost" else fastest(points)
-    return replace(_at(best, wishes), points=points)
+    return replace(_at(best.run, best.answer, wishes), points=points)
 
 
 def _of_training(run: RunSpec, wishes: Wishes) -> Answer:
     assert wishes.critical_batch is not None
     tokens = wishes.tokens or run.train.steps * run.train.global_batch * run.train.seq_len
     sizes = cluster_sizes(run, *wishes.gpus) if wishes.gpus else None
-    trainings = shortest_training(run, wishes.critical_batch, tokens, sizes, trainable=wishes.trainable)
-    return replace(_at(trainings[0].point, wishes), trainings=trainings)
+    trainings = shortest_training(run, wishes.critical_batch, tokens, sizes)
+    return replace(_at(trainings[0].point.run, trainings[0].point.answer, wishes), trainings=trainings)
 
 
-def _at(point: Point, wishes: Wishes) -> Answer:
-    assert point.answer is not None
-    found = point.answer
-    return Answer(point.run, wishes, found.best, found.others, found.considered, found.seconds)
+def _at(run: RunSpec, found: Found | None, wishes: Wishes) -> Answer:
+    assert found is not None
+    return Answer(run, wishes, found.best, found.others, found.considered, found.seconds)
 
 
 def _objective(answer: Answer) -> dict[str, Any]:
@@ -270,6 +296,10 @@ def _objective(answer: Answer) -> dict[str, Any]:
     if answer.trainings:
         return body | {"trainings": [_training(training, price) for training in answer.trainings]}
     return body | {"points": [_point(point, answer.tokens, price) for point in answer.priced_points]}
+
+
+def _untrainable(candidate: Candidate | None) -> dict[str, Any] | None:
+    return candidate and {"plan": to_plain(candidate.plan), "cannot_train": untrainable(candidate.plan)}
 
 
 def _probe(probe: Probe) -> dict[str, Any]:

@@ -78,13 +78,14 @@ def _name(answer: Answer) -> str:
 
 
 def _header(answer: Answer) -> str:
-    run, cluster = answer.run, answer.run.cluster
-    machines = machines_line(cluster)
+    run = answer.run
+    machines = machines_line(answer.cluster)
     line = f"{figures.short(parameter_count(run.model))} parameters · {machines} · {plan_name(answer.plan)}"
     refused, over = answer.planned_only, answer.does_not_fit
     word = "does not fit" if over else "planned only" if refused else "can be trained"
     status = f'<span class="status {"part" if over or refused else "done"}">{word}</span>'
-    note = ". ".join(text for text in (over, refused, caution(run)) if text)
+    idle = answer.idle and answer.idle.sentence
+    note = ". ".join(text for text in (over, refused, idle, caution(run)) if text)
     return f"""<header><p class="product">meshwright <span>plan</span></p><h1>{escape(_name(answer))}</h1>
 <p class="facts-line">{status}{escape(line)}</p><p class="aside">{escape(note)}</p></header>"""
 

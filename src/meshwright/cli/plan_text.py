@@ -70,7 +70,7 @@ def show(answer: Answer) -> None:
 def _head(console: Console, answer: Answer) -> None:
     run, plan, cluster = answer.run, answer.plan, answer.run.cluster
     name, size = run.model.preset or run.model.family, f"{figures.short(parameter_count(run.model))} parameters"
-    console.print(f"[bold]{name}[/bold], {size}, on {machines_line(cluster)}")
+    console.print(f"[bold]{name}[/bold], {size}, on {machines_line(answer.cluster)}")
     console.print(f"[bold]{plan_name(plan)}[/bold]")
     said = plan.predicted
     if said is not None:
@@ -81,10 +81,23 @@ def _head(console: Console, answer: Answer) -> None:
         console.print(f"the plan of {run.plan}, priced on this cluster")
     else:
         console.print(f"best of {answer.considered:,} layouts, found in {answer.search_seconds:.2f} s")
+    if answer.idle:
+        console.print(f"[bold]{answer.idle.sentence}[/bold]")
+        console.print(f"  {answer.idle.start}")
     if over := answer.does_not_fit:
         console.print(f"[bold]does not fit[/bold]: {over}")
     if refused := answer.planned_only:
         console.print(f"[bold]planned only[/bold]: {refused}")
+    if answer.wishes.include_untrainable:
+        console.print(untrainable_note(answer))
+
+
+def untrainable_note(answer: Answer) -> str:
+    """The faster plan that this release cannot train, or that there is none."""
+    other = answer.untrainable
+    if other is None:
+        return "no plan that this release cannot train is faster"
+    return f"[bold]planned only[/bold], {seconds_text(other.seconds)} a step: {short_line(other.plan)}; {untrainable(other.plan)}"
 
 
 def _figures(said: Predicted, memory: int | None) -> str:

@@ -17,14 +17,33 @@ from math import inf
 import numpy as np
 
 from meshwright.costs.of_plan import Pricing
-from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, fits, moves_activations, pins_of
+from meshwright.planner.candidate import (
+    Answer,
+    Candidate,
+    budget_of,
+    counts,
+    fits,
+    moves_activations,
+    pins_of,
+    untrainable,
+)
 from meshwright.planner.clock import STAGES
 from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced, without_guess
 from meshwright.planner.robust import FRAGILE, losses, why_robust
 from meshwright.planner.space import Points, by_kernels, points
-from meshwright.planner.sweep import MOVING, PLAIN, Strategy, Swept, leaner_than, smallest, strategies_in, sweep
+from meshwright.planner.sweep import (
+    MOVING,
+    PLAIN,
+    Strategy,
+    Swept,
+    _fastest,
+    leaner_than,
+    smallest,
+    strategies_in,
+    sweep,
+)  # fmt: skip
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
@@ -56,8 +75,8 @@ NAMED = 3
 """Plans that are written out where none fits."""
 
 
-def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = False) -> Answer:
-    """The best plan for `run` around its pins, over all axes, or with `trainable` over what this release can train.
+def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
+    """The best plan for `run` around its pins, over what this release can train, or without `trainable` over all it can plan.
 
     `memory_bytes` is one device's memory when the chip table does not know it (the host's share on CPU).
     Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
@@ -101,6 +120,28 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (replace(one, plan=without_guess(run, one.plan)) for one in (best, *others))
     return Answer(best, tuple(others), considered, time.perf_counter() - begun)
+
+
+def with_untrainable(
+    run: RunSpec, answer: Answer, *, memory_bytes: int | None = None
+) -> tuple[Answer, Candidate | None]:
+    """`answer`, and the best plan of a search over what this release can plan but not train too, where that is faster.
+
+    Where the larger search finds a faster plan that can be trained, its answer takes the place of `answer`.
+    """
+    wide = search(run, memory_bytes=memory_bytes, trainable=False)
+    if wide.best.seconds >= answer.best.seconds:
+        return answer, None
+    return (answer, wide.best) if untrainable(wide.best.plan) else (wide, None)
+
+
+def seconds_bound(run: RunSpec, *, trainable: bool = True) -> float:
+    """Seconds of a step by the closed form that no plan beats, whatever memory it needs; infinite where there is no layout.
+
+    A hundredth of a search. Raises BadInput where the cost model has no rates for the cluster.
+    """
+    space = points(run, trainable=trainable)
+    return float(_fastest(run, _pricing(run, space), space).min()) if len(space) else inf
 
 
 def _pricing(run: RunSpec, space: Points) -> Pricing:

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, context_size, number, plan_time
-from meshwright.planner.candidate import budget_of, fits, pins_of
+from meshwright.planner.candidate import budget_of, fits, pins_of, untrainable
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
@@ -54,7 +54,7 @@ class Change:
 
 
 def what_if(
-    run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = False
+    run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = True
 ) -> tuple[Change, ...]:
     """Changes by what they bring, most first; empty where no step time is known."""
     if plan.predicted is None or plan.predicted.step_seconds is None:
@@ -234,7 +234,7 @@ def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     """`plan`, and on its mesh every micro-batch with the layers that are fastest there and fit, as far as the run pins none of it."""
     yield replace(plan, predicted=None)
     held, budget = _held(run, plan), budget_of(run)
-    space = points(held)
+    space = points(held, trainable=untrainable(plan) is None)
     axes = [axis.axis for axis in plan.mesh if axis.size > 1]
     alike = [[axis for axis in mesh.order if mesh.size(axis) > 1] == axes for mesh in space.meshes]
     space = space.take(np.flatnonzero(np.array(alike, bool)[space.mesh]))
