@@ -49,8 +49,8 @@ def test_kernels_carry_them_where_copies_cannot_or_were_not_measured(words: str,
 
 
 def test_the_search_copies_without_a_pinned_axis_too() -> None:
-    words = "model=llama3-8b train.seq_len=8192 train.global_batch=4"
-    found = search(load_run(None, [*words.split(), *GPUS.split()]), trainable=True)
+    words = "model=llama3-8b train.seq_len=8192 train.global_batch=3"  # which two data ranks do not divide
+    found = search(load_run(None, [*words.split(), *GPUS.split()]))
     pairs = [one.plan for one in (found.best, *found.others) if one.plan.axis_size("tensor") == 2]
     assert pairs and pairs[0].tensor_engine == "copy"
 

@@ -85,11 +85,11 @@ class Judge:
 
     def estimated(self, plan: Plan) -> Candidate:
         """By whole stages."""
-        if plan not in self._estimates:
+        if plan.bare not in self._estimates:
             timing = self._timings[plan.bare] = timing_of(self.run.model, self.run.train, plan, self.run.cluster)
             quick = Candidate(repriced(self.run, plan, by_units=False, timing=timing), simulated=False)
-            self._estimates[plan] = replace(quick, estimated=quick.seconds)
-        return self._estimates[plan]
+            self._estimates[plan.bare] = replace(quick, estimated=quick.seconds)
+        return self._estimates[plan.bare]
 
     def played(self, one: Candidate) -> Candidate:
         """Unit by unit, of an estimated candidate."""
@@ -105,7 +105,7 @@ def in_turn(
     least: float = inf,
 ) -> Iterator[int]:
     """Places of `guesses`, what promises most first, each once its `seconds` are known: infinite where there is no such plan. When there
-    are `least`, the others end with the first that promises no more than the fastest took.
+    are `least`, the others end with the first that does not promise to be as fast as the fastest, as far as can be told.
 
     A guess is wrong about all of a kind alike, so it is corrected by what the last one tried of its kind took. `kinds` are the kind of each
     and a wider one; a kind of which none was tried may take `hope` times its guess, or what the wider one took if that is not more.
@@ -121,7 +121,7 @@ def in_turn(
 
     while left:
         place = min(left, key=promised)
-        if given >= least and promised(place) >= fastest:
+        if given >= least and promised(place) >= fastest * (1 + ALIKE):
             return
         left.remove(place)
         kind, wide = kinds[place]

@@ -52,7 +52,7 @@ from meshwright.spec.run import RunSpec
 KEPT, REACH = 6, 1.3
 """Points of each family that the sweep hands on, and times the fastest that they may take: how much further the closed form strays of one
 family than of another."""
-LEAST, ALIKE = 16, 8
+LEAST, ALIKE = 24, 8
 """Plans that are estimated by whole stages in any case, and how many of them may have axes and schedule alike."""
 EFFORT, EASY = 240.0, 2000.0
 """What estimates may cost in all where slower ones than the fastest are not ruled out, and actions of a schedule that cost as much as the

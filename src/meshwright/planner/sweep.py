@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import combinations, product
 
 import numpy as np
@@ -84,7 +85,7 @@ class Swept:
 def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: int, reach: float = 1.0) -> Swept:
     """The `best` points of each family that fit `room` bytes by the closed form, of those that take up to `reach` times the fastest; with a
     reach of 1 the fastest alone. Empty when none fits."""
-    bound, ways = _fastest(run, pricing, points), _ways(run, points)
+    bound, ways = _fastest(run, pricing, points), _ways(run, points.offloads)
     order = np.argsort(bound, kind="stable")
     found = _Best(best, reach, _families(points))
     priced = len(points)
@@ -116,7 +117,7 @@ def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -
     found: list[Strategy | None] = [None] * len(points)
     fastest = np.full(len(points), np.inf)
     for place, strategy, seconds in zip(
-        *_weighed(run, pricing, points, room, _ways(run, points), fastest), strict=True
+        *_weighed(run, pricing, points, room, _ways(run, points.offloads), fastest), strict=True
     ):
         if seconds < fastest[place]:
             found[place], fastest[place] = strategy, seconds
@@ -227,12 +228,17 @@ class _Ways:
     """Places of the strategies about which the closed form is wrong alike: they recompute and move alike."""
 
 
-def _ways(run: RunSpec, points: Points) -> _Ways:
-    pairs = _pairs(run, points.offloads)
-    strategies = [Strategy(rich, lean, gradients) for gradients in _sums(run) for rich, lean in pairs]
+def _ways(run: RunSpec, offloads: tuple[Offload, ...]) -> _Ways:
+    return _ways_between(tuple(_pairs(run, offloads)), _sums(run))
+
+
+@lru_cache(maxsize=8)
+def _ways_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradients, ...]) -> _Ways:
+    strategies = [Strategy(rich, lean, gradients) for gradients in sums for rich, lean in pairs]
     ends = [[one.layer(one.rich), one.layer(one.lean)] for one in strategies]
     kinds = tuple(dict.fromkeys(kind for pair in ends for kind in pair))
-    rich, lean = np.array([[kinds.index(kind) for kind in pair] for pair in ends]).T
+    places = {kind: place for place, kind in enumerate(kinds)}
+    rich, lean = np.array([[places[kind] for kind in pair] for pair in ends]).T
     moving = [not one.layer(one.rich).activations_away and one.layer(one.lean).activations_away for one in strategies]
     alike = [(one.lean.recompute, one.lean.offload in ("activations", "both")) for one in strategies]
     classes = tuple(np.flatnonzero([one == kind for one in alike]) for kind in dict.fromkeys(alike))
