@@ -165,7 +165,7 @@ def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
     ):
         assert unlike == pytest.approx(near)
     elsewhere = ends(replace(NODE, gpu="A100"), {"shard": 8})
-    width = max(rows["default"], rows.get("ampere", 0.0))
+    width = rows["ampere"]
     assert elsewhere == pytest.approx((np.exp(-width), np.exp(width))) and elsewhere[1] > near[1] > own[1]
     assert ends(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16}) == elsewhere
     guessed = ends(replace(NODE, gpu="Ascend910"), {"shard": 8})

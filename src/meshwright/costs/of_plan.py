@@ -157,9 +157,9 @@ def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float
 def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     """Logarithms of the band's ends, and what they rest on.
 
-    Where this program never ran like that, published runs say how far a prediction strays from a source that was left out of the fit: on
-    devices that it ran on those of well-known stacks there, on others those of stacks that few sources know. A device that nobody's runs
-    were fitted on may be off by a factor of three.
+    Where this program never ran like that, published runs on the generation of devices say how far a prediction strays from a source that
+    was left out of the fit, or where too few sources have such devices all sources that stand nearly alone. A device that nobody's runs were
+    fitted on may be off by a factor of three.
     """
     bands = table()["bands"]
     if (wide := spread(cluster)) is not None:
@@ -171,13 +171,11 @@ def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
         return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
     if not new and (is_measured(generation) or cluster.profile is not None):
         return _even(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
-    if not is_measured(generation):
-        why = f"the wider of those on {generation} and of stacks that few know: {OWN} was not measured on {generation} devices"
-        return _even(max(bands["default"], bands.get(generation, 0.0))), f"published runs left out of the fit, {why}"
-    why = f"{OWN} was not measured with {new}"
+    reason = f"not measured with {new}" if is_measured(generation) else f"not measured on {generation} devices"
+    whose = f"on {generation} devices" if generation in bands else "of stacks that few sources know"
     return _even(
         bands.get(generation, bands["default"])
-    ), f"published runs on {generation} devices left out of the fit: {why}"
+    ), f"published runs {whose}, left out of the fit: {OWN} was {reason}"
 
 
 def _even(width: float) -> tuple[float, float]:
