@@ -92,7 +92,7 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
         except (BadInput, OutOfResources):
             continue
     part, answer = min(found, key=lambda one: one[1].best.seconds, default=(run, None))
-    if answer is None or answer.best.seconds >= limit:
+    if answer is None or (whole and answer.best.seconds >= limit):
         if whole is None:
             assert failure is not None
             raise failure
