@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.plan_answer import Wishes, answer_of
+from meshwright.cli.plan_text import two_digits
 from meshwright.cli.plan_words import facts, layers_line, machines_line
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import prepare_run
@@ -261,7 +262,34 @@ def test_scaling_by_doubling(tmp_path: Path) -> None:
     text = (tmp_path / "scaling.html").read_text()
     assert Page(text).open == [] and "Throughput" in text and "Efficiency" in text
     shown = meshwright("plan", *ONE, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
-    assert re.search(r"^ 2 +[\d.]+ m?s ", shown, re.MULTILINE) and "◀" in shown
+    assert re.search(r"^ 2 +(shard|replicate) 2.* [\d.]+ m?s ", shown, re.MULTILINE) and "◀" in shown
+    assert "GPU-hours need the tokens of the whole training" in " ".join(shown.split())
+    asked = meshwright("plan", *ONE, "--gpus", "2", "--tokens", "1e12", "--json").json["objective"]["points"][0]
+    shown = meshwright("plan", *ONE, "--gpus", "2", "--tokens", "1e12").out
+    assert two_digits(asked["gpu_hours"]) in shown and two_digits(asked["days"]) in shown
+
+
+@pytest.mark.parametrize(("number", "text"), [(12345, "12,000"), (35.4, "35"), (4.26, "4.3"), (0.0421, "0.042")])
+def test_a_prediction_has_two_digits(number: float, text: str) -> None:
+    assert two_digits(number) == text
+
+
+def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
+    words = [*ONE, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
+    found = meshwright("plan", *words, "--json").json
+    plain = meshwright("plan", *words[:-1], "--json").json
+    assert found["plan"]["schedule"]["name"] == plain["plan"]["schedule"]["name"] and "untrainable" not in plain
+    other = found["untrainable"]
+    assert "cannot train" in other["cannot_train"]
+    assert other["plan"]["predicted"]["step_seconds"] < found["predicted"]["step_seconds"]
+    assert "cannot train" in " ".join(meshwright("plan", *words).out.split())
+
+
+def test_idle_devices_are_named() -> None:
+    words = [*MODEL, "cluster.gpus_per_node=7", "train.global_batch=8"]
+    found, text = meshwright("plan", *words, "--json").json, " ".join(meshwright("plan", *words).out.split())
+    assert set(found) == KEYS | {"idle"} and found["idle"]["used"] < found["idle"]["devices"] == 7
+    assert "on 1 × 7 H100" in text and f"uses {found['idle']['used']} of 7 devices" in text
 
 
 def test_the_shortest_training() -> None:

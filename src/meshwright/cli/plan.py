@@ -50,7 +50,9 @@ def plan(
     tokens: Annotated[
         float | None,
         typer.Option(
-            "--tokens", metavar="N", help="Tokens of the whole training at the run's batch; train.steps' when left out."
+            "--tokens",
+            metavar="N",
+            help="Tokens of the whole training, for days and GPU-hours; else train.steps' if given.",
         ),
     ] = None,
     price: Annotated[
@@ -100,7 +102,9 @@ def plan(
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
     from meshwright.planner.candidate import idle_fields
 
-    wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price, probe, include_untrainable)
+    wishes = Wishes.of(
+        for_, gpus, objective, critical_batch, tokens, price, probe, include_untrainable, _steps_assumed(words)
+    )
     check_place("--out", out)
     check_place("--html", html)
     run = load(words)
@@ -121,3 +125,8 @@ def plan(
         from meshwright.cli.plan_text import show
 
         show(answer)
+
+
+def _steps_assumed(words: list[str] | None) -> bool:
+    """Whether neither a run file nor an override says how many steps the training has."""
+    return not any("=" not in word or word.startswith("train.steps=") for word in words or ())

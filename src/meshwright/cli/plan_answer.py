@@ -60,11 +60,13 @@ class Wishes:
     probe: int | None = None
     """Plans to run for a few steps on this machine."""
     include_untrainable: bool = False
+    steps_assumed: bool = False
+    """Nobody said how many steps the training has."""
 
     @classmethod
     def of(
         cls, for_: str | None, gpus: str | None, objective: str, critical_batch: float | None, tokens: float | None, price: float | None,
-        probe: int | None = None, include_untrainable: bool = False,
+        probe: int | None = None, include_untrainable: bool = False, steps_assumed: bool = False,
     ) -> Wishes:  # fmt: skip
         """Raises BadInput for values that are none, and for options that do not go together."""
         if for_ not in (None, "train"):
@@ -78,12 +80,16 @@ class Wishes:
             )
         for name, value, goes in (
             ("--critical-batch", critical_batch, objective == "training"),
-            ("--tokens", tokens, objective != "time"),
-            ("--price", price, objective != "time"),
+            ("--tokens", tokens, objective != "time" or gpus is not None),
+            ("--price", price, objective != "time" or gpus is not None),
         ):
             if value is not None and not goes:
-                wanted = "training" if name == "--critical-batch" else "cost or --objective training"
-                raise BadInput(f"{name} says nothing about the time of a step; it goes with --objective {wanted}")
+                wanted = (
+                    "--objective training"
+                    if name == "--critical-batch"
+                    else "--gpus, --objective cost or --objective training"
+                )
+                raise BadInput(f"{name} says nothing about the time of a step; it goes with {wanted}")
             if value is not None and not value > 0:
                 raise BadInput(f"{name} {value:g}: expected a number above 0")
         if probe and (gpus or objective != "time"):
@@ -92,7 +98,21 @@ class Wishes:
             raise BadInput(
                 "--include-untrainable adds a note to one plan; it goes without --probe, --gpus and --objective"
             )
-        return cls(for_ == "train", _range(gpus), objective, critical_batch, tokens, price, probe, include_untrainable)
+        if objective == "training" and tokens is None and steps_assumed:
+            raise BadInput(
+                "--objective training needs --tokens N, or train.steps: how long the training is at the run's own batch"
+            )
+        return cls(
+            for_ == "train",
+            _range(gpus),
+            objective,
+            critical_batch,
+            tokens,
+            price,
+            probe,
+            include_untrainable,
+            steps_assumed,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,9 +148,11 @@ class Answer:
         return self.asked or self.run.cluster
 
     @property
-    def tokens(self) -> float:
-        """Of the whole training."""
-        return self.wishes.tokens or self.run.train.steps * self.run.train.global_batch * self.run.train.seq_len
+    def tokens(self) -> float | None:
+        """Of the whole training: as asked, or those of the run's steps; None where the steps are only assumed."""
+        if self.wishes.tokens or self.wishes.steps_assumed:
+            return self.wishes.tokens
+        return self.run.train.steps * self.run.train.global_batch * self.run.train.seq_len
 
     @property
     def priced_points(self) -> tuple[Point, ...]:
@@ -313,12 +335,14 @@ def _probe(probe: Probe) -> dict[str, Any]:
     }
 
 
-def _point(point: Point, tokens: float, price: float | None) -> dict[str, Any]:
-    hours = point.gpu_hours(tokens)
+def _point(point: Point, tokens: float | None, price: float | None) -> dict[str, Any]:
+    hours = point.gpu_hours(tokens) if tokens else None
     return {
         "gpus": point.gpus,
+        "plan": to_plain(point.answer.best.plan) if point.answer else None,
         "step_seconds": point.seconds,
         "tokens_per_second": point.tokens_per_second,
+        "days": hours / point.gpus / 24 if hours else None,
         "mfu": point.mfu,
         "gpu_hours": hours,
         "cost": hours * price if hours and price else None,

@@ -162,6 +162,12 @@ def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
     return ", ".join(held) or "the whole model", len(ranks)
 
 
+def chips_by_node(cluster: ClusterSpec) -> list[str]:
+    """Each node's chip, where they are not all the same; empty where they are."""
+    chips = [kind.gpu for kind, count in node_kinds(cluster) for _ in range(count)]
+    return chips if len(set(chips)) > 1 else []
+
+
 def memory_rows(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
     """(pipeline rank with its layers, bytes by kind), by pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)

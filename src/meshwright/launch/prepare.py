@@ -32,7 +32,7 @@ from meshwright.planner.candidate import (
     over_host,
     untrainable,
 )
-from meshwright.planner.devices import choose_devices, may_leave_idle
+from meshwright.planner.devices import choose_devices
 from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import predicted
@@ -194,7 +194,7 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
     it is, for its preparation to refuse.
     """
     fixed = isinstance(run.plan, str) and run.plan != "auto"
-    if fixed or run.cluster.nodes > 1 or started_by_launcher() or not may_leave_idle(run):
+    if fixed or run.cluster.nodes > 1 or started_by_launcher() or not run.train.global_batch % run.cluster.ranks:
         return run
     asked = on_this_host(with_vocabulary(run))
     try:

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import ceil, gcd, inf
+from math import ceil, gcd, inf, prod
 from typing import Any
 
 from meshwright.costs.machine import is_guessed
@@ -92,7 +92,7 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
         except (BadInput, OutOfResources):
             continue
     part, answer = min(found, key=lambda one: one[1].best.seconds, default=(run, None))
-    if answer is None or answer.best.seconds >= limit:
+    if answer is None or (whole and answer.best.seconds >= limit):
         if whole is None:
             assert failure is not None
             raise failure
@@ -107,11 +107,6 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
         seconds=sum(one.seconds for one in tried if one),
     )
     return Choice(part, answer, idle)
-
-
-def may_leave_idle(run: RunSpec) -> bool:
-    """Whether a part of the devices may be faster than all: a check of a millisecond, before anything is searched."""
-    return any(True for _ in _parts(run))
 
 
 def nodes_in_words(ranks_by_node: Sequence[int]) -> str:
@@ -192,12 +187,18 @@ def _measured(run: RunSpec, cluster: ClusterSpec, speeds: Mapping[Any, float]) -
 def _share(run: RunSpec, ranks: int) -> float:
     """About what share of so many ranks computes, where batch, heads and layers divide as well as they can: layers that are not spread
     evenly leave ranks idle, and so do stages before the first micro-batch reaches them; 0 where nothing divides."""
-    batch, layers, heads = run.train.global_batch, run.model.layers, run.model.heads
-    data = gcd(batch, ranks)
+    pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
+    inside = (pins.tensor, pins.context_ring, pins.context_ulysses)
+    rest, odd = divmod(ranks, prod(size or 1 for size in (pins.pipeline, *inside)))
+    if odd:
+        return 0.0
+    data = gcd(batch, rest)
     best = 0.0
-    for split in divisors(gcd(ranks // data, heads)):
-        stages = ranks // data // split
-        if stages <= layers:
+    for split in divisors(1 if all(inside) else gcd(rest // data, run.model.heads)):
+        stages = rest // data // split
+        if pins.pipeline:
+            stages *= pins.pipeline
+        if stages == (pins.pipeline or stages) and stages <= layers:
             spread = layers / (stages * ceil(layers / stages))
             filled = batch / data / (batch / data + (stages - 1) / 2)
             best = max(best, spread * filled)
@@ -315,14 +316,15 @@ def _idle(run: RunSpec, part: RunSpec, whole: Answer | None, failure: Meshwright
             for kind, count in node_kinds(run.cluster)
             if kind not in kept
         ]
-        why.append(f"without {' and '.join(gone)}")
+        refused = f", as {failure}" if isinstance(failure, BadInput) else ""
+        why.append(f"without {' and '.join(gone)}{refused}")
     elif batch % devices:
         why.append(f"{batch:,} sequences do not divide over {devices:,}")
     if seconds is not None:
         why.append(f"with all {devices:,} a step takes {seconds:.3g} s")
     elif isinstance(failure, OutOfResources):
         why.append(f"no plan over all {devices:,} fits")
-    else:
+    elif batch % devices:
         why.append(f"no layout uses all {devices:,}")
     by_node = _by_node(run.cluster, part.cluster)
     keys = settings(run.cluster, part.cluster)
