@@ -12,62 +12,71 @@ from meshwright.cli.options import Json, Words, check_place, load, say
 from meshwright.files.durable import write_durable
 
 
+For = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="train",
+        help="Answer as `train` would on this machine: with its host memory, refusing a plan file that it refuses.",
+    ),
+]
+IncludeUntrainable = Annotated[
+    bool,
+    typer.Option(
+        "--include-untrainable",
+        help="Name the best plan that this release can plan but not train, where it is faster.",
+    ),
+]
+Objective = Annotated[
+    str,
+    typer.Option(
+        metavar="time|cost|training",
+        help="What is best: the shortest step, the fewest GPU-hours, or the shortest training to one loss.",
+    ),
+]
+CriticalBatch = Annotated[
+    float | None,
+    typer.Option("--critical-batch", metavar="TOKENS", help="Critical batch size, for --objective training."),
+]
+Tokens = Annotated[
+    float | None,
+    typer.Option(
+        "--tokens",
+        metavar="N",
+        help="Tokens of the whole training, for days and GPU-hours; else train.steps' if given.",
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option("--price", metavar="MONEY", help="Price of one GPU for one hour, for costs in money."),
+]
+Probe = Annotated[
+    int | None,
+    typer.Option(
+        "--probe",
+        metavar="N",
+        min=1,
+        help="Run the N best plans for a few steps each on this machine, and take the fastest measured (3 is a good number).",
+    ),
+]
+
+
 def plan(
     words: Words = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen plan as YAML, to edit and pass back.")
     ] = None,
-    for_: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            metavar="train",
-            help="Answer as `train` would on this machine: with its host memory, refusing a plan file that it refuses.",
-        ),
-    ] = None,
-    include_untrainable: Annotated[
-        bool,
-        typer.Option(
-            "--include-untrainable",
-            help="Name the best plan that this release can plan but not train, where it is faster.",
-        ),
-    ] = False,
+    for_: For = None,
+    include_untrainable: IncludeUntrainable = False,
     gpus: Annotated[
         str | None,
         typer.Option("--gpus", metavar="A..B", help="The same job on A GPUs, 2·A, and so on up to B: how it scales."),
     ] = None,
-    objective: Annotated[
-        str,
-        typer.Option(
-            metavar="time|cost|training",
-            help="What is best: the shortest step, the fewest GPU-hours, or the shortest training to one loss.",
-        ),
-    ] = "time",
-    critical_batch: Annotated[
-        float | None,
-        typer.Option("--critical-batch", metavar="TOKENS", help="Critical batch size, for --objective training."),
-    ] = None,
-    tokens: Annotated[
-        float | None,
-        typer.Option(
-            "--tokens",
-            metavar="N",
-            help="Tokens of the whole training, for days and GPU-hours; else train.steps' if given.",
-        ),
-    ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option("--price", metavar="MONEY", help="Price of one GPU for one hour, for costs in money."),
-    ] = None,
-    probe: Annotated[
-        int | None,
-        typer.Option(
-            "--probe",
-            metavar="N",
-            min=1,
-            help="Run the N best plans for a few steps each on this machine, and take the fastest measured (3 is a good number).",
-        ),
-    ] = None,
+    objective: Objective = "time",
+    critical_batch: CriticalBatch = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    probe: Probe = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the answer as one page with pictures.")
     ] = None,
