@@ -11,7 +11,6 @@ import typer
 from meshwright.cli.options import Json, Words, check_place, load, say
 from meshwright.files.durable import write_durable
 
-
 For = Annotated[
     str | None,
     typer.Option(

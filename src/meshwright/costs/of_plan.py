@@ -157,9 +157,9 @@ def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float
 def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     """Logarithms of the band's ends, and what they rest on.
 
-    Where this program never ran like that, published runs on the generation of devices say how far a prediction strays from a source that
-    was left out of the fit, or where too few sources have such devices all sources that stand nearly alone. A device that nobody's runs were
-    fitted on may be off by a factor of three.
+    Where this program never ran like that, published runs on the generation of devices say how far a prediction strays from a source
+    that was left out of the fit, or where too few sources have such devices all sources that stand nearly alone. A device that nobody's
+    runs were fitted on may be off by a factor of three.
     """
     bands = table()["bands"]
     if (wide := spread(cluster)) is not None:

@@ -41,8 +41,8 @@ def slowed(cluster: ClusterSpec, share: float = SLOWER) -> ClusterSpec:
     """The cluster with `share` of the bandwidth at every port between its nodes."""
     network = cluster.network or NetworkSpec()
     chip = chip_of(cluster)
-    stated = as_nodes(cluster).network
-    port = (stated and stated.port_gb_per_s) or (chip.nic / 1e9 if chip else 1.0)
+    stated = as_nodes(cluster).network or network
+    port = stated.port_gb_per_s or (chip.nic / 1e9 if chip else 1.0)
     bridge = network.bridge_gb_per_s
     groups = []
     for group in cluster.groups:
