@@ -318,7 +318,9 @@ def _objective(answer: Answer) -> dict[str, Any]:
 
 
 def _untrainable(candidate: Candidate | None) -> dict[str, Any] | None:
-    return candidate and {"plan": to_plain(candidate.plan), "cannot_train": untrainable(candidate.plan)}
+    if candidate is None:
+        return None
+    return {"plan": to_plain(candidate.plan), "cannot_train": untrainable(candidate.plan)}
 
 
 def _probe(probe: Probe) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _header(answer: Answer) -> str:
     refused, over = answer.planned_only, answer.does_not_fit
     word = "does not fit" if over else "planned only" if refused else "can be trained"
     status = f'<span class="status {"part" if over or refused else "done"}">{word}</span>'
-    idle = answer.idle and answer.idle.sentence
+    idle = answer.idle.sentence if answer.idle else ""
     note = ". ".join(text for text in (over, refused, idle, caution(run)) if text)
     return f"""<header><p class="product">meshwright <span>plan</span></p><h1>{escape(_name(answer))}</h1>
 <p class="facts-line">{status}{escape(line)}</p><p class="aside">{escape(note)}</p></header>"""

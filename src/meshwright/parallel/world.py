@@ -110,8 +110,8 @@ class World:
 def join(place: Place, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
     """Connect this process to the job over the cluster's network, and choose its device.
 
-    Raises BadInput when the host has no device for the rank, or when the ranks of a node are not consecutive, OutOfResources when too few files
-    may be open, and CommunicationFailure when the other ranks cannot be reached.
+    Raises BadInput when the host has no device for the rank, or when the ranks of a node are not consecutive, OutOfResources when
+    too few files may be open, and CommunicationFailure when the other ranks cannot be reached.
     """
     for name, value in network_environment(cluster, place.local_rank).items():
         os.environ.setdefault(name, value)
