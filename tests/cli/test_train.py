@@ -107,7 +107,6 @@ def test_a_start_says_what_it_trains_on(
     assert f"  {said}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
 def test_one_host_trains_on_the_devices_that_the_batch_divides_over(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +120,7 @@ def test_one_host_trains_on_the_devices_that_the_batch_divides_over(
     assert on_used_devices(load_run(tiny, words[1:]), heard.append).cluster.ranks == 3
 
 
+@pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
 def test_another_configuration_is_not_resumed(finished: Path, tiny: Path, launched: bool) -> None:
     words = [tiny, ONE, "train.learning_rate=1e-3", "train.steps=5", "model.ffn_hidden=16", "--runs", finished.parent]
     answer = train_here(*words) if launched else meshwright("train", *words)
