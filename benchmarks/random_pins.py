@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -87,16 +88,16 @@ def recorded(log: Path | None) -> dict[int, list[tuple[float, str]]]:
     return {line["seed"]: [(gain, text) for gain, text in line["gains"]] for line in map(json.loads, lines)}
 
 
-def gains_of(seed: int, mode: str) -> list[tuple[float, str]]:
-    """By how much each pin makes the answer to the seed's question faster, or each thing that it gets more of makes a token slower; of
-    answers that there are."""
+def gains_of(seed: int, mode: str, most: int | None = None) -> list[tuple[float, str]]:
+    """By how much each pin makes the answer to the seed's question faster, or each thing that it gets more of makes a token slower: of the
+    first `most`, and of answers that there are."""
     draw = Random(seed)
     words = question(draw)
     free = seconds(words)
     if free is None:
         return []
     found = []
-    for added, sequences in pins(draw) if mode == "pins" else more(words):
+    for added, sequences in islice(pins(draw) if mode == "pins" else more(words), most):
         other = seconds([*words, *added])
         if other is not None:
             gain = free / other if mode == "pins" else other / sequences / free

@@ -23,8 +23,8 @@ from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy
 from meshwright.spec.run import RunSpec
 
 SIMULATED, LEAST, LARGE = 8, 3, 20_000
-"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages.
-Steps with more micro-batches times layers times pipeline ranks than the last take a second each, so only the least of them are played."""
+"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. Where
+a step has more micro-batches times layers times pipeline ranks than the last, one takes a second: the fastest estimate alone is played."""
 IMPROVED = 3
 """Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
 NEAR = 1.05
@@ -146,9 +146,8 @@ def judged(judge: Judge, estimated: Iterable[Candidate]) -> list[Candidate]:
 
     kinds = [(kind_of(plan), plan.layers[0].offload, plan.batch.micro_batch) for plan in (one.plan for one in ranked)]
     large = max((_work(one.plan, judge.run.model.layers) for one in ranked), default=0) > LARGE
-    hope, least = (1.0, 1) if large else (HOPE, LEAST)
-    order = in_turn([one.seconds for one in ranked], [(kind, kind) for kind in kinds], seconds, hope, least)
-    leading = set(islice(order, SIMULATED))
+    order = in_turn([one.seconds for one in ranked], [(kind, kind) for kind in kinds], seconds, HOPE, LEAST)
+    leading = set(islice(order, 1 if large else SIMULATED))
     rest = [one for place, one in enumerate(ranked) if place not in leading]
     return sorted(played.values(), key=_seconds) + rest
 

@@ -54,7 +54,7 @@ KEPT, REACH = 6, 1.3
 family than of another."""
 LEAST, ALIKE = 24, 8
 """Plans that are estimated by whole stages in any case, and how many of them may have axes and schedule alike."""
-EFFORT, EASY = 240.0, 2000.0
+EFFORT, EASY = 240.0, 800.0
 """What estimates may cost in all where slower ones than the fastest are not ruled out, and actions of a schedule that cost as much as the
 rest of one plan does."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
