@@ -253,6 +253,8 @@ def _trainings(answer: Answer) -> str:
         paid = (f"{two_digits(one.gpu_hours)}", money(one.gpu_hours, price))
         rows.append((f"{one.point.gpus:,}", f"{one.batch:,}", f"{one.steps:,.0f}", *took, *paid))
     heads = ("GPUs", "batch", "steps", "step", "training", "GPU-hours", "cost" if price else "")
+    if not rows:
+        return ""
     return _table(f"Shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch", heads, rows)
 
 
