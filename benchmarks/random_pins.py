@@ -76,7 +76,9 @@ def main() -> None:
                 file.write(json.dumps({"seed": seed, "gains": done[seed]}) + "\n")
     gains = [gain for found in done.values() for gain, _ in found]
     above = sum(gain > limit for gain in gains)
-    print(f"{len(gains)} answers to {len(done)} questions, {above} above {limit:.0%}, at most {max(gains, default=0):.1%}")
+    print(
+        f"{len(gains)} answers to {len(done)} questions, {above} above {limit:.0%}, at most {max(gains, default=0):.1%}"
+    )
     sys.exit(above > 0)
 
 

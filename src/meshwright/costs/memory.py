@@ -332,7 +332,12 @@ def block_count(model: ModelSpec, layer: int, width: int, expert: int) -> int:
 
 
 def _held(
-    model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: float, per_token: Callable[[int], tuple[float, float]]
+    model: ModelSpec,
+    train: TrainSpec,
+    plan: Plan,
+    part: _Part,
+    alive: float,
+    per_token: Callable[[int], tuple[float, float]],
 ) -> dict[str, float]:
     every = plan.strategies(model.layers)
     strategies = [every[layer] for layer in part.layers]

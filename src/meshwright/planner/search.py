@@ -34,7 +34,7 @@ KEPT, REACH = 4, 1.15
 one family than of another. It is asked for more where estimates are as much slower."""
 LEAST, ALIKE = 24, 8
 """Plans that are estimated by whole stages in any case, and how many of them may have axes and schedule alike."""
-EFFORT, EASY = 240.0, 800.0
+EFFORT, EASY = 240.0, 400.0
 """What estimates may cost in all where slower ones than the fastest are not ruled out, and actions of a schedule that cost as much as the
 rest of one plan does."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)

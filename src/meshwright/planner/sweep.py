@@ -116,7 +116,9 @@ def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -
     """Each point's fastest strategy that fits `room` bytes by the closed form."""
     found: list[Strategy | None] = [None] * len(points)
     fastest = np.full(len(points), np.inf)
-    for place, strategy, seconds in zip(*_weighed(run, pricing, points, room, _ways(run, points.offloads), fastest), strict=True):
+    for place, strategy, seconds in zip(
+        *_weighed(run, pricing, points, room, _ways(run, points.offloads), fastest), strict=True
+    ):
         if seconds < fastest[place]:
             found[place], fastest[place] = strategy, seconds
     return found
