@@ -1,4 +1,7 @@
-"""Random questions again with a pin, and with more of one thing: neither a pin nor less makes an answer faster (benchmarks/random_pins.py)."""
+"""Random questions again with a pin, and with more of one thing: neither a pin nor less makes an answer faster.
+
+The questions are those of benchmarks/random_pins.py.
+"""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ IMPROVED = 3
 NEAR = 1.05
 """Times a plan's estimated step up to which its neighbours are simulated."""
 HOPE = 0.95
-"""Of an estimate by whole stages, what a kind of plans that was not played yet may take: of 175 drawn plans nine in ten took 0.99 to 1.01, of
-120 on networks that show all of their traffic 0.96 to 1.04."""
+"""Of an estimate by whole stages, what a kind of plans that was not played yet may take: of 175 drawn plans nine in ten took 0.99 to
+1.01, of 120 on networks that show all of their traffic 0.96 to 1.04."""
 ROOMY = 0.93
 """Of the memory that may be filled, for pipelines with virtual stages, which leave an eighth to fragments (4 H200s: 107 of 95 GiB).
 Others filled all of it at full speed."""

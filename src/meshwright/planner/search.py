@@ -30,8 +30,8 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 KEPT, REACH = 4, 1.15
-"""Points of each family that the sweep hands on, and times the fastest that they may take at first: how much further the closed form strays of
-one family than of another. It is asked for more where estimates are as much slower."""
+"""Points of each family that the sweep hands on, and times the fastest that they may take at first: how much further the closed form
+strays of one family than of another. It is asked for more where estimates are as much slower."""
 LEAST, ALIKE = 24, 8
 """Plans that are estimated by whole stages in any case, and how many of them may have axes and schedule alike."""
 EFFORT, EASY = 240.0, 400.0
