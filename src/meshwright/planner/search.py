@@ -71,9 +71,8 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
     judge = Judge(run)
     considered, candidates = 0, []
     for margin in MARGINS:
-        needed, reach = REACH, 0.0
-        while needed > reach:
-            reach = needed
+        reach = REACH
+        while True:
             swept = sweep(run, priced, space, margin * room, best=KEPT, reach=reach)
             considered += swept.priced
             ways = _ways(run, priced, swept.points, swept.strategies.__getitem__, room)
@@ -81,6 +80,9 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
             candidates = _finalists(run, swept, ways, keeping, budget, judge)
             fastest = min((one.seconds for one in candidates), default=0.0)
             needed = fastest / HOPE / swept.seconds[0] if len(swept.seconds) else 0.0
+            if needed <= reach:
+                break
+            reach = needed
         if candidates or budget is None or not len(swept.points):  # less room has no more in it
             break
     if not candidates:  # the closed form may be too high by more than the margins
