@@ -363,15 +363,12 @@ def widths(rows: Rows, residual: np.ndarray, but: str | None = None) -> dict[str
 
 
 def _half_width(residual: np.ndarray, source: np.ndarray, chosen: np.ndarray) -> float:
-    """The size of a residual that `BAND` of the chosen rows stay under, each source counting the same.
-
-    Of n sources it is the quantile (1 + 1/n) `BAND`, so that one more source would lie inside as often (conformal prediction).
-    """
+    """The size of a residual that `BAND` of the chosen rows stay under, each source counting the same."""
     size, counts = np.abs(residual[chosen]), Counter(source[chosen])
     weight = np.array([1 / counts[name] for name in source[chosen]])
     order = np.argsort(size)
     reached = np.cumsum(weight[order]) / weight.sum()
-    return float(f"{size[order][min(np.searchsorted(reached, BAND * (1 + 1 / len(counts))), len(size) - 1)]:.4f}")
+    return float(f"{size[order][np.searchsorted(reached, BAND)]:.4f}")
 
 
 def source_of(name: str) -> str:

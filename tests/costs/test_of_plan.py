@@ -165,7 +165,7 @@ def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
     ):
         assert unlike == pytest.approx(near)
     elsewhere = ends(replace(NODE, gpu="A100"), {"shard": 8})
-    width = rows["ampere"]
+    width = rows["default"]
     assert elsewhere == pytest.approx((np.exp(-width), np.exp(width))) and elsewhere[1] > near[1] > own[1]
     assert ends(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16}) == elsewhere
     guessed = ends(replace(NODE, gpu="Ascend910"), {"shard": 8})
@@ -175,7 +175,7 @@ def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
 def test_what_the_band_rests_on_is_said() -> None:
     said = {
         "tensor ranks": (NODE, {"tensor": 2, "shard": 4}), "several hosts": (TWO_NODES, {"shard": 16}),
-        "not measured on ampere": (replace(NODE, gpu="A100"), {"shard": 8}),
+        "not measured with ampere devices": (replace(NODE, gpu="A100"), {"shard": 8}),
         "no run on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
         "runs of meshwright": (NODE, {"shard": 8}),
     }  # fmt: skip

@@ -157,9 +157,9 @@ def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float
 def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     """Logarithms of the band's ends, and what they rest on.
 
-    Where this program never ran like that, published runs on the generation of devices say how far a prediction strays from a source
-    that was left out of the fit, or where too few sources have such devices all sources that stand nearly alone. A device that nobody's
-    runs were fitted on may be off by a factor of three.
+    Where this program never ran like that, published runs say how far a prediction strays from a source that was left out of the fit: those
+    of well-known stacks on the generation where this program ran on it, and elsewhere those of stacks that few sources know. A device that
+    nobody's runs were fitted on may be off by a factor of three.
     """
     bands = table()["bands"]
     if (wide := spread(cluster)) is not None:
@@ -171,11 +171,11 @@ def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
         return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
     if not new and (is_measured(generation) or cluster.profile is not None):
         return _even(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
-    reason = f"not measured with {new}" if is_measured(generation) else f"not measured on {generation} devices"
-    whose = f"on {generation} devices" if generation in bands else "of stacks that few sources know"
-    return _even(
-        bands.get(generation, bands["default"])
-    ), f"published runs {whose}, left out of the fit: {OWN} was {reason}"
+    if is_measured(generation):
+        width, whose = bands.get(generation, bands["default"]), f"on {generation} devices"
+    else:
+        width, whose, new = bands["default"], "of stacks that few sources know", f"{generation} devices"
+    return _even(width), f"published runs {whose}, left out of the fit: {OWN} was not measured with {new}"
 
 
 def _even(width: float) -> tuple[float, float]:

@@ -306,14 +306,15 @@ def _weights_traffic(
         scatter = np.where(np.asarray(layout.exchanged) > 0, shape.layers * by_exchange, scatter)
     scatter = scatter + _yielded(where, layout, k, scatter, backward)
     gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
-    reductions = np.where(layout.reduce_once > 0, 0.0, 1.0)
+    once = np.where((layout.pipeline > 1) & (layout.micro_batches <= 1), 1.0, np.asarray(layout.reduce_once) > 0)
+    reductions = 1.0 - once
     times = np.where(layout.layered > 0, 1 / layout.micro_batches, 1.0)
     sharded = layout.zero >= 3
     kernel = np.where((where.domains > 1) & (k.copies > 0), k.net_tax, k.overlap_tax)
     copy = np.where(copied & (ranks <= 1), k.overlap_tax * k.copy_tax, kernel)
     return (
         _Traffic(np.where(sharded, gathers * one * times, 0.0), np.where(sharded, layout.gather_once * one, 0.0), copy),
-        _Traffic(np.where(sharded, reductions * scatter * times, 0.0), np.where(sharded, layout.reduce_once * scatter, 0.0), kernel),
+        _Traffic(np.where(sharded, reductions * scatter * times, 0.0), np.where(sharded, once * scatter, 0.0), kernel),
     )  # fmt: skip
 
 

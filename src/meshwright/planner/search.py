@@ -49,12 +49,12 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-KEPT, REACH = 6, 1.3
-"""Points of each family that the sweep hands on, and times the fastest that they may take: how much further the closed form strays of one
-family than of another."""
+KEPT, REACH = 4, 1.15
+"""Points of each family that the sweep hands on, and times the fastest that they may take at first: how much further the closed form
+strays of one family than of another. It is asked for more where estimates are as much slower."""
 LEAST, ALIKE = 24, 8
 """Plans that are estimated by whole stages in any case, and how many of them may have axes and schedule alike."""
-EFFORT, EASY = 240.0, 800.0
+EFFORT, EASY = 240.0, 400.0
 """What estimates may cost in all where slower ones than the fastest are not ruled out, and actions of a schedule that cost as much as the
 rest of one plan does."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
@@ -91,9 +91,8 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     judge = Judge(run)
     considered, candidates = 0, []
     for margin in MARGINS:
-        needed = REACH
+        reach = REACH
         while True:
-            reach = needed
             swept = sweep(run, priced, space, margin * room, best=KEPT, reach=reach)
             considered += swept.priced
             ways = _ways(run, priced, swept.points, swept.strategies.__getitem__, room)
@@ -103,6 +102,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
             needed = fastest / HOPE / swept.seconds[0] if len(swept.seconds) else 0.0
             if needed <= reach:
                 break
+            reach = needed
         if candidates or budget is None or not len(swept.points):  # less room has no more in it
             break
     if not candidates:  # the closed form may be too high by more than the margins

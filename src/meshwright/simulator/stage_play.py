@@ -143,9 +143,7 @@ def _followed(
         if not begun[rank]:
             begun[rank], starts[rank] = True, start
         end = start + compute + waiting
-        if (
-            reduces
-        ):  # its first reduction waits for the last one before, behind what it sends where that is its only one
+        if reduces:  # the first waits for the last one before, behind what is sent where it is the only one
             late = reduced[rank] - start - reduces
             if late > 0 and alone:
                 after += late
