@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import groupby
 from math import inf
 
 from meshwright.costs.of_plan import shard_size
@@ -23,8 +23,8 @@ from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy
 from meshwright.spec.run import RunSpec
 
 SIMULATED, LEAST, LARGE = 12, 3, 20_000
-"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. Where
-a step has more micro-batches times layers times pipeline ranks than the last, one takes a second: the fastest estimate alone is played."""
+"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. None
+is played once those before have more micro-batches times layers times pipeline ranks than the last: some take a second each."""
 IMPROVED = 3
 """Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
 NEAR = 1.05
@@ -145,9 +145,13 @@ def judged(judge: Judge, estimated: Iterable[Candidate]) -> list[Candidate]:
         return played[place].seconds
 
     kinds = [(kind_of(plan), plan.layers[0].offload, plan.batch.micro_batch) for plan in (one.plan for one in ranked)]
-    large = max((_work(one.plan, judge.run.model.layers) for one in ranked), default=0) > LARGE
     order = in_turn([one.seconds for one in ranked], [(kind, kind) for kind in kinds], seconds, HOPE, LEAST)
-    leading = set(islice(order, 1 if large else SIMULATED))
+    leading, work = set[int](), 0
+    for place in order:
+        leading.add(place)
+        work += _work(ranked[place].plan, judge.run.model.layers)
+        if len(leading) == SIMULATED or work > LARGE:
+            break
     rest = [one for place, one in enumerate(ranked) if place not in leading]
     return sorted(played.values(), key=_seconds) + rest
 
