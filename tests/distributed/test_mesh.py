@@ -219,7 +219,8 @@ def node_ranks(world: World, names: list[str], local_ranks: int) -> int | str:
         if names:
             patch.setenv("NCCL_HOSTID", names[world.rank])
         try:
-            return _ranks_per_node(replace(world.place, local_ranks=local_ranks), world.control)
+            place = replace(world.place, local_rank=world.rank % local_ranks, local_ranks=local_ranks)
+            return _ranks_per_node(place, world.control)
         except BadInput as error:
             return str(error)
 
@@ -231,4 +232,4 @@ def test_nodes_are_the_launchers_hosts_divided_as_nccl_was_told(pool: Pool) -> N
     assert pool.run(node_ranks, 4, ["node0", "node1", "node0", "node1"], 2) == [1] * 4
     mixed = pool.run(node_ranks, 4, ["node0", "node1", "node0", "node1"], 4)
     assert len(set(mixed)) == 1
-    assert str(mixed[0]).startswith("the ranks live on nodes 0, 1, 0, 1; expected the same number")
+    assert str(mixed[0]).startswith("the ranks live on nodes 0, 1, 0, 1; expected those of one node")

@@ -136,7 +136,9 @@ def compare(parts: list[list[Seen]], truth: Seen) -> None:
     assert ours.keys() == truth.tensors.keys()
     weights = {name: tensor for name, tensor in ours.items() if name.startswith("model.")}
     for name, tensor in weights.items():
-        assert torch.allclose(tensor, truth.tensors[name], rtol=1e-3, atol=1e-4), name
+        # Of the whole tensor: where a gradient is next to nothing, Adam makes of its rounding a step as large as any other.
+        wanted = truth.tensors[name]
+        assert (tensor - wanted).norm() <= 1e-3 * wanted.norm(), name
 
 
 def samples_by_step(ranks_seen: list[Seen]) -> list[list[int]]:
