@@ -14,7 +14,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_traffic.py tests/training/test_traffic.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all lint docs features bench-plan bench-own bench-search keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -35,6 +35,9 @@ lint: $(VENV)/.installed-test
 docs: $(VENV)/.installed
 	$(BIN)/meshwright schema --reference > docs/run-file.md
 
+examples: $(VENV)/.installed-test
+	$(BIN)/python -m tests.docs.examples
+
 features: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.features
 
@@ -46,6 +49,9 @@ bench-own: $(VENV)/.installed
 
 bench-search: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_search.py
+
+published-layouts: $(VENV)/.installed
+	$(BIN)/python benchmarks/published_layouts.py
 
 keep-plans: $(VENV)/.installed
 	$(BIN)/python benchmarks/keep_plans.py

@@ -32,7 +32,7 @@ from sides import KERNELS
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
 from meshwright.costs.memory import fullest
-from meshwright.costs.of_plan import STACK, plan_time
+from meshwright.costs.of_plan import STACK, band, plan_time
 from meshwright.simulator.of_plan import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.fields import from_plain
@@ -49,6 +49,8 @@ CLIPPED = 9.6
 """Bytes a parameter, at a copy's rate, of the pass over gradients that clipping was: 7.28 ms for 3.2e9 of them on an H200."""
 CHUNKED = 0.44
 """`packing` of torch's kernel: 26.1 to 26.5 ms for 8.03e9 gradients on 4 H200s, in bf16 and fp8 steps (2026-11-22-four-gpus-H200.jsonl)."""
+LIMITS = {"in the fit": 0.01, "not in the fit": 0.02}
+"""Largest median error of the step."""
 WARM_UP = 4
 """Steps that a run's range leaves out."""
 
@@ -100,6 +102,12 @@ class Check:
     def memory_error(self) -> float | None:
         allocated = self.row.allocated_bytes
         return None if allocated is None else self.memory_bytes / allocated - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether what was measured lies in the printed band."""
+        low, high = band(self.timeline.step_seconds, self.row.run.cluster, self.row.plan)
+        return low <= self.row.seconds <= high
 
     @property
     def fitted(self) -> bool:
@@ -227,6 +235,13 @@ def show(checks: Sequence[Check], *, parts: bool) -> None:
     ):
         if some:
             print(f"{len(some)} runs {said}: {_summed_up(some)}")
+            reached, limit = summary(some)["median_error"], LIMITS[said]
+            print(
+                f"  {'pass' if reached <= limit else 'FAIL'}  {reached:.4f} ≤ {limit:<5g} median error of the step, {said}"
+            )
+    like = [one for one in checks if not one.fitted]
+    held = statistics.mean(one.inside for one in like) if like else 1.0
+    print(f"{held:.0%} of the runs that are not in the fit lie in the band that is printed for them (80% is asked)")
 
 
 def _summed_up(checks: Sequence[Check]) -> str:

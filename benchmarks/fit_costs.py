@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,10 +21,12 @@ from zlib import crc32
 import numpy as np
 import yaml
 
+from meshwright.costs.collectives import MOST_OF_LINE
+from meshwright.costs.compute import MOST_OF_PEAK
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
 from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import Layouts, Machine, Shape, side_by_side
-from meshwright.costs.predict import band_class, memory
+from meshwright.costs.predict import memory
 from meshwright.costs.published import Case, failed, measured_seconds, read_row
 from meshwright.costs.step import step_cost
 
@@ -35,13 +38,19 @@ PRIORS: dict[str, tuple[float, float]] = {
     "slow": (1.0, 0.25), "yearly": (1.05, 0.1), "passes": (60.0, 0.35), "scores": (0.0, 0.5), "quantise": (4.0, 0.5),
     "host_us": (600.0, 0.7), "host_tensor_us": (200.0, 0.8), "host_micro_us": (500.0, 0.8),
     "ring_us": (0.0, 0.3), "stall_s": (0.0, 0.1), "stall_nodes": (16.0, 0.3), "crowd": (0.0, 0.3),
-    "tensor_exposed": (0.8, 0.4), "hide": (0.7, 0.4), "overlap_tax": (0.15, 0.5), "net": (0.6, 0.5),
+    "tensor_exposed": (0.8, 0.4), "expert_exposed": (0.8, 0.4), "hide": (0.7, 0.4), "overlap_tax": (0.15, 0.5), "net": (0.6, 0.5),
     "net_us": (10.0, 0.7), "link_us": (2.0, 0.7), "start_us": (15.0, 0.4), "messages": (0.3, 0.8),
     "reduce_bytes": (4.0, 0.01), "pipe_us": (30.0, 0.8), "pipe_exposed": (0.5, 0.6), "bubble": (1.0, 0.2),
     "step_ms": (10.0, 0.8), "step_layer_us": (100.0, 0.8), "update": (30.0, 0.3), "jitter": (0.002, 0.6),
-    "sync_ms": (1.0, 0.8), "moe_us": (500.0, 0.7), "moe_passes": (100.0, 0.7), "moe_yearly": (1.1, 0.2),
+    "sync_ms": (1.0, 0.8), "moe_us": (50.0, 0.7), "moe_passes": (40.0, 0.7), "moe_yearly": (1.1, 0.2),
 }  # fmt: skip
 """Constant → (guess, standard deviation of its logarithm)."""
+LIMITS = {
+    "gemm": MOST_OF_PEAK, "attention": MOST_OF_PEAK, "hbm": 0.95, "link": MOST_OF_LINE, "net": MOST_OF_LINE, "tensor_exposed": 1.0,
+    "expert_exposed": 1.0, "hide": 1.0, "overlap_tax": 1.0, "pipe_exposed": 1.0, "moe_passes": 100.0,
+}  # fmt: skip
+"""Constant → the most that physics allows: no rate above its line, no communication that shows twice, none that takes more from compute
+than all of it, and of routing what unfused masks, sorts and casts move."""
 STACK_GUESSES: dict[str, dict[str, float]] = {
     "nanotron": {"ring_us": 2700.0, "stall_s": 0.6, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
     "bridge": {"reduce_bytes": 2.0},
@@ -157,7 +166,7 @@ def predict(rows: Rows, table: dict[str, Any]) -> np.ndarray:
     ).seconds
 
 
-def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, Any] | None = None) -> dict[str, Any]:
+def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20) -> dict[str, Any]:
     """Generations and stacks that predict `rows` best; those with fewer than `least` rows read the pooled default."""
     columns = [_columns([pair[side] for pair in rows.pairs], least) for side in (0, 1)]
     knobs = []
@@ -174,7 +183,7 @@ def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20, start: dict[str, 
             ).seconds
         )
 
-    return solve(knobs, evaluate, np.log(rows.measured), rows.weight, rounds, start)
+    return solve(knobs, evaluate, np.log(rows.measured), rows.weight, rounds)
 
 
 def fit_memory(kept: list[tuple[dict[str, str], Case]], *, rounds: int = 40, least: int = 15) -> dict[str, Any]:
@@ -226,7 +235,6 @@ def solve(
     target: np.ndarray,
     weight: np.ndarray,
     rounds: int,
-    start: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The table of least weighted absolute error plus the cost of leaving the guesses.
 
@@ -237,7 +245,10 @@ def solve(
     guess = np.concatenate([np.log(np.maximum(knob.guess, 1e-9)) for knob in knobs])
     free = np.concatenate([knob.guess > 0 for knob in knobs])
     stiffness = np.concatenate([np.full(size, knob.spread**-2.0) for knob, size in zip(knobs, sizes, strict=True)])
-    x = guess if start is None else _as_vector(knobs, start, guess)
+    highest = np.log(
+        np.concatenate([np.full(size, LIMITS.get(knob.name, np.inf)) for knob, size in zip(knobs, sizes, strict=True)])
+    )
+    x = np.minimum(guess, highest)
 
     def values(x: np.ndarray) -> dict[str, np.ndarray]:
         each = np.where(free, np.exp(x), 0.0)
@@ -260,10 +271,13 @@ def solve(
         w = STRENGTH * weight / np.maximum(np.abs(r), 0.01)
         gradient = slopes.T @ (w * r) + stiffness * (x - guess)
         curvature = slopes.T @ (w[:, None] * slopes) + np.diag(stiffness)
+        inside = ~((x >= highest) & (gradient < 0))  # others lie at their limit and would leave it
         before = best
         for _ in range(8):
-            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
-            trial = x - np.clip(step, -0.7, 0.7)
+            step = np.zeros(len(x))
+            damped = curvature + damping * np.diag(np.diag(curvature))
+            step[inside] = np.linalg.solve(damped[np.ix_(inside, inside)], gradient[inside])
+            trial = np.minimum(x - np.clip(step, -0.7, 0.7), highest)
             moved_r = evaluate(values(trial)) - target
             value = loss(moved_r, trial)
             if np.isfinite(value) and value < best:
@@ -283,19 +297,11 @@ def _as_table(knobs: list[Knob], x: np.ndarray, offsets: np.ndarray) -> dict[str
     return table
 
 
-def _as_vector(knobs: list[Knob], table: dict[str, Any], guess: np.ndarray) -> np.ndarray:
-    given = []
-    for knob in knobs:
-        section = table[knob.section]
-        given += [section.get(column, section["default"])[knob.name] for column in knob.columns]
-    return np.where(np.array(given) > 0, np.log(np.maximum(given, 1e-9)), guess)
-
-
-def left_out(rows: Rows, folds: list[np.ndarray], start: dict[str, Any] | None = None) -> np.ndarray:
+def left_out(rows: Rows, folds: list[np.ndarray]) -> np.ndarray:
     """Seconds of every row under constants fitted without the rows of its fold (True marks a fold's rows); NaN in no fold."""
     found = np.full(len(rows.measured), np.nan)
     for fold in folds:
-        table = fit_time(take(rows, ~fold), start=start)
+        table = fit_time(take(rows, ~fold))
         found[fold] = predict(take(rows, fold), table)
     return found
 
@@ -327,32 +333,76 @@ def every_fifth(count: int) -> list[np.ndarray]:
     return [place == fold for fold in range(5)]
 
 
-def bands(kept: list[tuple[int, dict[str, str], Case, float]]) -> dict[str, list[float]]:
-    """The 10% and 90% quantiles of ln(measured / predicted) over rows left out of the fit, by class of at least 15 rows.
+BAND = 0.8
+"""Share of rows that a band is to hold."""
+LEAST_ROWS, LEAST_SOURCES = 3, 4
+"""Of a source that is left out, and of sources that a stack's or a generation's own band rests on."""
 
-    `default` comes from sources left out whole: what to expect of a stack that was never seen.
+
+def bands(rows: Rows) -> dict[str, float]:
+    """Half-widths of the 80% bands, in logarithms, from sources that were left out of the fit whole.
+
+    By stack where four sources or more know it, and by generation over those stacks; `default` for all other stacks.
     """
-    rows = gather_rows(kept)
-    residual = np.log(rows.measured / left_out(rows, every_fifth(len(kept))))
-    classes = np.array([band_class(case) for _, _, case, _ in kept])
-    stacks = np.array([case.stack for _, _, case, _ in kept])
-    found = {"default": quantiles(np.log(rows.measured / left_out(rows, by_source(rows))))}
-    for label in sorted({str(name) for name in (*classes, *stacks)}):
-        chosen = (classes == label) if (classes == label).sum() >= 15 else (stacks == label)
-        if chosen.sum() >= 15:
-            found[label] = quantiles(residual[chosen])
+    return widths(rows, np.log(rows.measured / left_out(rows, by_source(rows))))
+
+
+def widths(rows: Rows, residual: np.ndarray, but: str | None = None) -> dict[str, float]:
+    """Half-widths by class from residuals ln(measured / predicted) of sources left out whole; `but` names a source to leave aside."""
+    source = np.array([source_of(name) for name in rows.names])
+    known = np.isfinite(residual) & (source != but)
+    stacks, generations = (np.array([pair[side] for pair in rows.pairs]) for side in (1, 0))
+    common = {name for name in set(stacks) if len(set(source[known & (stacks == name)])) >= LEAST_SOURCES}
+    inside = known & np.isin(stacks, list(common))
+    found = {"default": _half_width(residual, source, known & ~inside)}
+    for labels, chosen in ((stacks, inside), (generations, inside)):
+        for label in sorted({str(name) for name in labels[chosen]}):
+            if len(set(source[chosen & (labels == label)])) >= LEAST_SOURCES:
+                found[label] = _half_width(residual, source, chosen & (labels == label))
     return found
 
 
-def by_source(rows: Rows, least: int = 20) -> list[np.ndarray]:
-    """One fold per source of at least `least` rows."""
-    names = np.array(rows.names)
-    return [names == name for name, count in Counter(rows.names).items() if count >= least]
+def _half_width(residual: np.ndarray, source: np.ndarray, chosen: np.ndarray) -> float:
+    """The size of a residual that `BAND` of the chosen rows stay under, each source counting the same."""
+    size, counts = np.abs(residual[chosen]), Counter(source[chosen])
+    weight = np.array([1 / counts[name] for name in source[chosen]])
+    order = np.argsort(size)
+    reached = np.cumsum(weight[order]) / weight.sum()
+    return float(f"{size[order][np.searchsorted(reached, BAND)]:.4f}")
 
 
-def quantiles(residual: np.ndarray) -> list[float]:
-    known = residual[np.isfinite(residual)]
-    return [float(f"{q:.4f}") for q in np.quantile(known, [0.1, 0.9])]
+def source_of(name: str) -> str:
+    """The source that a row counts to: submissions to one round of MLPerf training are one source."""
+    return re.sub(r"(training_results_v[0-9.]+).*", r"\1", name)
+
+
+def by_source(rows: Rows) -> list[np.ndarray]:
+    """One fold per source of at least `LEAST_ROWS` rows."""
+    names = np.array([source_of(name) for name in rows.names])
+    return [names == name for name, count in Counter(names.tolist()).items() if count >= LEAST_ROWS]
+
+
+COMPARABLE = 1e9
+"""Parameters of a dense model from which products take most of a step."""
+
+
+def best_quartile(rows: Rows, table: dict[str, Any]) -> dict[str, float]:
+    """Share of the 16-bit peak that large products reach, by generation, in the fastest quarter of comparable runs.
+
+    Comparable: dense, 16-bit products, fused attention. A run's products are as much faster than its stack's as the run is than predicted.
+    """
+    k = aged(per_row(rows.pairs, table), rows.release)
+    shape = rows.shape
+    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (rows.machine.low == 0)
+    comparable &= (k.scores == 0) & (shape.params >= COMPARABLE)
+    reached = k.gemm / k.slow * predict(rows, table) / rows.measured
+    generations = np.array([generation for generation, _ in rows.pairs])
+    found = {}
+    for name in sorted(set(generations)):
+        chosen = comparable & (generations == name)
+        if chosen.sum() >= 15:
+            found[str(name)] = min(MOST_OF_PEAK, float(f"{np.quantile(reached[chosen], 0.75):.4g}"))
+    return found
 
 
 def main() -> None:
@@ -363,8 +413,9 @@ def main() -> None:
     kept = usable(runs)
     rows = gather_rows(kept)
     table = fit_time(rows, rounds=arguments.rounds)
+    table["best_quartile"] = best_quartile(rows, table)
     table["memory"] = memory_constants()
-    table["bands"] = bands(kept)
+    table["bands"] = bands(rows)
     table["fitted_on"] = dict(sorted(Counter(rows.names).items()))
     FILE.write_text(
         HEADER + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"

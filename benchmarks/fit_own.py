@@ -7,25 +7,22 @@ of every constant from its guess. No constant belongs to a row, a model or a lay
     python benchmarks/fit_own.py               # again on the rows that own.yaml names
     python benchmarks/fit_own.py --all         # on every kept row; what was measured since the last fit is then no longer a test
 
-Prints every row with its error under the fit and under a fit without it (one Gauss-Newton step from the whole fit).
+Prints every row with its error under the fit and under a fit without its session (one Gauss-Newton step from the whole fit).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import yaml
 from accuracy import Row, kernels_of, own_rows
-from sides import KERNELS
 
-from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN_FILE
-from meshwright.costs.of_plan import Pricing, number, pricing
+from meshwright.costs.of_plan import never_measured
 from meshwright.simulator.of_plan import simulate_plan
 
 CHIP = "hopper"
@@ -45,10 +42,12 @@ TFLOP/s forward and backward together, copies at 4.24 of 4.8 TB/s, gathers and s
 of a gather that runs under products. `passes` and `tail_us` are torchtitan's; `ragged_vocab` and the `net` ones are read off phases.
 `slow` of `before` is no constant of the cost model: device time of the first kernels (`sides.KERNELS`) over that of today's (the one
 configuration that ran on both took 0.580 and 0.560 s). Nor do heads of today's engine depend on `ragged_vocab`."""
+BAND = 0.8
+"""Share of runs that the band is to hold: those of the fit when their session is left out, and those like them that are in no fit."""
 MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, beside a row's own from step to step."""
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
-# On others the generation's row of constants.yaml holds, and `slow` is what makes the fitted runs right with hopper's row: a guess.
+# On others the generation's row of constants.yaml holds, but for what costs.constants.unmeasured says.
 # Set by hand, from runs named in docs/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes, moe_back,
 # moe_spread, quantise, token_passes, net_ring, packing, product_sums. `before`: of the first kernels, that older runs ran on.
 """
@@ -76,8 +75,8 @@ def main() -> None:
     apart = left_out(rows, fit)
     show(rows, fit, apart)
     made = filled(own, fit.x)
-    made["stack"]["slow"] = float(f"{elsewhere(rows, made):.4g}")
-    made["band"] = [float(f"{q:.4f}") for q in np.quantile(-apart, [0.1, 0.9])]
+    unseen = [row for row in own_rows() if row not in rows and not never_measured(row.run.cluster, row.plan)]
+    made["band"] = float(f"{np.quantile(np.abs([*apart, *errors(unseen, made)]), BAND):.4f}")
     made["fitted_on"] = {
         file: [row.name for row in rows if row.file == file] for file in dict.fromkeys(row.file for row in rows)
     }
@@ -125,8 +124,8 @@ def derivatives(rows: Sequence[Row], own: dict[str, Any], x: np.ndarray, r: np.n
     return np.array(columns).T
 
 
-def step(rows: Sequence[Row], fit: Fit, damping: float, without: int | None = None) -> np.ndarray:
-    """The Gauss-Newton step, or that of the fit that leaves one row out."""
+def step(rows: Sequence[Row], fit: Fit, damping: float, without: np.ndarray | None = None) -> np.ndarray:
+    """The Gauss-Newton step, or that of the fit without the rows that `without` marks."""
     spread = np.array([spread for _, _, spread in GUESSES.values()])
     guess = np.log([value for _, value, _ in GUESSES.values()])
     weight = 1 / noise(rows) ** 2
@@ -149,8 +148,9 @@ def noise(rows: Sequence[Row]) -> np.ndarray:
 
 
 def left_out(rows: Sequence[Row], fit: Fit) -> np.ndarray:
-    """ln(predicted / measured) of each row under a fit without it."""
-    moves = [step(rows, fit, 0.0, without=at) for at in range(len(rows))]
+    """ln(predicted / measured) of each row under a fit without any row of its session (file)."""
+    files = np.array([row.file for row in rows])
+    moves = [step(rows, fit, 0.0, without=files == row.file) for row in rows]
     return np.array([fit.residuals[at] - fit.slopes[at] @ move for at, move in enumerate(moves)])
 
 
@@ -160,29 +160,6 @@ def filled(own: dict[str, Any], x: np.ndarray) -> dict[str, Any]:
     for (name, (section, _, _)), value in zip(GUESSES.items(), np.exp(x), strict=True):
         {"stack": stack, "measured": measured, "before": before}[section][name] = float(f"{value:.5g}")
     return {"stack": stack, "measured": {CHIP: {**measured, "slow": 1.0}}, "before": before, "band": own["band"]}
-
-
-def elsewhere(rows: Sequence[Row], own: dict[str, Any]) -> float:
-    """`slow` for a generation that was never measured: what this one's row, fitted to published runs, would need to be as fast here."""
-
-    def device(measured: dict[str, Any]) -> list[float]:
-        found = []
-        for row in rows:
-            with kernels_of(
-                replace(row, kernels=KERNELS), {**own, "measured": measured, "stack": {**own["stack"], "slow": 1.0}}
-            ):
-                priced = pricing(row.run.model, row.run.train, row.plan, row.run.cluster)
-            assert priced is not None
-            found.append(device_seconds(priced))
-        return found
-
-    return statistics.median(a / b for a, b in zip(device(own["measured"]), device({}), strict=True))
-
-
-def device_seconds(priced: Pricing) -> float:
-    """Arithmetic of one micro-batch over all layers."""
-    times = layer_times(priced.shape, priced.machine, priced.layout, priced.constants)
-    return number(times.forward + times.backward + times.head)
 
 
 def show(rows: Sequence[Row], fit: Fit, apart: np.ndarray) -> None:

@@ -1,18 +1,25 @@
-"""Random questions to the planner, each again with one random pin: how often a pin makes the answer faster, which no pin should.
+"""Random questions to the planner, each again with random pins: how much faster a pin makes the answer, which no pin should.
 
-    python benchmarks/random_pins.py                    # 150 questions, a quarter of an hour or so
-    python benchmarks/random_pins.py --first 150 --questions 20
+    python benchmarks/random_pins.py                                  # 500 questions with four pins each, half an hour or so
+    python benchmarks/random_pins.py --first 500 --questions 20
+    python benchmarks/random_pins.py --log pins.jsonl                 # goes on where a run before it ended
+    python benchmarks/random_pins.py --mode more                      # more bandwidth, memory, nodes or batch instead of pins
 
-Prints every pin that makes the answer more than 1% faster, by how much, and the totals. Torch is not needed.
+With `--mode more` each question is asked again with more of one thing, which should not make a token slower. Prints every gain above the
+limit, and the totals. Torch is not needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from random import Random
 
 from meshwright.planner.candidate import counts, untrainable
-from meshwright.planner.finalists import ALIKE
 from meshwright.planner.search import search
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.load import load_run
@@ -29,43 +36,102 @@ ASKED = {
         "qwen3-30b-a3b",
     ),
     "cluster.gpu": ("A100", "H100", "H200", "B200"),
-    "cluster.nodes": (1, 1, 1, 2, 3, 4, 8, 16, 64),
+    "cluster.nodes": (1, 1, 2, 3, 4, 8, 16, 64),
     "cluster.gpus_per_node": (2, 4, 6, 8, 8, 8),
     "train.seq_len": (512, 2048, 4096, 8192, 32768, 131072),
-    "train.global_batch": (1, 8, 24, 64, 128, 512, 1024),
+    "train.global_batch": (1, 8, 24, 64, 128, 256, 512, 1024),
 }
+PORTS = (None, None, 5, 8, 10, 12.5, 15, 18, 20, 25)
+"""GB/s of a device's port, of several nodes; the chip's own where None."""
+FABRICS = (None, None, None, "tcp")
 PINS = {
     "pipeline": (1, 2, 4, 8), "tensor": (1, 2, 4, 8), "context_ring": (1, 2, 4), "context_ulysses": (1, 2, 4), "shard": (1, 2, 4, 8),
     "replicate": (1, 2, 4), "schedule": ("1f1b", "interleaved", "zb_h1", "zbv", "breadth_first"), "micro_batch": (1, 2, 4, 8),
     "recompute": ("none", "selective", "full"), "offload": ("none", "activations", "optimizer"), "gradients": ("shard", "whole"),
     "reshard": ("false", "true"),
 }  # fmt: skip
-PINNED = 3
-"""Pins that are tried of each question."""
+SINGLE, DOUBLE = 2, 2
+"""Pins, and pairs of pins, that are tried of each question."""
+LIMITS = {"pins": 0.02, "more": 0.01}
+"""Gains up to these are what a prediction cannot tell apart."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--questions", type=int, default=150)
+    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--mode", choices=LIMITS, default="pins")
+    parser.add_argument("--log", type=Path, help="file of JSON lines; questions that it has are not asked again")
     options = parser.parse_args()
-    tried, gains = 0, []
+    limit, done = LIMITS[options.mode], recorded(options.log)
     for seed in range(options.first, options.first + options.questions):
-        draw = Random(seed)
-        words = [f"{key}={draw.choice(values)}" for key, values in ASKED.items()]
-        free = seconds(words)
-        for key in draw.sample(list(PINS), PINNED):
-            pin = f"plan.{key}={draw.choice(PINS[key])}"
-            pinned = seconds([*words, pin]) if free else None
-            if free and pinned:
-                tried += 1
-                if (gain := free / pinned - 1) > ALIKE:
-                    gains.append(gain)
-                    print(f"{gain:.1%}  {' '.join(words)}  {pin}", flush=True)
-    most = f", by {min(gains):.1%} to {max(gains):.1%}" if gains else ""
+        if seed in done:
+            continue
+        done[seed] = gains_of(seed, options.mode)
+        for gain, question in done[seed]:
+            if gain > limit:
+                print(f"{gain:.1%}  seed {seed}  {question}", flush=True)
+        if options.log:
+            with options.log.open("a") as file:
+                file.write(json.dumps({"seed": seed, "gains": done[seed]}) + "\n")
+    gains = [gain for found in done.values() for gain, _ in found]
+    above = sum(gain > limit for gain in gains)
     print(
-        f"{tried} pins of {options.questions} questions, {len(gains)} made the answer more than {ALIKE:.0%} faster{most}"
+        f"{len(gains)} answers to {len(done)} questions, {above} above {limit:.0%}, at most {max(gains, default=0):.1%}"
     )
+    sys.exit(above > 0)
+
+
+def recorded(log: Path | None) -> dict[int, list[tuple[float, str]]]:
+    """By seed, what a run before this one wrote."""
+    lines = log.read_text().splitlines() if log and log.exists() else []
+    return {line["seed"]: [(gain, text) for gain, text in line["gains"]] for line in map(json.loads, lines)}
+
+
+def gains_of(seed: int, mode: str, most: int | None = None) -> list[tuple[float, str]]:
+    """By how much each pin makes the answer to the seed's question faster, or each thing that it gets more of makes a token slower: of the
+    first `most`, and of answers that there are."""
+    draw = Random(seed)
+    words = question(draw)
+    free = seconds(words)
+    if free is None:
+        return []
+    found = []
+    for added, sequences in islice(pins(draw) if mode == "pins" else more(words), most):
+        other = seconds([*words, *added])
+        if other is not None:
+            gain = free / other if mode == "pins" else other / sequences / free
+            found.append((gain - 1, " ".join([*words, *added])))
+    return found
+
+
+def question(draw: Random) -> list[str]:
+    """A model on a cluster."""
+    words = [f"{key}={draw.choice(values)}" for key, values in ASKED.items()]
+    port, fabric = draw.choice(PORTS), draw.choice(FABRICS)
+    if "cluster.nodes=1" not in words:
+        words += [f"cluster.network.port_gb_per_s={port}"] * (port is not None)
+        words += [f"cluster.network.fabric={fabric}"] * (fabric is not None)
+    return words
+
+
+def pins(draw: Random) -> Iterator[tuple[list[str], float]]:
+    for count in (1,) * SINGLE + (2,) * DOUBLE:
+        yield [f"plan.{key}={draw.choice(PINS[key])}" for key in draw.sample(list(PINS), count)], 1.0
+
+
+def more(words: list[str]) -> Iterator[tuple[list[str], float]]:
+    """What to add to the question, and how many times the sequences that makes."""
+    run = load_run(None, words)
+    cluster, network, batch = run.cluster, run.cluster.network, run.train.global_batch
+    memory = cluster.memory_bytes()
+    if memory:
+        yield [f"cluster.memory_gib={1.25 * memory / 2**30:g}"], 1.0
+    if network and network.port_gb_per_s:
+        yield [f"cluster.network.port_gb_per_s={1.5 * network.port_gb_per_s:g}"], 1.0
+    if batch % (2 * cluster.ranks) == 0:
+        yield [f"cluster.nodes={2 * cluster.nodes}"], 1.0
+    yield [f"train.global_batch={2 * batch}"], 2.0
 
 
 def seconds(words: list[str]) -> float | None:

@@ -57,11 +57,14 @@ def load_run(
 def plan(run: RunSpec) -> Plan:
     """The plan that `train` would follow, with predicted step time and memory; needs no torch and no GPU.
 
+    On one host it may use fewer ranks than the cluster has devices, where that is faster or nothing else is possible.
+
     Raises BadInput for pins that contradict one another, OutOfResources when nothing fits.
     """
-    from meshwright.launch.prepare import training_plan, with_vocabulary
+    from meshwright.launch.prepare import on_used_devices, training_plan, with_vocabulary
 
-    return training_plan(with_vocabulary(run), lambda text: None)
+    silent = lambda text: None  # noqa: E731
+    return training_plan(on_used_devices(with_vocabulary(run), silent), silent)
 
 
 def train(

@@ -47,7 +47,7 @@ WITH_JSON = {
 }
 Words = Callable[[Path, Path, Path], list[object]]
 ASKED: dict[str, tuple[Words, set[str]]] = {
-    "plan": (lambda tiny, run, tmp: [tiny], {"plan", "predicted", "alternatives", "search_seconds", "sources"}),
+    "plan": (lambda tiny, run, tmp: [tiny], {"name", "plan", "predicted", "alternatives", "search_seconds", "sources"}),
     "simulate": (
         lambda tiny, run, tmp: [tiny, "cluster.gpu=H100", "--trace", tmp / "trace.json"],
         {

@@ -27,7 +27,7 @@ def test_the_run_is_whole_and_its_report_shows_the_pipeline(run: Path) -> None:
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6] and steps[-1]["loss"] < steps[0]["loss"]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
     report = (run / "report.html").read_text()
-    assert "pipeline 2 × shard 1 = 2 ranks" in report
+    assert "pipeline 2 = 2 ranks" in report
     answer = meshwright("checkpoint", "verify", run, "--json")
     assert answer.code == 0 and all(row["ok"] for row in answer.json["checkpoints"])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.plan_answer import Wishes, answer_of
+from meshwright.cli.plan_text import two_digits
 from meshwright.cli.plan_words import facts, layers_line, machines_line
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import prepare_run
@@ -25,7 +26,7 @@ from tests.training.tiny import cpu_profile
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
 ONE = [*MODEL, "cluster.gpus_per_node=2"]
 TCP = [*MODEL, "cluster.gpus_per_node=4", "cluster.emulate_nodes=2"]
-KEYS = {"plan", "predicted", "alternatives", "search_seconds", "sources"}
+KEYS = {"name", "plan", "predicted", "alternatives", "search_seconds", "sources"}
 
 
 def test_json_has_exactly_the_answer() -> None:
@@ -33,10 +34,12 @@ def test_json_has_exactly_the_answer() -> None:
     assert set(found) == KEYS
     assert found["predicted"] == found["plan"]["predicted"] and found["predicted"]["step_seconds"] > 0
     assert found["search_seconds"] > 0 and found["sources"]
+    assert found["name"].endswith(f"micro-batch {found['plan']['batch']['micro_batch']}")
     seconds = [other["plan"]["predicted"]["step_seconds"] for other in found["alternatives"]]
     assert found["predicted"]["step_seconds"] <= 1.01 * min(seconds)  # of plans as fast, the simplest
     assert all(
-        set(other) == {"fits", "trainable", "why_not", "plan"} and other["why_not"] for other in found["alternatives"]
+        set(other) == {"name", "fits", "trainable", "why_not", "plan"} and other["why_not"]
+        for other in found["alternatives"]
     )
 
 
@@ -101,13 +104,13 @@ def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path)
     )
     refused = meshwright("plan", *ONE, f"plan={tmp_path / 'host.yaml'}", "--for", "train")
     assert refused.code == 2 and "cannot train offload both under zbv" in refused.err
-    answers = meshwright("plan", *TCP, "--for", "train", "--json").json
+    answers = meshwright("plan", *TCP, "--json").json
     assert all(other["trainable"] for other in answers["alternatives"])
 
 
 def test_for_train_is_what_train_takes(tiny: Path, tmp_path: Path) -> None:
     """The data's vocabulary counts, and not a guess of it: memory to the byte."""
-    asked = meshwright("plan", tiny, "--for", "train", "--json").json["plan"]
+    asked = meshwright("plan", tiny, "--json").json["plan"]
     run = prepare_run(load_run(tiny), tmp_path, profile=None, note=print)
     assert run and asked == to_plain(run.assignment.plan)
 
@@ -120,7 +123,7 @@ def test_for_train_counts_on_this_host_where_the_cluster_is_this_machine(
     for module in (machine, prepare):
         monkeypatch.setattr(module, "host_memory_bytes", lambda: 700 << 30)
     run = load_run(None, [*ONE, f"cluster.gpu={gpu}"])
-    assert answer_of(run, Wishes(trainable=True)).run.cluster.host_memory_gib == gib
+    assert answer_of(run, Wishes(for_train=True)).run.cluster.host_memory_gib == gib
     assert answer_of(run, Wishes()).run.cluster.host_memory_gib is None
 
 
@@ -259,7 +262,34 @@ def test_scaling_by_doubling(tmp_path: Path) -> None:
     text = (tmp_path / "scaling.html").read_text()
     assert Page(text).open == [] and "Throughput" in text and "Efficiency" in text
     shown = meshwright("plan", *ONE, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
-    assert re.search(r"^ 2 +[\d.]+ m?s ", shown, re.MULTILINE) and "◀" in shown
+    assert re.search(r"^ 2 +(shard|replicate) 2.* [\d.]+ m?s ", shown, re.MULTILINE) and "◀" in shown
+    assert "GPU-hours need the tokens of the whole training" in " ".join(shown.split())
+    asked = meshwright("plan", *ONE, "--gpus", "2", "--tokens", "1e12", "--json").json["objective"]["points"][0]
+    shown = meshwright("plan", *ONE, "--gpus", "2", "--tokens", "1e12").out
+    assert two_digits(asked["gpu_hours"]) in shown and two_digits(asked["days"]) in shown
+
+
+@pytest.mark.parametrize(("number", "text"), [(12345, "12,000"), (35.4, "35"), (4.26, "4.3"), (0.0421, "0.042")])
+def test_a_prediction_has_two_digits(number: float, text: str) -> None:
+    assert two_digits(number) == text
+
+
+def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
+    words = [*ONE, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
+    found = meshwright("plan", *words, "--json").json
+    plain = meshwright("plan", *words[:-1], "--json").json
+    assert found["plan"]["schedule"]["name"] == plain["plan"]["schedule"]["name"] and "untrainable" not in plain
+    other = found["untrainable"]
+    assert "cannot train" in other["cannot_train"]
+    assert other["plan"]["predicted"]["step_seconds"] < found["predicted"]["step_seconds"]
+    assert "cannot train" in " ".join(meshwright("plan", *words).out.split())
+
+
+def test_idle_devices_are_named() -> None:
+    words = [*MODEL, "cluster.gpus_per_node=7", "train.global_batch=8"]
+    found, text = meshwright("plan", *words, "--json").json, " ".join(meshwright("plan", *words).out.split())
+    assert set(found) == KEYS | {"idle"} and found["idle"]["used"] < found["idle"]["devices"] == 7
+    assert "on 1 × 7 H100" in text and f"uses {found['idle']['used']} of 7 devices" in text
 
 
 def test_the_shortest_training() -> None:
@@ -314,6 +344,7 @@ def test_one_plan_does_not_scale(tmp_path: Path) -> None:
     assert answer.code == 2 and "is one plan" in answer.err
 
 
+@pytest.mark.slow  # three short runs, half a minute
 def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, tmp_path: Path) -> None:
     """Two ranks of two plans, for real."""
     out = tmp_path / "plan.yaml"
@@ -348,6 +379,34 @@ def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path
 
     measured = meshwright(*asked, f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}").json
     assert measured["predicted"]["step_seconds"] > 0 and "not predicted" not in measured["plan"]["why"][0]
+
+
+def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: Path) -> None:
+    words = [*ONE, "cluster.gpu=X9000", "cluster.memory_gib=40"]
+    shown = meshwright("plan", *words, "--html", tmp_path / "plan.html")
+    said = " ".join(shown.out.split())
+    assert (
+        shown.code == 0
+        and "no step time: rates of X9000 are not known" in said
+        and "GB of 43 GB on the fullest" in said
+    )
+    assert " a step" not in said and "tokens/s" not in said and not re.search(r"\d m?s longer", said)
+    found = meshwright("plan", *words, "--json", "--explain").json
+    assert found["predicted"]["memory_peak_bytes"] > 0 and found["predicted"]["step_seconds"] is None
+    assert found["sources"]["matrix products"].startswith("guess") and found["changes"] == []
+    too_small = meshwright("plan", *ONE, "cluster.gpu=X9000", "cluster.memory_gib=4", "plan.offload=none")
+    assert too_small.code == 3 and "no plan fits" in too_small.err
+
+
+def test_a_chip_without_bf16_is_planned_in_fp32_and_in_fp16_only_planned() -> None:
+    words = [*MODEL, "cluster.gpu=V100", "cluster.gpus_per_node=4"]
+    usual = meshwright("plan", *words, "--json")
+    assert usual.json["plan"]["precision"]["compute"] == "fp32" and "V100 without bf16: fp32 assumed" in usual.err
+    pinned = meshwright("plan", *words, "plan.compute=fp16", "--json")
+    assert "without bf16" not in pinned.err and pinned.json["plan"]["precision"]["compute"] == "fp16"
+    assert pinned.json["predicted"]["step_seconds"] < usual.json["predicted"]["step_seconds"] / 3
+    assert "computation in fp16" in pinned.json["plan"]["why"][-2] + pinned.json["plan"]["why"][-1]
+    assert "no run on volta devices" in pinned.json["sources"]["matrix products"]
 
 
 @pytest.mark.parametrize("more", [["--gpus", "2..4"], ["--objective", "cost"]])

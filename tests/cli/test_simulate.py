@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,8 @@ def test_it_prints_a_summary_a_picture_and_where_the_trace_is() -> None:
     answer = meshwright("simulate", *PIPELINE, "name=mine")
     assert answer.code == 0, answer.err
     for words in (
-        "plan: pipeline 2 × shard 4, 1f1b, 8 micro-batches of 1 × 4096 tokens",
+        "plan: pipeline 2 × ",
+        "1f1b, 8 micro-batches of 1 × 4096 tokens",
         "the planner's choice",
         "bubble",
     ):
@@ -104,17 +106,14 @@ def test_without_pins_the_planner_s_choice_is_played() -> None:
     assert found["chosen_by_planner"] is True and len(found["ranks"]) == 1
 
 
-def test_an_unknown_gpu_is_told_what_to_ask_and_a_processor_is_a_guess(tmp_path: Path) -> None:
-    question = ["simulate", "model=llama3-1b", "cluster.memory_gib=1000", "--json"]
-    answer = meshwright(*question, "cluster.gpu=T4")
-    assert (
-        answer.code == 2
-        and "no figures for T4" in answer.json["error"]
-        and "meshwright profile" in answer.json["error"]
-    )
-    assert not list(tmp_path.iterdir())
-    found = meshwright(*question, "cluster.gpu=cpu").json
+@pytest.mark.parametrize("gpu", ["X9000", "cpu"])
+def test_an_unknown_gpu_and_a_processor_are_a_guess(gpu: str) -> None:
+    question = ["simulate", "model=llama3-1b", "cluster.memory_gib=1000", f"cluster.gpu={gpu}"]
+    found = meshwright(*question, "--json").json
     assert found["high_seconds"] > 8 * found["low_seconds"]
+    assert re.search(
+        "not predicted without a profile|rates of X9000 are not known", " ".join(meshwright(*question).out.split())
+    )
 
 
 def test_a_trace_without_a_folder_is_a_mistake_of_the_caller() -> None:

@@ -15,7 +15,7 @@ import pytest
 from meshwright.cli.train import announce
 from meshwright.launch import machine
 from meshwright.launch.folder import held
-from meshwright.launch.prepare import Prepared, plan_yaml, prepare_run
+from meshwright.launch.prepare import Prepared, on_used_devices, plan_yaml, prepare_run
 from meshwright.observe.account import read_account
 from meshwright.observe.closing import closing_lines, command_to_continue
 from meshwright.observe.metrics import read_metrics
@@ -105,6 +105,19 @@ def test_a_start_says_what_it_trains_on(
     monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     announce(Prepared(Assignment.read(finished / "assignment.json"), finished, resumes=False))
     assert f"  {said}\n" in capsys.readouterr().out
+
+
+def test_one_host_trains_on_the_devices_that_the_batch_divides_over(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, heard = [tiny, "cluster.gpus_per_node=3", "plan.pipeline=1", "plan.tensor=1"], list[str]()
+    used = on_used_devices(load_run(tiny, words[1:]), heard.append)
+    assert used.cluster.ranks == 2 and heard[0].startswith("uses 2 of 3 devices")
+    made = prepare_run(used, tmp_path, profile=None, note=heard.append)
+    assert made is not None and made.assignment.plan.ranks == 2
+    assert meshwright("check", *words, "--runs", tmp_path / "other").code == 0
+    monkeypatch.setenv("RANK", "0")  # a launcher started its ranks
+    assert on_used_devices(load_run(tiny, words[1:]), heard.append).cluster.ranks == 3
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])

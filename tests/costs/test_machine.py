@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.costs.constants import constants
 from meshwright.costs.machine import machine_of, with_latencies
+from meshwright.costs.sources import sources
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
@@ -43,3 +44,11 @@ def test_what_is_wrong_is_said() -> None:
 def test_every_chip_makes_a_machine() -> None:
     for name in CHIPS:
         assert machine_of(ClusterSpec(gpu=name), "bf16" if "bf16" in CHIPS[name].peak_flops else "fp16").peak > 0
+
+
+def test_cards_that_nobody_ran_on_borrow_no_shares_of_other_devices() -> None:
+    """Shares fitted on data center devices say nothing of graphics cards, whose memory, links and power are others."""
+    for name in ("RTX3090", "A10", "RTX4090", "L40S", "RTX5090", "T4", "V100", "H20"):
+        assert constants(CHIPS[name].generation, "default") == constants("default", "default"), name
+        assert sources(ClusterSpec(gpu=name, gpus_per_node=2))["matrix products"].startswith("datasheet, share a guess")
+    assert CHIPS["RTX4090"].link < CHIPS["A100"].link / 10

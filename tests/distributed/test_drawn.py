@@ -52,7 +52,7 @@ SUMS = [
 ]
 
 
-@pytest.mark.parametrize("seed", quick_first(6, SEEDS))
+@pytest.mark.parametrize("seed", quick_first(4, SEEDS))
 def test_float64_equals_one_device(pool: Pool, seed: int) -> None:
     spec, plan, masked = drawn(seed, FLOAT64)
     results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)

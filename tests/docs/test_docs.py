@@ -30,6 +30,7 @@ from meshwright.data.stdlib import VOCABULARY, stdlib_folder
 from meshwright.events.start import PHASES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
 from meshwright.spec import errors
+from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
 from meshwright.spec.load import load_plan, load_run
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
@@ -280,6 +281,15 @@ def test_presets_are_those_of_the_code() -> None:
         assert row["layers × width"] == f"{spec.layers} × {spec.hidden}", name
         assert [row["family"], row["sequence"]] == [spec.family, f"{seq_len:,}"], name
         assert [row["GFLOP a token, causal"], row["full"]] == flops, name
+
+
+def test_chips_are_those_of_the_code() -> None:
+    named = [
+        re.sub(r" \(.*\)", "", chip)
+        for row in table("docs/clusters.md", "made for")
+        for chip in row["chips"].split(", ")
+    ]
+    assert sorted(named) == sorted(CHIPS)
 
 
 def test_rooms_are_those_of_the_house() -> None:

@@ -17,10 +17,10 @@ def test_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: 2 << 40)
     monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * 8)
     assert machine.found_cluster() == {"gpu": "H100", "nodes": 1, "gpus_per_node": 8, "host_memory_gib": 2048}
-    answers = {"name": ["NVIDIA RTX 4090"], "memory.total": ["24576 MiB"]}
+    answers = {"name": ["NVIDIA TITAN RTX"], "memory.total": ["24576 MiB"]}
     monkeypatch.setattr(machine, "_query", answers.__getitem__)
     assert machine.found_cluster() == {
-        "gpu": "NVIDIA RTX 4090",
+        "gpu": "NVIDIA TITAN RTX",
         "nodes": 1,
         "gpus_per_node": 1,
         "memory_gib": 24.0,

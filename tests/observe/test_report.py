@@ -11,6 +11,7 @@ from meshwright.observe.account import account, typical
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.report import _figures, render, write_report
 from meshwright.observe.report_charts import Sheet
+from meshwright.observe.report_parts import plan_section
 from meshwright.observe.runfolder import read_run
 from meshwright.observe.svg import Axis
 from meshwright.spec.fields import to_plain
@@ -421,3 +422,18 @@ def test_reports_are_written_without_torch(folder):
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert Precision().compute == "bf16"
+
+
+def test_ranges_that_differ_in_what_waits_on_the_host_say_so_and_ranges_alike_share_a_row():
+    layers = (
+        LayerStrategy(range="0-1", offload="activations"),
+        LayerStrategy(range="2-5"),
+        LayerStrategy(range="6-7", offload="activations"),
+    )
+    axes = (MeshAxis(axis="shard", size=2), MeshAxis(axis="context_ulysses", size=2))
+    batch = BatchPlan(global_batch=2, micro_batch=1, accumulate=1)
+    section = plan_section(Plan(mesh=axes, batch=batch, layers=layers), 4)
+    rows = dict(re.findall(r"<tr><th[^>]*>(Layers [^<]*)</th><td>([^<]*)</td>", section))
+    assert list(rows) == ["Layers 0-1, 6-7", "Layers 2-5"]
+    assert "activations in host memory" in rows["Layers 0-1, 6-7"] and "host" not in rows["Layers 2-5"]
+    assert "<span>Ulysses 1</span>" in section

@@ -96,7 +96,7 @@ def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
         (made(1.3, bubble=0.35), "+0.30 s: bubble +0.35 s"),
         (made(1.2), "+0.20 s: compute +0.30 s"),
         (made(1.04, shard=0.14), "+40.0 ms: exposed shard +40.0 ms"),
-        (made(0.995, shard=0.1), "5.00 ms faster, which a prediction cannot tell apart: the simpler plan was taken"),
+        (made(0.995, shard=0.1), "cannot be told apart (within 1%): the simpler plan is taken"),
     ],
 )  # fmt: skip
 def test_the_part_that_is_longest_behind_is_named(other: Plan, why: str) -> None:
@@ -115,9 +115,8 @@ def test_plans_as_fast_are_told_apart_by_what_they_do() -> None:
         ask(), Candidate(replace(best, layers=(LayerStrategy(reshard=False),))), Candidate(best)
     )
     full = replace(best, layers=(LayerStrategy(recompute="full"),))
-    assert (
-        lost(ask(), Candidate(best), Candidate(full)) == "as fast to 0.2%: computes activations twice (recompute full)"
-    )
+    said = lost(ask(), Candidate(best), Candidate(full))
+    assert said == "cannot be told apart (within 1%): computes activations twice (recompute full)"
 
 
 def test_without_seconds_the_plans_themselves_are_compared() -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.explain import limits
+from meshwright.planner.explain import limits, lost
 from meshwright.planner.reasons import on_layers, reasons
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
 from meshwright.spec.errors import BadInput
 from meshwright.spec.load import load_run
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Predicted
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Offload, Plan, Predicted
 from meshwright.spec.run import RunSpec
 
 
@@ -89,13 +90,32 @@ def test_a_schedule_that_cannot_be_made_says_which_number_is_wrong(words: str, s
 
 def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
     best = made(1.0)
-    said = reasons(best, [made(0.993, micro_batch=2), made(1.001, micro_batch=4)], ask())
-    assert said == (
-        "micro-batch 1: the best plan with 2 takes 7.00 ms less (within 1%: the simpler is taken), with 4 as long",
+    others = [made(0.993, micro_batch=2), made(1.001, micro_batch=4), made(1.2, micro_batch=8)]
+    assert reasons(best, others, ask()) == (
+        "micro-batch 1: the best plan with 8 takes 0.20 s longer; with 2 and with 4 cannot be told apart (within 1%): "
+        "the simpler plan is taken",
     )
-    guessed = replace(made(0.9, micro_batch=2), simulated=False)
-    (only,) = reasons(best, [guessed], ask())
-    assert only.endswith("less (by the quick estimate)")
+    quick = replace(made(0.9, micro_batch=2), simulated=False)
+    (only,) = reasons(best, [quick], ask())
+    assert only.endswith("with 2 cannot be told apart by the quick estimate: the simpler plan is taken")
+
+
+@pytest.mark.parametrize("seconds", [0.5, 0.9, 0.98, 0.995, 1.0, 1.005, 1.02, 1.5])
+@pytest.mark.parametrize("offload", ["none", "activations"])
+@pytest.mark.parametrize("simulated", [True, False])
+def test_no_reason_contradicts_the_choice(seconds: float, offload: Offload, simulated: bool) -> None:
+    """Neither a reason nor a runner-up's line says that another plan takes less."""
+    best = made(1.0)
+    other = made(seconds, micro_batch=2, layers=(LayerStrategy(offload=offload, reshard=False),))
+    other = replace(other, simulated=simulated)
+    for said in (*reasons(best, [other], ask()), lost(ask(), best, other)):
+        assert not re.search(r"less|faster|-\d", said) and (("longer" in said or "+" in said) is (seconds > 1.01)), said
+
+
+def test_what_is_compared_by_guessed_rates_has_no_seconds() -> None:
+    run = load_run(None, ["model=llama3-1b", "cluster.gpu=X1", "cluster.memory_gib=40", "train.global_batch=16"])
+    first, second, *_ = reasons(made(1.0), [made(1.4, micro_batch=2)], run)
+    assert "guessed rates of X1" in first and second == "micro-batch 1: the best plan with 2 takes 40% longer"
 
 
 def test_gradients_are_told_in_words() -> None:

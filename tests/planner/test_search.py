@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.slow import quick_first
 
-from meshwright.planner.candidate import HEADROOM, budget_of, fits, peak_bytes, untrainable
+from meshwright.planner.candidate import HEADROOM, budget_of, fits, moves_activations, peak_bytes, untrainable
 from meshwright.planner.finalists import ALIKE, plan_at, simplest
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
@@ -142,10 +142,10 @@ def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch
 def test_training_is_offered_only_what_it_can_do() -> None:
     # What splits the backward has the smaller bubble, and does not go with activations in host memory.
     asked = run(plan=PlanPins(pipeline=2, offload="activations"))
-    wide, narrow = search(asked), search(asked, trainable=True)
+    wide, narrow = search(asked, trainable=False), search(asked)
     assert all(untrainable(one.plan) is None for one in (narrow.best, *narrow.others))
     assert any(untrainable(one.plan) for one in (wide.best, *wide.others))
-    assert wide.best.seconds <= narrow.best.seconds * (1 + ALIKE)
+    assert wide.best.seconds <= narrow.best.seconds * 1.02
 
 
 LONG = (
@@ -165,7 +165,7 @@ LONG = (
 def test_a_pin_beside_a_free_offload_stays_trainable(pins: str) -> None:
     """Activations in host memory are the fastest here, and do not go with the pin."""
     asked = load_run(None, [*LONG.split(), *pins.split()])
-    assert untrainable(search(asked).best.plan)
+    assert untrainable(search(asked, trainable=False).best.plan)
     answer = search(asked, trainable=True)
     assert all(untrainable(one.plan) is None for one in (answer.best, *answer.others))
 
@@ -180,7 +180,7 @@ def test_what_is_named_where_nothing_fits_is_trainable(schedule: str) -> None:
 def test_pinned_layers_get_a_schedule_that_can_train_them() -> None:
     layers = (LayerStrategy(range="all", recompute="full", offload="activations"),)
     asked = run(plan=PlanPins(pipeline=2, layers=layers))
-    wide, narrow = search(asked), search(asked, trainable=True)
+    wide, narrow = search(asked, trainable=False), search(asked)
     assert any(untrainable(one.plan) for one in (wide.best, *wide.others))
     for one in (narrow.best, *narrow.others):
         assert one.plan.layers == layers and untrainable(one.plan) is None
@@ -243,11 +243,10 @@ def test_training_moves_activations_where_memory_is_short() -> None:
     pins = PlanPins(tensor=1, context_ring=1, context_ulysses=1)
     long = run(batch=4, seq=65536, cluster=four, plan=pins)
     plan = chosen(long)
-    # Of a few layers: the link has the forward of all of them.
-    assert [layer.offload for layer in plan.layers] == ["activations", "none"] and untrainable(plan) is None
-    assert len({layer.recompute for layer in plan.layers}) == 1
+    assert {layer.offload for layer in plan.layers} <= {"activations", "none"} and moves_activations(plan)
+    assert len({layer.recompute for layer in plan.layers}) == 1 and untrainable(plan) is None
     everywhere = chosen(replace(long, plan=replace(pins, offload="activations")))
-    assert step_seconds(plan) < step_seconds(everywhere)
+    assert step_seconds(plan) <= (1 + ALIKE) * step_seconds(everywhere)
     assert step_seconds(plan) < step_seconds(chosen(replace(long, plan=replace(pins, offload="none"))))
 
 

@@ -49,8 +49,8 @@ def test_kernels_carry_them_where_copies_cannot_or_were_not_measured(words: str,
 
 
 def test_the_search_copies_without_a_pinned_axis_too() -> None:
-    words = "model=llama3-8b train.seq_len=8192 train.global_batch=4"
-    found = search(load_run(None, [*words.split(), *GPUS.split()]), trainable=True)
+    words = "model=llama3-8b train.seq_len=8192 train.global_batch=3"  # which two data ranks do not divide
+    found = search(load_run(None, [*words.split(), *GPUS.split()]))
     pairs = [one.plan for one in (found.best, *found.others) if one.plan.axis_size("tensor") == 2]
     assert pairs and pairs[0].tensor_engine == "copy"
 
@@ -58,4 +58,4 @@ def test_the_search_copies_without_a_pinned_axis_too() -> None:
 def test_one_sequence_at_a_time_gains_no_more_than_a_predictions_doubt() -> None:
     """Kernels gather a single sequence in order: nothing is copied into place, and all that copies could hide is the exchange."""
     plan = chosen("plan.micro_batch=1")
-    assert plan.tensor_engine == "kernel" and "the best plan with copy engines takes" in said(plan)
+    assert plan.tensor_engine == "kernel" and "the best plan with copy engines cannot be told apart" in said(plan)

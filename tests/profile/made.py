@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from meshwright.costs.collectives import all_reduce, gather, group
-from meshwright.costs.compute import product, rate
+from meshwright.costs.compute import product_rate
 from meshwright.costs.constants import Constants, constants
 from meshwright.costs.inputs import Machine
 from meshwright.costs.machine import machine_of
@@ -64,7 +64,7 @@ def made_profile() -> MachineProfile:
 
 def _product(shape: tuple[int, int, int], kind: Literal["bf16", "fp8"], k: Constants) -> ProductTime:
     m, inner, n = shape
-    seconds = number(product(rate(machine_of(NODES, kind), k), k, *map(float, shape)))
+    seconds = number(product_rate(machine_of(NODES, kind), k).seconds(*map(float, shape)))
     return ProductTime(format=kind, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)
 
 

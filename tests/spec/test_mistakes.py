@@ -400,7 +400,7 @@ def test_a_key_that_is_only_alike_is_not_said_to_live_there(tmp_path: Path) -> N
 def test_the_nearest_key_is_right_for_nine_typos_of_ten(tmp_path: Path) -> None:
     chance = random.Random(0)
     right = tried = 0
-    for line, key, column in KEYS * 6:
+    for line, key, column in KEYS * 3:
         wrong = typo_of(key, chance.randrange(3), chance.randrange(30), chance.choice(LETTERS))
         if wrong == key:
             continue
@@ -411,5 +411,5 @@ def test_the_nearest_key_is_right_for_nine_typos_of_ten(tmp_path: Path) -> None:
             if (m.line, m.column) == (line + 1, column + 1)
         ]
         right += any(names(mistake, key) for mistake in at_token)
-    assert tried > 300
+    assert tried > 150
     assert right / tried >= 0.9, f"{right} of {tried}"

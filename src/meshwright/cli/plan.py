@@ -11,52 +11,71 @@ import typer
 from meshwright.cli.options import Json, Words, check_place, load, say
 from meshwright.files.durable import write_durable
 
+For = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="train",
+        help="Answer as `train` would on this machine: with its host memory, refusing a plan file that it refuses.",
+    ),
+]
+IncludeUntrainable = Annotated[
+    bool,
+    typer.Option(
+        "--include-untrainable",
+        help="Name the best plan that this release can plan but not train, where it is faster.",
+    ),
+]
+Objective = Annotated[
+    str,
+    typer.Option(
+        metavar="time|cost|training",
+        help="What is best: the shortest step, the fewest GPU-hours, or the shortest training to one loss.",
+    ),
+]
+CriticalBatch = Annotated[
+    float | None,
+    typer.Option("--critical-batch", metavar="TOKENS", help="Critical batch size, for --objective training."),
+]
+Tokens = Annotated[
+    float | None,
+    typer.Option(
+        "--tokens",
+        metavar="N",
+        help="Tokens of the whole training, for days and GPU-hours; else train.steps' if given.",
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option("--price", metavar="MONEY", help="Price of one GPU for one hour, for costs in money."),
+]
+Probe = Annotated[
+    int | None,
+    typer.Option(
+        "--probe",
+        metavar="N",
+        min=1,
+        help="Run the N best plans for a few steps each on this machine, and take the fastest measured (3 is a good number).",
+    ),
+]
+
 
 def plan(
     words: Words = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen plan as YAML, to edit and pass back.")
     ] = None,
-    for_: Annotated[
-        str | None,
-        typer.Option(
-            "--for", metavar="train", help="Choose among what this release can train, as `train` itself does."
-        ),
-    ] = None,
+    for_: For = None,
+    include_untrainable: IncludeUntrainable = False,
     gpus: Annotated[
         str | None,
         typer.Option("--gpus", metavar="A..B", help="The same job on A GPUs, 2·A, and so on up to B: how it scales."),
     ] = None,
-    objective: Annotated[
-        str,
-        typer.Option(
-            metavar="time|cost|training",
-            help="What is best: the shortest step, the fewest GPU-hours, or the shortest training to one loss.",
-        ),
-    ] = "time",
-    critical_batch: Annotated[
-        float | None,
-        typer.Option("--critical-batch", metavar="TOKENS", help="Critical batch size, for --objective training."),
-    ] = None,
-    tokens: Annotated[
-        float | None,
-        typer.Option(
-            "--tokens", metavar="N", help="Tokens of the whole training at the run's batch; train.steps' when left out."
-        ),
-    ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option("--price", metavar="MONEY", help="Price of one GPU for one hour, for costs in money."),
-    ] = None,
-    probe: Annotated[
-        int | None,
-        typer.Option(
-            "--probe",
-            metavar="N",
-            min=1,
-            help="Run the N best plans for a few steps each on this machine, and take the fastest measured (3 is a good number).",
-        ),
-    ] = None,
+    objective: Objective = "time",
+    critical_batch: CriticalBatch = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    probe: Probe = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the answer as one page with pictures.")
     ] = None,
@@ -67,8 +86,10 @@ def plan(
 ) -> None:
     """Choose a plan for a run and say what it needs, why it was chosen, what limits it, and what a change would buy.
 
-    No file is needed for a question. Plans go over all axes; what this release can plan but not train is marked "planned only", and
-    `--for train` leaves it out.
+    No file is needed for a question. The chosen plan is one that this release can train, unless pins or a plan file ask for another, which
+    is marked "planned only". Devices stay idle where a part of them takes a shorter step; the answer names that part.
+
+    Exit codes: 0 a plan, 2 bad input or no layout, 3 nothing fits (with what would make it fit).
 
     Examples:
 
@@ -76,7 +97,7 @@ def plan(
 
         meshwright plan model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64
 
-        meshwright plan run.yaml plan.pipeline=2 --for train --out plan.yaml
+        meshwright plan run.yaml plan.pipeline=2 --out plan.yaml
 
         meshwright plan run.yaml --probe 3 --out plan.yaml
 
@@ -89,7 +110,9 @@ def plan(
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
     from meshwright.planner.candidate import idle_fields
 
-    wishes = Wishes.of(for_, gpus, objective, critical_batch, tokens, price, probe)
+    wishes = Wishes.of(
+        for_, gpus, objective, critical_batch, tokens, price, probe, include_untrainable, _steps_assumed(words)
+    )
     check_place("--out", out)
     check_place("--html", html)
     run = load(words)
@@ -110,3 +133,8 @@ def plan(
         from meshwright.cli.plan_text import show
 
         show(answer)
+
+
+def _steps_assumed(words: list[str] | None) -> bool:
+    """Whether neither a run file nor an override says how many steps the training has."""
+    return not any("=" not in word or word.startswith("train.steps=") for word in words or ())

@@ -20,9 +20,10 @@ from meshwright.launch.prepare import (
 from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.devices import Idle
 from meshwright.planner.explain import limits, lost
 from meshwright.planner.finalists import same_layout
-from meshwright.planner.fixes import search_or_fixes
+from meshwright.planner.fixes import choose_or_fixes
 from meshwright.planner.objectives import (
     Point,
     Training,
@@ -33,10 +34,13 @@ from meshwright.planner.objectives import (
     shortest_training,
 )
 from meshwright.planner.reprice import predicted
+from meshwright.planner.search import with_untrainable
 from meshwright.planner.what_if import Change, what_if
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
 
 OBJECTIVES = ("time", "cost", "training")
@@ -46,7 +50,8 @@ OBJECTIVES = ("time", "cost", "training")
 class Wishes:
     """The options of one question, checked against each other."""
 
-    trainable: bool = False
+    for_train: bool = False
+    """Answer as `train` would on this machine."""
     gpus: tuple[int, int] | None = None
     objective: str = "time"
     critical_batch: float | None = None
@@ -54,11 +59,14 @@ class Wishes:
     price: float | None = None
     probe: int | None = None
     """Plans to run for a few steps on this machine."""
+    include_untrainable: bool = False
+    steps_assumed: bool = False
+    """Nobody said how many steps the training has."""
 
     @classmethod
     def of(
         cls, for_: str | None, gpus: str | None, objective: str, critical_batch: float | None, tokens: float | None, price: float | None,
-        probe: int | None = None,
+        probe: int | None = None, include_untrainable: bool = False, steps_assumed: bool = False,
     ) -> Wishes:  # fmt: skip
         """Raises BadInput for values that are none, and for options that do not go together."""
         if for_ not in (None, "train"):
@@ -72,17 +80,39 @@ class Wishes:
             )
         for name, value, goes in (
             ("--critical-batch", critical_batch, objective == "training"),
-            ("--tokens", tokens, objective != "time"),
-            ("--price", price, objective != "time"),
+            ("--tokens", tokens, objective != "time" or gpus is not None),
+            ("--price", price, objective != "time" or gpus is not None),
         ):
             if value is not None and not goes:
-                wanted = "training" if name == "--critical-batch" else "cost or --objective training"
-                raise BadInput(f"{name} says nothing about the time of a step; it goes with --objective {wanted}")
+                wanted = (
+                    "--objective training"
+                    if name == "--critical-batch"
+                    else "--gpus, --objective cost or --objective training"
+                )
+                raise BadInput(f"{name} says nothing about the time of a step; it goes with {wanted}")
             if value is not None and not value > 0:
                 raise BadInput(f"{name} {value:g}: expected a number above 0")
         if probe and (gpus or objective != "time"):
             raise BadInput("--probe measures seconds of a step on this machine; it goes without --gpus and --objective")
-        return cls(for_ == "train" or bool(probe), _range(gpus), objective, critical_batch, tokens, price, probe)
+        if include_untrainable and (probe or gpus or objective != "time"):
+            raise BadInput(
+                "--include-untrainable adds a note to one plan; it goes without --probe, --gpus and --objective"
+            )
+        if objective == "training" and tokens is None and steps_assumed:
+            raise BadInput(
+                "--objective training needs --tokens N, or train.steps: how long the training is at the run's own batch"
+            )
+        return cls(
+            for_ == "train",
+            _range(gpus),
+            objective,
+            critical_batch,
+            tokens,
+            price,
+            probe,
+            include_untrainable,
+            steps_assumed,
+        )
 
 
 @dataclass(frozen=True)
@@ -101,15 +131,28 @@ class Answer:
     points: tuple[Point, ...] = ()
     trainings: tuple[Training, ...] = ()
     probes: tuple[Probe, ...] = ()
+    idle: Idle | None = None
+    """What the plan leaves idle of the devices that were asked about; `run` has the others."""
+    asked: ClusterSpec | None = None
+    """The cluster with the idle devices, where there are any."""
+    untrainable: Candidate | None = None
+    """A faster plan that this release cannot train, where it was asked for."""
 
     @property
     def plan(self) -> Plan:
         return self.best.plan
 
     @property
-    def tokens(self) -> float:
-        """Of the whole training."""
-        return self.wishes.tokens or self.run.train.steps * self.run.train.global_batch * self.run.train.seq_len
+    def cluster(self) -> ClusterSpec:
+        """As it was asked about, idle devices included."""
+        return self.asked or self.run.cluster
+
+    @property
+    def tokens(self) -> float | None:
+        """Of the whole training: as asked, or those of the run's steps; None where the steps are only assumed."""
+        if self.wishes.tokens or self.wishes.steps_assumed:
+            return self.wishes.tokens
+        return self.run.train.steps * self.run.train.global_batch * self.run.train.seq_len
 
     @property
     def priced_points(self) -> tuple[Point, ...]:
@@ -129,7 +172,7 @@ class Answer:
         return None if self.best.fits else misfit(self.run, self.plan)
 
     def changes(self) -> tuple[Change, ...]:
-        return what_if(self.run, self.plan, search_seconds=self.search_seconds, trainable=self.wishes.trainable)
+        return what_if(self.run, self.plan, search_seconds=self.search_seconds)
 
     def why_not(self, other: Candidate) -> str:
         ran = next((one for one in self.probes if same_layout(one.plan, other.plan)), None)
@@ -148,7 +191,7 @@ def answer_of(run: RunSpec, wishes: Wishes, note: Note = lambda text: None) -> A
     """
     if wishes.probe:
         return _probed(run, wishes, note)
-    if wishes.trainable:
+    if wishes.for_train:
         run = _as_trained(run)
     if isinstance(run.plan, str) and run.plan != "auto":
         return _of_file(run, wishes)
@@ -163,6 +206,7 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     """The answer as `--json` prints it."""
     others = [
         {
+            "name": plan_name(other.plan),
             "fits": other.fits,
             "trainable": untrainable(other.plan) is None,
             "why_not": answer.why_not(other),
@@ -172,6 +216,7 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     ]
     plan = to_plain(answer.plan)
     body = {
+        "name": plan_name(answer.plan),
         "plan": plan,
         "predicted": plan["predicted"],
         "alternatives": others,
@@ -179,6 +224,10 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     }
     if over := answer.does_not_fit:
         body["does_not_fit"] = over
+    if answer.idle:
+        body["idle"] = to_plain(answer.idle)
+    if answer.wishes.include_untrainable:
+        body["untrainable"] = _untrainable(answer.untrainable)
     body["sources"] = sources_of(answer)
     if answer.probes:
         body["probes"] = [_probe(one) for one in answer.probes]
@@ -217,14 +266,17 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
             f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
     plan = predicted(run, given_plan(run))
-    if wishes.trainable:
+    if wishes.for_train:
         refuse_untrainable(run, plan)
     return Answer(run, wishes, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
 
 
 def _searched(run: RunSpec, wishes: Wishes) -> Answer:
-    found = search_or_fixes(run, memory_bytes=device_memory(run), trainable=wishes.trainable)
-    return Answer(run, wishes, found.best, found.others, found.considered, found.seconds)
+    chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
+    found, faster = chosen.answer, None
+    if wishes.include_untrainable:
+        found, faster = with_untrainable(chosen.run, found, memory_bytes=device_memory(chosen.run))
+    return replace(_at(chosen.run, found, wishes), idle=chosen.idle, asked=run.cluster, untrainable=faster)
 
 
 def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
@@ -234,30 +286,29 @@ def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
     assert wishes.probe is not None
     check_here(run.cluster)
     run = on_this_host(resolve_data(run, note))
-    found = search_or_fixes(run, memory_bytes=device_memory(run), trainable=True)
-    chosen, probes = probed(run, found, wishes.probe, note)
-    return Answer(run, wishes, chosen.best, chosen.others, found.considered, found.seconds, probes=probes)
+    chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
+    found, probes = probed(chosen.run, chosen.answer, wishes.probe, note)
+    return replace(_at(chosen.run, found, wishes), probes=probes, idle=chosen.idle, asked=run.cluster)
 
 
 def _of_scaling(run: RunSpec, wishes: Wishes) -> Answer:
     assert wishes.gpus is not None
-    points = scaling(run, cluster_sizes(run, *wishes.gpus), trainable=wishes.trainable)
+    points = scaling(run, cluster_sizes(run, *wishes.gpus))
     best = cheapest(points) if wishes.objective == "cost" else fastest(points)
-    return replace(_at(best, wishes), points=points)
+    return replace(_at(best.run, best.answer, wishes), points=points)
 
 
 def _of_training(run: RunSpec, wishes: Wishes) -> Answer:
     assert wishes.critical_batch is not None
     tokens = wishes.tokens or run.train.steps * run.train.global_batch * run.train.seq_len
     sizes = cluster_sizes(run, *wishes.gpus) if wishes.gpus else None
-    trainings = shortest_training(run, wishes.critical_batch, tokens, sizes, trainable=wishes.trainable)
-    return replace(_at(trainings[0].point, wishes), trainings=trainings)
+    trainings = shortest_training(run, wishes.critical_batch, tokens, sizes)
+    return replace(_at(trainings[0].point.run, trainings[0].point.answer, wishes), trainings=trainings)
 
 
-def _at(point: Point, wishes: Wishes) -> Answer:
-    assert point.answer is not None
-    found = point.answer
-    return Answer(point.run, wishes, found.best, found.others, found.considered, found.seconds)
+def _at(run: RunSpec, found: Found | None, wishes: Wishes) -> Answer:
+    assert found is not None
+    return Answer(run, wishes, found.best, found.others, found.considered, found.seconds)
 
 
 def _objective(answer: Answer) -> dict[str, Any]:
@@ -267,6 +318,12 @@ def _objective(answer: Answer) -> dict[str, Any]:
     if answer.trainings:
         return body | {"trainings": [_training(training, price) for training in answer.trainings]}
     return body | {"points": [_point(point, answer.tokens, price) for point in answer.priced_points]}
+
+
+def _untrainable(candidate: Candidate | None) -> dict[str, Any] | None:
+    if candidate is None:
+        return None
+    return {"plan": to_plain(candidate.plan), "cannot_train": untrainable(candidate.plan)}
 
 
 def _probe(probe: Probe) -> dict[str, Any]:
@@ -280,12 +337,14 @@ def _probe(probe: Probe) -> dict[str, Any]:
     }
 
 
-def _point(point: Point, tokens: float, price: float | None) -> dict[str, Any]:
-    hours = point.gpu_hours(tokens)
+def _point(point: Point, tokens: float | None, price: float | None) -> dict[str, Any]:
+    hours = point.gpu_hours(tokens) if tokens else None
     return {
         "gpus": point.gpus,
+        "plan": to_plain(point.answer.best.plan) if point.answer else None,
         "step_seconds": point.seconds,
         "tokens_per_second": point.tokens_per_second,
+        "days": hours / point.gpus / 24 if hours else None,
         "mfu": point.mfu,
         "gpu_hours": hours,
         "cost": hours * price if hours and price else None,

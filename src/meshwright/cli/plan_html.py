@@ -10,7 +10,7 @@ from math import log2
 
 from meshwright import __version__
 from meshwright.cli.plan_answer import Answer, sources_of
-from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money
+from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, two_digits
 from meshwright.cli.plan_words import (
     axes,
     bytes_text,
@@ -30,6 +30,7 @@ from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
 from meshwright.simulator.of_plan import simulate_plan
 from meshwright.spec.model import parameter_count
+from meshwright.spec.plan_name import plan_name
 
 ROUNDS_DRAWN = 4
 """Micro-batches for each pipeline rank in the timeline's picture, where the step has more than that."""
@@ -77,13 +78,14 @@ def _name(answer: Answer) -> str:
 
 
 def _header(answer: Answer) -> str:
-    run, cluster = answer.run, answer.run.cluster
-    machines = machines_line(cluster)
-    line = f"{figures.short(parameter_count(run.model))} parameters · {machines} · {short_line(answer.plan)}"
+    run = answer.run
+    machines = machines_line(answer.cluster)
+    line = f"{figures.short(parameter_count(run.model))} parameters · {machines} · {plan_name(answer.plan)}"
     refused, over = answer.planned_only, answer.does_not_fit
     word = "does not fit" if over else "planned only" if refused else "can be trained"
     status = f'<span class="status {"part" if over or refused else "done"}">{word}</span>'
-    note = ". ".join(text for text in (over, refused, caution(run)) if text)
+    idle = answer.idle.sentence if answer.idle else None
+    note = ". ".join(text for text in (over, refused, idle, caution(run)) if text)
     return f"""<header><p class="product">meshwright <span>plan</span></p><h1>{escape(_name(answer))}</h1>
 <p class="facts-line">{status}{escape(line)}</p><p class="aside">{escape(note)}</p></header>"""
 
@@ -205,7 +207,7 @@ def _runner_ups(answer: Answer) -> str:
 
 
 def _scaling(answer: Answer) -> str:
-    points = answer.points
+    points, tokens = answer.points, answer.tokens
     known = [point for point in points if point.tokens_per_second]
     if not known:
         return ""
@@ -214,7 +216,7 @@ def _scaling(answer: Answer) -> str:
     marks = tuple((log2(point.gpus), f"{point.gpus:,}") for point in known)
     low, high = (gpus[0], gpus[-1]) if len(gpus) > 1 else (gpus[0] - 1, gpus[0] + 1)
     axis, tables = Axis("gpus", "GPUs", low, high, marks), {"points": {"gpus": gpus}}
-    mfus, hours = [point.mfu for point in known], [point.gpu_hours(answer.tokens) for point in known]
+    mfus, hours = [point.mfu for point in known], [point.gpu_hours(tokens) for point in known] if tokens else []
     shares = [efficiency[point.gpus] for point in known]
     charts = [
         Chart(
@@ -228,7 +230,11 @@ def _scaling(answer: Answer) -> str:
             "efficiency", "Efficiency", "tokens/s a GPU, of the fewest GPUs'", "percent", (_line("efficiency", shares),)
         ),
         *([Chart("mfu", "MFU", "", "percent", (_line("MFU", mfus),))] if all(mfus) else []),
-        Chart("hours", "GPU-hours", f"for {answer.tokens:.3g} tokens", "short", (_line("GPU-hours", hours),)),
+        *(
+            [Chart("hours", "GPU-hours", f"for {tokens:.3g} tokens", "short", (_line("GPU-hours", hours),))]
+            if tokens
+            else []
+        ),
     ]
     refused = [f"{point.gpus:,} GPUs: {point.refused}" for point in points if point.refused]
     pictures = "".join(draw(chart, tables, axis) for chart in charts)
@@ -244,9 +250,11 @@ def _trainings(answer: Answer) -> str:
     rows = []
     for one in answer.trainings[:LONGEST_TABLE]:
         took = (seconds_text(one.point.seconds or 0.0), figures.duration(one.seconds))
-        paid = (f"{one.gpu_hours:,.0f}", money(one.gpu_hours, price))
+        paid = (f"{two_digits(one.gpu_hours)}", money(one.gpu_hours, price))
         rows.append((f"{one.point.gpus:,}", f"{one.batch:,}", f"{one.steps:,.0f}", *took, *paid))
     heads = ("GPUs", "batch", "steps", "step", "training", "GPU-hours", "cost" if price else "")
+    if not rows:
+        return ""
     return _table(f"Shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch", heads, rows)
 
 

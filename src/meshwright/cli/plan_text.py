@@ -11,8 +11,10 @@ from rich.table import Table
 from meshwright.cli.plan_answer import Answer, sources_of
 from meshwright.cli.plan_words import (
     axes,
+    axes_line,
     bytes_text,
     caution,
+    chips_by_node,
     facts,
     machines_line,
     memory_rows,
@@ -29,6 +31,7 @@ from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Predicted
+from meshwright.spec.plan_name import plan_name
 
 SHOWN = 5
 """Runner-ups printed; --json has them all."""
@@ -39,6 +42,7 @@ RANKS_DRAWN = 8
 """Pipeline ranks whose memory is drawn; of more, the first, the last and the fullest."""
 SMALLEST = 0.001
 """Share of a rank's memory below which a kind of it is not named."""
+TOKENS_WANTED = "days and GPU-hours need the tokens of the whole training: --tokens 1e12, or train.steps"
 WORTH_IT = 0.005
 """Gain below which a change buys nothing."""
 LETTERS = {
@@ -69,20 +73,34 @@ def show(answer: Answer) -> None:
 def _head(console: Console, answer: Answer) -> None:
     run, plan, cluster = answer.run, answer.plan, answer.run.cluster
     name, size = run.model.preset or run.model.family, f"{figures.short(parameter_count(run.model))} parameters"
-    console.print(f"[bold]{name}[/bold], {size}, on {machines_line(cluster)}")
+    console.print(f"[bold]{name}[/bold], {size}, on {machines_line(answer.cluster)}")
+    console.print(f"[bold]{plan_name(plan)}[/bold]")
     said = plan.predicted
     if said is not None:
         console.print(_figures(said, cluster.memory_bytes()))
         if warned := caution(run):
-            console.print(f"  {warned}")
+            console.print(f"  {'' if said.step_seconds else 'no step time: '}{warned}")
     if answer.given:
         console.print(f"the plan of {run.plan}, priced on this cluster")
     else:
         console.print(f"best of {answer.considered:,} layouts, found in {answer.search_seconds:.2f} s")
+    if answer.idle:
+        console.print(f"[bold]{answer.idle.sentence}[/bold]")
+        console.print(f"  {answer.idle.start}")
     if over := answer.does_not_fit:
         console.print(f"[bold]does not fit[/bold]: {over}")
     if refused := answer.planned_only:
         console.print(f"[bold]planned only[/bold]: {refused}")
+    if answer.wishes.include_untrainable:
+        console.print(untrainable_note(answer))
+
+
+def untrainable_note(answer: Answer) -> str:
+    """The faster plan that this release cannot train, or that there is none."""
+    other = answer.untrainable
+    if other is None:
+        return "no plan that this release cannot train is faster"
+    return f"[bold]planned only[/bold], {seconds_text(other.seconds)} a step: {short_line(other.plan)}; {untrainable(other.plan)}"
 
 
 def _figures(said: Predicted, memory: int | None) -> str:
@@ -138,11 +156,14 @@ def _mesh(console: Console, answer: Answer) -> None:
     console.print(Padding(table, (0, 0, 0, 2)))
     picture = Table.grid(padding=(0, 2, 0, 0))
     last = as_nodes(answer.run.cluster).nodes - 1
+    chips = chips_by_node(answer.run.cluster)
     for node in range(last + 1) if last < NODES_DRAWN else (*range(NODES_DRAWN - 1), last):
         if node == last >= NODES_DRAWN:
             picture.add_row("…", "", f"{last + 1 - NODES_DRAWN:,} more")
         held, ranks = node_line(answer.run, answer.plan, node)
-        picture.add_row(f"node {node:,}", "▣" * min(ranks, 8) + ("…" if ranks > 8 else ""), held)
+        picture.add_row(
+            f"node {node:,}{f' {chips[node]}' if chips else ''}", "▣" * min(ranks, 8) + ("…" if ranks > 8 else ""), held
+        )
     console.print(Padding(picture, (0, 0, 0, 2)))
 
 
@@ -241,31 +262,34 @@ def _scaling(console: Console, answer: Answer) -> None:
     if not points:
         return
     _heading(console, "the same job on other numbers of GPUs" if answer.points else "cost")
-    width = 16 if console.width >= 100 else 6
-    price, most = answer.wishes.price, max(point.tokens_per_second or 0.0 for point in points)
-    heads = ["GPUs", "step", "tokens/s", "MFU", "efficiency", "GPU-hours", *(["cost"] if price else []), ""]
-    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
-    for point, efficiency in zip(points, efficiencies(points), strict=True):
-        if not point.seconds or not point.tokens_per_second:
+    price, tokens = answer.wishes.price, answer.tokens
+    whole = ["days", "GPU-hours", *(["cost"] if price else [])] if tokens else []
+    table = Table("GPUs", "plan", "step", "tokens/s a GPU", "MFU", *whole, "", box=None, padding=(0, 2, 0, 0))
+    for point in points:
+        if not (point.seconds and point.tokens_per_second and point.answer):
             table.add_row(f"{point.gpus:,}", point.refused)
             continue
-        hours = point.gpu_hours(answer.tokens) or 0.0
-        cost = [money(hours, price)] if price else []
-        mark = " ◀" if point.gpus == answer.plan.ranks and len(points) > 1 else ""
-        bar = "█" * max(1, round(width * point.tokens_per_second / most)) if len(points) > 1 else ""
+        hours = point.gpu_hours(tokens) if tokens else None
+        training = [two_digits(hours / point.gpus / 24), two_digits(hours)] if hours else []
         table.add_row(
-            f"{point.gpus:,}", seconds_text(point.seconds), f"{point.tokens_per_second:,.0f}", f"{point.mfu:.1%}" if point.mfu else "",
-            f"{efficiency:.0%}" if efficiency else "", f"{hours:,.0f}", *cost, bar + mark,
+            f"{point.gpus:,}", axes_line(point.answer.best.plan), seconds_text(point.seconds),
+            f"{point.tokens_per_second / point.gpus:,.0f}", f"{point.mfu:.1%}" if point.mfu else "", *training,
+            *([money(hours or 0.0, price)] if price and tokens else []),
+            "◀" if point.gpus == answer.plan.ranks and len(points) > 1 else "",
         )  # fmt: skip
     console.print(Padding(table, (0, 0, 0, 1)))
-    console.print(
-        f"  (GPU-hours for {answer.tokens:.3g} tokens; efficiency is tokens/s a GPU against the fewest GPUs)",
-        style="dim",
-    )
+    said = f"days and GPU-hours for {tokens:.3g} tokens" if tokens else TOKENS_WANTED
+    console.print(f"  ({said})", style="dim")
+
+
+def two_digits(number: float) -> str:
+    """A number with the two digits that a prediction is worth: 1,200, 35, 0.42."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
 
 
 def money(gpu_hours: float, price: float | None) -> str:
-    return f"{gpu_hours * price:,.0f}" if price else ""
+    return two_digits(gpu_hours * price) if price else ""
 
 
 def efficiencies(points: Sequence[Point]) -> list[float | None]:
@@ -286,7 +310,7 @@ def _trainings(console: Console, answer: Answer) -> None:
         cost = [money(one.gpu_hours, price)] if price else []
         table.add_row(
             f"{one.point.gpus:,}", f"{one.batch:,}", f"{one.batch * answer.run.train.seq_len:.3g}", f"{one.steps:,.0f}",
-            seconds_text(one.point.seconds or 0.0), f"{one.seconds / 86400:.3g}", f"{one.gpu_hours:,.0f}", *cost,
+            seconds_text(one.point.seconds or 0.0), f"{one.seconds / 86400:.3g}", f"{two_digits(one.gpu_hours)}", *cost,
         )  # fmt: skip
     console.print(Padding(table, (0, 0, 0, 1)))
     console.print(

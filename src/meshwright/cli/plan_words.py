@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from meshwright.costs.machine import UNPREDICTED, is_guessed
+from meshwright.costs.machine import is_guessed, unpredicted
 from meshwright.costs.of_plan import STACK, as_nodes
+from meshwright.planner.candidate import pins_of, without_bf16
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
 from meshwright.simulator.of_plan import memory_of
@@ -14,7 +15,8 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.nodes import node_kinds
-from meshwright.spec.plan import LayerStrategy, Plan, layer_numbers, layer_range
+from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_numbers, layer_range
+from meshwright.spec.plan_name import plan_name
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
@@ -26,7 +28,7 @@ STAGES_SHOWN = 8
 def caution(run: RunSpec) -> str:
     """What to think of the predicted seconds, where this program's own runs do not say that they are right; empty where they do."""
     if is_guessed(run.cluster):
-        return UNPREDICTED
+        return unpredicted(run.cluster)
     if STACK != "meshwright":
         return f"with {STACK}'s constants: good for comparing plans and networks, not as a promise"
     if run.data.document_mask:
@@ -37,7 +39,13 @@ def caution(run: RunSpec) -> str:
 def remarks(run: RunSpec) -> Iterator[str]:
     """What of the run's cluster is not as it is sold."""
     chip, many, network = CHIPS.get(run.cluster.gpu), run.cluster.ranks_per_node, run.cluster.network
-    if chip and many > chip.domain and not (network and network.domain):
+    chosen = run.plan == "auto" or isinstance(run.plan, PlanPins)
+    if chosen and pins_of(run).compute is None and (old := without_bf16(run.cluster)):
+        yield (
+            f"{' and '.join(old)} without bf16: fp32 assumed, which this release can train; plan.compute=fp16 plans for fp16 products, "
+            "planned only"
+        )
+    if chip and chip.per_node > 1 and many > chip.domain and not (network and network.domain):
         yield (
             f"{many} {chip.name} a node: {chip.per_node} share a host as it is sold, and all {many} are taken to see each other at "
             "link speed; cluster.network.domain says how many do"
@@ -67,8 +75,10 @@ def mesh_line(plan: Plan) -> str:
 
 
 def short_line(plan: Plan) -> str:
-    """What sets a plan apart from its neighbours."""
-    return f"{axes_line(plan)}, micro-batch {plan.batch.micro_batch}, {layers_line(plan)}"
+    """What sets a plan apart from its neighbours: its name, what copies in place of kernels, and its layers."""
+    copied = (("gathers", plan.gather_engine), ("tokens", plan.tensor_engine))
+    engines = "".join(f", {name} by copy engines" for name, engine in copied if engine == "copy")
+    return f"{plan_name(plan)}{engines}, {layers_line(plan)}"
 
 
 def layers_line(plan: Plan) -> str:
@@ -150,6 +160,12 @@ def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
     places = [layout.coordinates(rank) for rank in ranks]
     held = [_span(axis, [place[axis] for place in places]) for axis, size in layout.axes if size > 1]
     return ", ".join(held) or "the whole model", len(ranks)
+
+
+def chips_by_node(cluster: ClusterSpec) -> list[str]:
+    """Each node's chip, where they are not all the same; empty where they are."""
+    chips = [kind.gpu for kind, count in node_kinds(cluster) for _ in range(count)]
+    return chips if len(set(chips)) > 1 else []
 
 
 def memory_rows(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:

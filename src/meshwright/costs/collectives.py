@@ -14,6 +14,19 @@ import numpy as np
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Array, Layouts, Machine
 
+MOST_OF_LINE = 0.95
+"""Share of a link's or a port's line rate that no collective exceeds: headers and acknowledgements take the rest."""
+
+
+def link_rate(machine: Machine, k: Constants) -> Array:
+    """Bytes/s that a rank sends inside a domain."""
+    return machine.link * np.minimum(k.link, MOST_OF_LINE)
+
+
+def port_rate(machine: Machine, k: Constants, share: Array = 1.0) -> Array:
+    """Bytes/s that a rank sends across domains, at `share` of what its gathers reach."""
+    return machine.nic * np.minimum(k.net * share, MOST_OF_LINE)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -24,22 +37,27 @@ class Group:
     domains: Array
     bandwidth: Array
     """Bytes/s that the ring moves past one rank."""
+    sums: Array = 1.0
+    """Bandwidth of an all-reduce across domains over that of a gather."""
 
 
 def group(machine: Machine, k: Constants, size: Array, stride: Array, crowding: Array = 0.0) -> Group:
     """A group of `size` ranks, `stride` apart, on `machine`; `crowding` is the chance that the network is overrun."""
     inside = np.minimum(size, np.maximum(1.0, machine.domain / stride))
     domains = np.ceil(size / inside)
-    link = machine.link * k.link
-    above = np.where(size * stride > machine.pod, machine.oversubscribed, 1.0)
+    link = link_rate(machine, k)
+    # A ring leaves a pod by the port of one of its members there; above it each has its share of what the pod sends.
+    members = np.maximum(1.0, machine.pod / stride)
+    above = np.where(size * stride > machine.pod, np.maximum(1.0, machine.oversubscribed / members), 1.0)
     reached = np.where(inside > 2, k.net_ring, 1.0)
-    across = machine.nic * k.net * reached * inside / above / (1 + k.crowd * crowding)
-    return Group(size, inside, domains, np.where(domains > 1, np.minimum(link, across), link))
+    across = port_rate(machine, k, reached) * inside / above / (1 + k.crowd * crowding)
+    sums = np.minimum(k.net_sum, MOST_OF_LINE / np.minimum(k.net * reached, MOST_OF_LINE))
+    return Group(size, inside, domains, np.where(domains > 1, np.minimum(link, across), link), sums)
 
 
 def by_copies(where: Group, machine: Machine, k: Constants) -> Group:
     """The same ranks where copy engines gather, inside a node."""
-    return replace(where, bandwidth=np.minimum(where.bandwidth * k.copy_link, machine.link))
+    return replace(where, bandwidth=np.minimum(where.bandwidth * k.copy_link, machine.link * MOST_OF_LINE))
 
 
 def crowding(machine: Machine, layout: Layouts, k: Constants) -> Array:
@@ -61,19 +79,19 @@ def gather(where: Group, k: Constants, size_bytes: Array, messages: Array = 1.0)
 
 def all_reduce(where: Group, k: Constants, size_bytes: Array, messages: Array = 1.0) -> Array:
     """All-reduce: bytes as a ring (reduce-scatter and all-gather), latency of the better of ring and tree."""
-    wire = (
-        2 * (where.size - 1) / where.size * size_bytes / (where.bandwidth * np.where(where.domains > 1, k.net_sum, 1.0))
-    )
+    faster = np.where(where.domains > 1, where.sums, 1.0)
+    wire = 2 * (where.size - 1) / where.size * size_bytes / (where.bandwidth * faster)
     tree = 2 * (np.log2(where.inside) * k.link_us + np.log2(where.domains) * k.net_us) * 1e-6 + k.start_us * 1e-6
     latency = np.minimum(2 * ring_latency(where, k), tree)
     return np.where(where.size > 1, wire + messages * latency, 0.0)
 
 
-def all_to_all(where: Group, k: Constants, machine: Machine, size_bytes: Array) -> Array:
-    """Each rank sends `size_bytes`, spread evenly over the group; what stays in the domain goes by the links."""
+def all_to_all(where: Group, k: Constants, machine: Machine, size_bytes: Array, outside_share: Array = 1.0) -> Array:
+    """Each rank sends `size_bytes`, spread evenly over the group; what stays in the domain goes by the links, and of what leaves it only
+    `outside_share` by the network, and from there by the links."""
     outside = np.where(where.domains > 1, 1 - where.inside / where.size, 0.0)
-    local = (where.inside - 1) / where.size
-    wire = size_bytes * np.maximum(local / (machine.link * k.link), outside / (machine.nic * k.net))
+    local = (where.inside - 1) / where.size + np.where(np.asarray(outside_share) < 1, outside, 0.0)
+    wire = size_bytes * np.maximum(local / link_rate(machine, k), outside * outside_share / port_rate(machine, k))
     return np.where(where.size > 1, wire + (k.start_us + where.domains * k.net_us) * 1e-6, 0.0)
 
 

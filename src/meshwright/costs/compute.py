@@ -1,13 +1,14 @@
 """Seconds of one layer's arithmetic on one device, for one micro-batch.
 
 A matrix product (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)): the roofline with the weight of its
-bytes folded into one width, since bytes ÷ FLOPs of a product is just the sum of its dimensions' inverses.
-Attention takes its FLOPs at a share of its own; everything else takes its bytes.
+bytes folded into one width, since bytes ÷ FLOPs of a product is just the sum of its dimensions' inverses. On devices whose number of
+multiprocessors is known, m n is rounded up to whole waves of tiles. Attention takes its FLOPs at a share of its own; everything else
+takes its bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +19,18 @@ KERNELS = 16.0
 """Kernels of one layer's forward that leave a tail (matrix products, norms, activation, attention)."""
 
 RAGGED = 1.35
+
+ACTIVATION = 2 / 3
+"""Bytes that an activation moves an element of its width (6, in two halves and out) over those of a row's way into its expert's product
+and back (9: read and written twice, and the sum)."""
+BIASES = 20.0
+"""Bytes an element that a routed expert's bias moves where it is added expert by expert: a sum in fp32, joined, cast (Megatron-Core,
+`TEGroupedMLP._apply_bias`)."""
+
+TILE = 128.0
+"""Rows and columns of a result that one multiprocessor makes at a time. Libraries choose among tiles of 64 to 256 (CUTLASS)."""
+MOST_OF_PEAK = 0.88
+"""Share of a datasheet's peak that no large product exceeds: the best sustained on an H200 is 0.77, on an A100 0.86."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +44,63 @@ class LayerTime:
     embed: Array
 
 
-def rate(machine: Machine, k: Constants) -> Array:
-    """FLOP/s of a large matrix product in the plan's format."""
+def in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
+    """Elements of `count` results m × n, rounded up to whole waves of tiles, one for each multiprocessor; exact where that is 0."""
+    results = count * m * n
+    if not np.any(multiprocessors):
+        return results
+    tiles = count * np.ceil(m / TILE - 1e-6) * np.ceil(n / TILE - 1e-6)
+    waves = np.ceil(tiles / np.maximum(multiprocessors, 1.0) - 1e-6)
+    return np.where(multiprocessors > 0, waves * multiprocessors * TILE * TILE, results)
+
+
+@dataclass(frozen=True)
+class ProductRate:
+    """How fast a device makes matrix products of one format."""
+
+    flops: Array
+    """FLOP/s of a large product."""
+    narrow: Array
+    multiprocessors: Array
+
+    def seconds(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Array:
+        """Seconds of `count` equal products (m, inner) × (inner, n) launched together; zero when a dimension is zero."""
+        small = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
+        results = in_waves(m, n, self.multiprocessors, count)
+        return 2 * results * inner / self.flops * (1 + self.narrow * small)
+
+    def both(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Pair:
+        """Seconds forward, and backward: the gradients of both operands."""
+        backward = self.seconds(m, n, inner, count) + self.seconds(inner, m, n, count)
+        return Pair(self.seconds(m, inner, n, count), backward)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Seconds of forward and backward."""
+
+    forward: Array
+    backward: Array
+
+    def __add__(self, other: Pair) -> Pair:
+        return Pair(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, factor: Array) -> Pair:
+        return Pair(self.forward * factor, self.backward * factor)
+
+
+def product_rate(machine: Machine, k: Constants) -> ProductRate:
+    """Of the plan's format."""
     low = np.choose(
-        np.asarray(machine.low, dtype=np.int64), np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4)
+        np.asarray(machine.low, dtype=np.int64),
+        np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4, k.gemm_low * k.gemm_rowwise),
     )
-    return machine.peak * k.gemm * low / k.slow
+    return _sustained(machine, k, machine.peak, low)
+
+
+def _sustained(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> ProductRate:
+    share = np.minimum(k.gemm * format_share / k.slow, MOST_OF_PEAK)
+    return ProductRate(peak * share, k.narrow, machine.multiprocessors)
 
 
 def _ragged(shape: Shape) -> Array:
@@ -44,28 +108,24 @@ def _ragged(shape: Shape) -> Array:
     return np.where(np.mod(shape.query_width / shape.heads, 8) > 1e-6, RAGGED, 1.0)
 
 
-def product(speed: Array, k: Constants, m: Array, inner: Array, n: Array) -> Array:
-    """Seconds of one forward matrix product; zero when a dimension is zero."""
-    small = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
-    return 2 * m * inner * n / speed * (1 + k.narrow * small)
-
-
 def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerTime:
     """Times summed over all layers of the model (not yet divided into stages)."""
     tokens = layout.micro_batch * layout.seq / layout.context
-    speed = rate(machine, k) / _ragged(shape)
+    speed = product_rate(machine, k)
+    speed = replace(speed, flops=speed.flops / _ragged(shape))
     memory = machine.hbm * k.hbm / k.slow
     width = layout.tensor
-    products = _attention_products(shape, speed, k, tokens, width) + _dense_products(shape, speed, k, tokens, width)
-    products = products + _expert_products(shape, layout, speed, k, tokens)
+    products = _attention_products(shape, speed, tokens, width) + _dense_products(shape, speed, tokens, width)
+    if np.any(shape.moe_layers):
+        products = products + _expert_products(shape, layout, speed, tokens)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory)
     passes = tokens * shape.hidden * shape.layers * k.passes / memory / width
     moved = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
-    routed = shape.moe_layers * tokens * shape.top_k * shape.hidden * moved / memory / width
+    routed = shape.moe_layers * tokens * shape.top_k * _routed_bytes(shape, layout, k, moved) / memory / width
     lowered = np.where(machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory / width, 0.0)
     tails = KERNELS * shape.layers * k.tail_us * 1e-6
-    forward = products + core_forward + passes + routed + lowered + tails
-    backward = 2 * products + core_backward + 1.5 * passes + k.moe_back * routed + 1.5 * lowered + 1.5 * tails
+    forward = products.forward + core_forward + passes + routed + lowered + tails
+    backward = products.backward + core_backward + 1.5 * passes + k.moe_back * routed + 1.5 * lowered + 1.5 * tails
     again = _recomputed(
         shape, layout, k, forward, np.where(k.compiled > 0, passes + tails / 2, core_forward), core_forward, speed
     )
@@ -73,66 +133,77 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     across = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
     rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
     tensor_host = np.where(width > 1, k.host_tensor_us, 0.0) + rings
-    host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6 + shape.moe_layers * k.moe_us * 1e-6
-    half = machine.half_peak * k.gemm / k.slow
-    logits = 3 * product(half, k, tokens, shape.hidden, shape.vocab / width)
+    host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6
+    logits = _sustained(machine, k, machine.half_peak).both(tokens, shape.hidden, shape.vocab / width)
     loss = tokens * shape.vocab / width * k.logit_bytes / memory
     # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
     sums = np.ceil(tokens / layout.loss_chunk) * shape.table_params / width * 8 * k.copies / memory
     embed = tokens * shape.hidden * 12 / memory
     ragged = np.where(np.mod(shape.vocab / width, 8) > 1e-6, k.ragged_vocab, 1.0)
-    return LayerTime(forward, backward + again, host, (logits + loss) * ragged + sums, embed)
+    return LayerTime(forward, backward + again, host, (logits.forward + logits.backward + loss) * ragged + sums, embed)
+
+
+def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, moved: Array) -> Array:
+    """Bytes that passes over a routed row move beside its expert's products: over the stream when it is sorted and summed, over the
+    expert's width in the activation. Own engine: of the stream alone, from runs that took both."""
+    width = np.where(k.copies > 0, 0.0, ACTIVATION * shape.expert_ffn)
+    biases = shape.expert_bias * layout.host_sizes * BIASES * (shape.expert_in + (1 + shape.gated) * shape.expert_ffn)
+    return (shape.hidden + width) * moved + biases
 
 
 def _recomputed(
-    shape: Shape, layout: Layouts, k: Constants, forward: Array, selective: Array, attention: Array, speed: Array
+    shape: Shape, layout: Layouts, k: Constants, forward: Array, selective: Array, attention: Array, speed: ProductRate
 ) -> Array:
     """Device seconds that recompute adds to backward, over all layers."""
     tokens = layout.micro_batch * layout.seq / layout.context
-    last = shape.dense_layers * product(speed, k, tokens, shape.ffn / layout.tensor, shape.hidden)
+    last = shape.dense_layers * speed.seconds(tokens, shape.ffn / layout.tensor, shape.hidden)
     full = forward - np.where(k.compiled > 0, last, 0.0)
     mode = np.asarray(layout.recompute, dtype=np.int64)
     return np.choose(mode, np.broadcast_arrays(0.0, selective, full - attention, full))
 
 
-def _attention_products(shape: Shape, speed: Array, k: Constants, tokens: Array, width: Array) -> Array:
+def _attention_products(shape: Shape, speed: ProductRate, tokens: Array, width: Array) -> Pair:
     inner = shape.attention_params / shape.hidden - shape.value_width
-    into = product(speed, k, tokens, shape.hidden, inner / width)
-    out = product(speed, k, tokens, shape.value_width / width, shape.hidden)
-    mixers = product(speed, k, tokens, shape.hidden, shape.mixer_params / shape.hidden / width)
-    return shape.attention_layers * (into + out) + shape.mixer_layers * mixers
+    into = speed.both(tokens, shape.hidden, inner / width)
+    out = speed.both(tokens, shape.value_width / width, shape.hidden)
+    attention = (into + out).times(shape.attention_layers)
+    if not np.any(shape.mixer_layers):
+        return attention
+    mixers = speed.both(tokens, shape.hidden, shape.mixer_params / shape.hidden / width)
+    return attention + mixers.times(shape.mixer_layers)
 
 
-def _dense_products(shape: Shape, speed: Array, k: Constants, tokens: Array, width: Array) -> Array:
-    def feed_forward(ffn: Array) -> Array:
-        up = product(speed, k, tokens, shape.hidden, (1 + shape.gated) * ffn / width)
-        return up + product(speed, k, tokens, ffn / width, shape.hidden)
+def _dense_products(shape: Shape, speed: ProductRate, tokens: Array, width: Array) -> Pair:
+    def feed_forward(ffn: Array) -> Pair:
+        up = speed.both(tokens, shape.hidden, (1 + shape.gated) * ffn / width)
+        return up + speed.both(tokens, ffn / width, shape.hidden)
 
-    dense = shape.dense_layers * feed_forward(shape.ffn)
-    return dense + shape.moe_layers * feed_forward(shape.shared_ffn)
+    dense = feed_forward(shape.ffn).times(shape.dense_layers)
+    if not np.any(shape.moe_layers * shape.shared_ffn):
+        return dense
+    return dense + feed_forward(shape.shared_ffn).times(shape.moe_layers)
 
 
-def _expert_products(shape: Shape, layout: Layouts, speed: Array, k: Constants, tokens: Array) -> Array:
-    """This rank's experts get as many rows as its tokens send out; their weights are not split by width."""
+def _expert_products(shape: Shape, layout: Layouts, speed: ProductRate, tokens: Array) -> Pair:
+    """This rank's experts get as many rows as its tokens send out, all in one launch; their weights are not split by width."""
     rows = tokens / layout.tensor * shape.top_k
-    each = rows * layout.expert / np.maximum(shape.experts, 1.0)
-    local = rows / np.maximum(each, 1e-9)
-    up = product(speed, k, each, shape.expert_in, (1 + shape.gated) * shape.expert_ffn)
-    down = product(speed, k, each, shape.expert_ffn, shape.expert_in)
-    return np.where(shape.experts > 0, shape.moe_layers * local * (up + down) * layout.imbalance, 0.0)
+    local = np.maximum(shape.experts, 1.0) / np.maximum(layout.expert, 1.0)
+    each = rows / local * layout.imbalance
+    up = speed.both(each, shape.expert_in, (1 + shape.gated) * shape.expert_ffn, local)
+    down = speed.both(each, shape.expert_ffn, shape.expert_in, local)
+    return (up + down).times(np.where(shape.experts > 0, shape.moe_layers, 0.0))
 
 
 def _attention_core(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, tokens: Array, memory: Array
 ) -> tuple[Array, Array]:
     """Scores and their use: causal FLOPs when fused; all of them, with the scores in memory, when not."""
-    scores = np.maximum(k.scores, shape.scores)
-    fused = np.where(scores > 0, 1.0, 0.5)
-    layers = shape.attention_layers * np.where(scores > 0, 1.0, shape.full_attention)
+    fused = np.where(k.scores > 0, 1.0, 0.5)
+    layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
     pairs = layers * tokens * layout.seq / layout.tensor
     flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
     head = shape.query_width / shape.heads
     short = 1 + 32.0 / head
     forward = flops / (machine.half_peak * k.attention) * k.slow * short * _ragged(shape)
-    moved = pairs * shape.heads * scores / memory
-    return forward + moved, np.where(scores > 0, 2.0, 2.5) * forward + 2 * moved
+    moved = pairs * shape.heads * k.scores / memory
+    return forward + moved, np.where(k.scores > 0, 2.0, 2.5) * forward + 2 * moved

@@ -15,11 +15,14 @@ import numpy as np
 import yaml
 
 from meshwright.costs.inputs import Array
+from meshwright.spec.chips import BEST_PRODUCTS, CHIPS, Chip
 
 FILE = Path(__file__).with_name("constants.yaml")
 OWN_FILE = Path(__file__).with_name("own.yaml")
 OWN = "meshwright"
 """The name of this program's own stack."""
+HOME, HOME_CHIP = "hopper", "H200"
+"""The generation and the chip that its runs were measured on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,8 @@ class Constants:
     """Host time of one micro-batch beside its layers."""
     tensor_exposed: Array
     """Share of tensor-parallel communication that compute does not hide."""
+    expert_exposed: Array
+    """Share of the exchange of tokens with their experts that compute does not hide."""
     hide: Array
     """Share of the backward pass under which data-parallel communication hides."""
     overlap_tax: Array
@@ -106,10 +111,13 @@ class Constants:
     moe_yearly: Array
     """As `yearly`, for what routing costs beside its products."""
     moe_us: Array
-    """Host time that a mixture-of-experts layer adds."""
+    """Host time that each expert of a rank adds to a layer."""
     moe_passes: Array
     """Bytes of permuting and combining per routed token and hidden element."""
     # Of this program's own engine; published runs are priced without them.
+    gemm_rowwise: Array = 0.92
+    """Rate of an fp8 product with one scale a row over one with one scale a tensor. Own engine: what one run with scales by row took over
+    one with a scale a tensor, 0.485 over 0.471 s (benchmarks/results/2026-11-23-levers-one-gpu-H200.jsonl)."""
     net_tax: Array = 0.05
     """As `overlap_tax`, by communication across nodes: it takes longer, on fewer of the device's multiprocessors."""
     copies: Array = 0.0
@@ -202,6 +210,25 @@ def constants(generation: str, stack: str, given: dict[str, Any] | None = None) 
 def is_measured(generation: str, stack: str = OWN) -> bool:
     """Whether `stack` ran on `generation`, so that its constants there are no guess from other stacks and generations."""
     return generation in table()["measured"].get(stack, {})
+
+
+def unmeasured(chip: Chip) -> dict[str, float]:
+    """What takes the place of a generation's constants for this program's own engine on a chip that it never ran on.
+
+    Products: as near to the fastest product measured on the chip as own runs come on theirs, and no faster than the best quartile of
+    published runs on its generation. Links: what the generation's runs reach, and no more than own runs do.
+    """
+    rows = table()
+    own = rows["measured"][OWN][HOME]
+    generation = {**rows["generations"]["default"], **rows["generations"].get(chip.generation, {})}
+    known = BEST_PRODUCTS.get(chip.name)
+    best = known / chip.peak_flops["bf16"] if known else generation["gemm"]
+    near = own["gemm"] / (BEST_PRODUCTS[HOME_CHIP] / CHIPS[HOME_CHIP].peak_flops["bf16"])
+    return {
+        "gemm": min(near * best, rows["best_quartile"].get(chip.generation, 1.0)),
+        "link": min(generation["link"], own["link"]),
+        "slow": 1.0,
+    }
 
 
 def aged(k: Constants, release: Array) -> Constants:

@@ -79,8 +79,8 @@ FAMILIES: tuple[tuple[str, Dims], ...] = (
     (r"qwen332b", _dense(64, 5120, 64, 8, 25600, 151936, head_dim=128)),
     (r"qwen2?57b", _dense(28, 3584, 28, 4, 18944, 152064)),
     (r"qwen2?572b", _dense(80, 8192, 64, 8, 29568, 152064)),
-    (r"gptoss120b", _moe(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880, full_attention=0.5, scores=6.0)),
-    (r"gptoss20b", _moe(_dense(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4, 2880, full_attention=0.5, scores=6.0)),
+    (r"gptoss120b", _moe(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880, full_attention=0.5, expert_bias=1)),
+    (r"gptoss20b", _moe(_dense(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4, 2880, full_attention=0.5, expert_bias=1)),
     (r"nemotron3nano(30ba3b)?", _moe(
         _dense(52, 2688, 32, 2, 1856, 131072, head_dim=128, gated=0), 128, 6, 1856, 3712, hybrid=(6, 23, 23))),
     (r"nemotron3super(120ba12b)?", _moe(
@@ -143,7 +143,6 @@ def shape(dims: Mapping[str, Any]) -> Shape:
         attention_params=params,
         attention_layers=attention,
         full_attention=dims.get("full_attention", 1.0),
-        scores=dims.get("scores", 0.0),
         mixer_layers=mixers,
         mixer_params=6 * hidden * hidden,
         ffn=dims["ffn"],
@@ -156,6 +155,7 @@ def shape(dims: Mapping[str, Any]) -> Shape:
         expert_in=dims.get("expert_in", hidden),
         gated=dims.get("gated", 1),
         tied=dims.get("tied", 0),
+        expert_bias=dims.get("expert_bias", 0.0),
     )
 
 

@@ -213,10 +213,12 @@ def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str
     layers = np.where(lone, shape.layers, final_layers if last else full)
     part = layers / shape.layers
     tables = np.where(lone, 2.0 - shape.tied, 1.0) * shape.table_params
-    params = (shape.dense_params * part + tables) / width
-    params = params + shape.expert_params * part / np.maximum(layout.expert, 1.0)
-    held = params / np.where(layout.zero >= 3, layout.shards, 1.0)
-    owned = params / np.where(layout.zero >= 1, layout.shards, 1.0)
+    dense = (shape.dense_params * part + tables) / width
+    experts = shape.expert_params * part / np.maximum(layout.expert, 1.0)
+    held, owned = (
+        dense / np.where(sharded, layout.shards, 1.0) + experts / np.where(sharded, layout.expert_shard, 1.0)
+        for sharded in (layout.zero >= 3, layout.zero >= 1)
+    )
     block = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / shape.layers / width
     kept = np.where(layout.keep_gathered > 0, layers, k.gathered)
     tokens = layout.micro_batch * layout.seq / layout.context

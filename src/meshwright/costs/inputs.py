@@ -20,6 +20,7 @@ SELECTIVE, ALL_BUT_ATTENTION, FULL = (
     float(RECOMPUTES.index(mode)) for mode in ("selective", "all_but_attention", "full")
 )
 """As `Layouts.recompute` has them: from the second on a forward's products are repeated."""
+ROWWISE = 4.0
 T = TypeVar("T")
 
 
@@ -42,8 +43,6 @@ class Shape:
     attention_layers: Array
     full_attention: Array
     """Scores computed, as a share of those where a token sees all before it. A published model's short windows count as none."""
-    scores: Array
-    """Bytes moved per attention score when no fused kernel takes this family's attention; 0 when one does."""
     mixer_layers: Array
     """State-space or linear-attention layers."""
     mixer_params: Array
@@ -61,6 +60,8 @@ class Shape:
     """1 when a feed-forward layer has a gate matrix beside up and down."""
     tied: Array
     """1 when the head shares the embedding's weights."""
+    expert_bias: Array = 0.0
+    """1 when experts have biases."""
     parallel: Array = 0.0
     """1 when all layers are dense and attention and feed-forward network share what tensor ranks exchange."""
 
@@ -97,7 +98,7 @@ class Machine:
     half_peak: Array
     """Peak in bf16 or fp16 (attention, head)."""
     low: Array
-    """0 bf16/fp16, 1 fp8 with one scale a tensor, 2 block-scaled fp8, 3 fp4."""
+    """0 bf16/fp16, 1 fp8 with one scale a tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one scale a row."""
     hbm: Array
     memory: Array
     link: Array
@@ -111,6 +112,8 @@ class Machine:
     """Division of bandwidth above a pod."""
     pod: Array = np.inf
     """Devices below the oversubscribed level."""
+    multiprocessors: Array = 0.0
+    """Processors that each make one tile of a product at a time; 0 where tiles do not matter or are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,14 @@ class Layouts:
     """1 when all micro-batches pass a layer before the next one is gathered (breadth-first accumulation)."""
     imbalance: Array = 1.0
     """Tokens of the busiest expert rank over the mean."""
+    one_copy: Array = 0.0
+    """1 when a token is sent once to each domain that has some of its experts, and spread from there (DeepEP and kin)."""
+    exchange_beside: Array = 0.0
+    """1 when another micro-batch computes while tokens travel to their experts and back (DualPipe and kin)."""
+    domains_per_token: Array = 0.0
+    """Domains that the router sends a token to at most; 0 where it does not limit them."""
+    host_sizes: Array = 1.0
+    """1 when the host must learn how many rows each local expert gets before it can launch their products."""
     balanced: Array = 0.0
     """1 when stages are cut by the cost of layers and head rather than by number of layers."""
     dealt: Array = 0.0
@@ -252,6 +263,16 @@ class Layouts:
     def added_up(self) -> Array:
         """Whether a rank adds several micro-batches' gradients up before they are summed over shards."""
         return (self.micro_batches > 1) & ((np.asarray(self.layered) > 0) | (np.asarray(self.reduce_once) > 0))
+
+
+UNEVEN = 0.2
+"""What the busiest of many expert ranks gets beyond the mean where nobody says: 1.2 times the mean. Balanced by a weak loss alone, 32 ranks
+with one expert each got 1.35 to 2.1 times the mean in real training (LAER-MoE's traces, ASPLOS 2026)."""
+
+
+def usual_imbalance(expert_ranks: Array) -> Array:
+    """Tokens of the busiest of so many expert ranks over the mean: 1 for one rank, and the more ranks the nearer to 1 + `UNEVEN`."""
+    return 1 + UNEVEN * (1 - 1 / np.maximum(expert_ranks, 1.0))
 
 
 def side_by_side(rows: Sequence[T]) -> T:

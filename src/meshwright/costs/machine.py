@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Machine
-from meshwright.costs.measured import chip_of_profile, guessed_processor, reference_chip, with_profile
-from meshwright.spec.chips import CHIPS, Chip
+from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
+from meshwright.spec.chips import CHIPS, MULTIPROCESSORS, Chip, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec
@@ -19,27 +19,36 @@ FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp
 """Number format of matrix products → Machine.low."""
 KERNEL_US = 10.0
 """What one operation costs a processor beside its arithmetic and bytes: a guess."""
-UNPREDICTED = "CPU times are not predicted without a profile (`meshwright profile --out FILE` measures this machine)"
-"""What is said in place of seconds where `is_guessed`."""
 GUESSED_SPREAD, MEASURED_SPREAD, CORRECTED_SPREAD = (-1.1, 1.1), (-0.3, 0.9), (-0.2, 0.2)
 
 
 def chip_of(cluster: ClusterSpec) -> Chip | None:
-    """The device of `cluster`: the chip table's, or one whose rates its profile measured, or for a processor a guess.
+    """The device of `cluster`: the chip table's, or one whose rates its profile measured, or a guess for a processor and for a device of
+    stated memory.
 
-    None for a device that is neither in the table nor measured. A guessed processor has this host's cores, shared by the node's ranks.
+    None for a device of which nothing is known. A guessed processor has this host's cores, shared by the node's ranks.
     Raises BadInput when the profile cannot be read.
     """
     if cluster.gpu in CHIPS:
         return CHIPS[cluster.gpu]
     if cluster.profile is not None:
         return chip_of_profile(load_profile(cluster.profile))
-    return guessed_processor((os.cpu_count() or 1) // cluster.gpus_per_node) if cluster.is_cpu else None
+    if cluster.is_cpu:
+        return guessed_processor((os.cpu_count() or 1) // cluster.gpus_per_node)
+    return None if cluster.memory_gib is None else guessed_device(cluster.gpu, int(cluster.memory_gib * GiB))
 
 
 def is_guessed(cluster: ClusterSpec) -> bool:
-    """Whether the device is a CPU without a profile: its guessed rates are good for comparing plans, not for predicting seconds."""
-    return cluster.is_cpu and cluster.profile is None
+    """Whether the device is a CPU, or not in the chip table, and has no profile: its guessed rates are good for comparing plans, not for
+    predicting seconds."""
+    return cluster.gpu not in CHIPS and cluster.profile is None
+
+
+def unpredicted(cluster: ClusterSpec) -> str:
+    """What is said in place of seconds where `is_guessed`."""
+    if cluster.is_cpu:
+        return "CPU times are not predicted without a profile (`meshwright profile --out FILE` measures this machine)"
+    return f"rates of {cluster.gpu} are not known (`meshwright profile --out FILE` on it measures them)"
 
 
 def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
@@ -88,6 +97,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         per_node=cluster.gpus_per_node,
         oversubscribed=network.oversubscription,
         pod=network.pod_nodes * cluster.gpus_per_node if network.pod_nodes else float("inf"),
+        multiprocessors=float(MULTIPROCESSORS.get(first.name, 0)),
     )
 
 

@@ -15,10 +15,11 @@ from math import log2
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costs.compute import in_waves
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Machine
 from meshwright.costs.offload import host_share
-from meshwright.spec.chips import CHIPS, Chip
+from meshwright.spec.chips import CHIPS, MULTIPROCESSORS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
 
 BACKWARD = 2.5
@@ -74,10 +75,10 @@ def _fits(profile: MachineProfile, number_format: str, slow: float, start_us: fl
     rows = [row for row in profile.products if row.format == base]
     found: dict[str, Fit] = {}
     if rows:
-        found["matrix products"] = _products(rows, chip.peak_flops[base], profile)
+        found["matrix products"] = _products(rows, chip, chip.peak_flops[base], profile)
         narrow, gemm = (found["matrix products"].values[name] for name in ("narrow", "gemm"))
         if low := [row for row in profile.products if row.format == "fp8"]:
-            found["fp8 products"] = _low_products(low, chip.peak_flops["fp8"], gemm, narrow)
+            found["fp8 products"] = _low_products(low, chip, gemm, narrow)
     elif profile.corrections:
         found["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
     if shapes := [row for row in profile.attention if row.format == base]:
@@ -129,6 +130,19 @@ def guessed_processor(cores: int) -> Chip:
     )  # fmt: skip
 
 
+def guessed_device(name: str, memory_bytes: int) -> Chip:
+    """A device with so much memory of which nothing else is known: round rates of a card on PCIe, so that plans can be compared at all."""
+    return Chip(
+        name,
+        "unknown",
+        memory_bytes,
+        {"bf16": 1e14, "fp16": 1e14, "fp32": 2e13, "fp8": 2e14},
+        hbm=1e12,
+        link=25e9,
+        nic=12.5e9,
+    )
+
+
 def correction(profile: MachineProfile) -> float:
     """Times that device time is what the profile's own figures say, by the runs that were fed back: their median."""
     return float(np.median([row.factor for row in profile.corrections])) if profile.corrections else 1.0
@@ -142,21 +156,26 @@ def _base(profile: MachineProfile, number_format: str) -> str:
     return "bf16" if "bf16" in measured else measured[0]
 
 
-def _products(rows: Sequence[ProductTime], peak: float, profile: MachineProfile) -> Fit:
+def _products(rows: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> Fit:
     """`gemm` and `narrow`: seconds × peak ÷ FLOPs is 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
-    slower = np.array([row.seconds * peak / (2.0 * row.m * row.k * row.n) for row in rows])
+    slower = np.array([row.seconds * peak / _flops(row, chip) for row in rows])
     inverses = np.array([1 / row.m + 1 / row.k + 1 / row.n for row in rows])
     (constant, slope), residual = _fitted(np.stack([np.ones_like(inverses), inverses], axis=1), slower)
     values = {"gemm": 1 / constant, "narrow": slope / constant, "slow": correction(profile)}
     return Fit(values, len(rows), residual)
 
 
-def _low_products(rows: Sequence[ProductTime], peak: float, gemm: float, narrow: float) -> Fit:
+def _low_products(rows: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> Fit:
     """`gemm_low`, with the narrowness of the wider format."""
-    slower = np.array([row.seconds * peak / (2.0 * row.m * row.k * row.n) for row in rows])
+    slower = np.array([row.seconds * chip.peak_flops["fp8"] / _flops(row, chip) for row in rows])
     factor = np.array([1 + narrow * (1 / row.m + 1 / row.k + 1 / row.n) for row in rows])
     (constant,), residual = _fitted(factor[:, None], slower)
     return Fit({"gemm_low": 1 / (constant * gemm)}, len(rows), residual)
+
+
+def _flops(row: ProductTime, chip: Chip) -> float:
+    """FLOPs of a product in whole waves, as the cost model prices it."""
+    return 2.0 * row.k * float(in_waves(row.m, row.n, MULTIPROCESSORS.get(chip.name, 0)))
 
 
 def _attention(rows: Sequence[AttentionTime], peak: float) -> Fit:

@@ -38,7 +38,7 @@ FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 
 
 def bytes_of(number_format: str) -> int:
-    return {"bf16": 2, "fp32": 4, "fp64": 8}[number_format]
+    return {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[number_format]
 
 
 def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
@@ -124,11 +124,11 @@ def memory_by_rank(
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     times = 1 if one_by_one(plan) else plan.batch.accumulate
-    columns = []
+    columns, per_token = [], _per_token(model, plan)
     for rank in range(len(table)):
         part = _part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
         held = alive[rank] if alive else times * _left_by(model, train, plan, part.layers)
-        columns.append(_held(model, train, plan, part, held))
+        columns.append(_held(model, train, plan, part, held, per_token))
     joined = Held(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
     replicas = plan.axis_size("replicate")
     numbers = formats(
@@ -160,7 +160,10 @@ def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, *, away: bo
     device, or `away` in host memory."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
-    return tuple(_left_by(model, train, plan, stage, away=away) for stage in stages)
+    elements, strategies = elements_kept(model, plan), plan.strategies(model.layers)
+    left = [kept if one.activations_away == away else 0.0 for kept, one in zip(elements, strategies, strict=True)]
+    each = _tokens(train, plan) * bytes_of(plan.precision.compute)
+    return tuple(each * sum(left[stage.start : stage.stop]) for stage in stages)
 
 
 def low_share(precision: Precision, linear: Linear) -> float:
@@ -233,9 +236,9 @@ def elements_kept(model: ModelSpec, plan: Plan) -> list[float]:
     return [per_token(layer)[0] for layer in range(model.layers)]
 
 
-def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int], *, away: bool = False) -> float:
+def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
     strategies, per_token = plan.strategies(model.layers), _per_token(model, plan)
-    elements = sum(per_token(layer)[0] for layer in layers if strategies[layer].activations_away == away)
+    elements = sum(per_token(layer)[0] for layer in layers if not strategies[layer].activations_away)
     return _tokens(train, plan) * elements * bytes_of(plan.precision.compute)
 
 
@@ -282,7 +285,7 @@ class _Part:
     """Messages of one micro-batch to other ranks, activations and gradients."""
 
 
-@lru_cache(maxsize=256)  # the planner asks for the same parts under every batch and strategy
+@lru_cache(maxsize=4096)  # the planner asks for the same parts under every batch and strategy
 def _part(model: ModelSpec, width: int, shards: int, expert: int, table: StageTable, rank: int) -> _Part:
     names = set(held_parameters(model, table, rank))
     rows = [row for row in parameters(model) if row.name in names]
@@ -328,8 +331,15 @@ def block_count(model: ModelSpec, layer: int, width: int, expert: int) -> int:
     return sum(row.count // (expert if row.expert else 1) for row in layer_parameters(model, layer)) // width
 
 
-def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: float) -> dict[str, float]:
-    every, per_token = plan.strategies(model.layers), _per_token(model, plan)
+def _held(
+    model: ModelSpec,
+    train: TrainSpec,
+    plan: Plan,
+    part: _Part,
+    alive: float,
+    per_token: Callable[[int], tuple[float, float]],
+) -> dict[str, float]:
+    every = plan.strategies(model.layers)
     strategies = [every[layer] for layer in part.layers]
     tokens, compute, accumulate = _tokens(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
     size = tokens * compute
@@ -340,7 +350,9 @@ def _held(model: ModelSpec, train: TrainSpec, plan: Plan, part: _Part, alive: fl
     ]
     working = max(per_token(layer)[1] for layer in part.layers)
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
-    whole = shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute != "bf16"
+    whole = (
+        shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute == plan.precision.stored
+    )
     host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_away)
     host += part.head * every[-1].optimizer_away
     host += (part.ends - part.head) * every[0].optimizer_away

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 
 import numpy as np
 
-from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table
+from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table, unmeasured
 from meshwright.costs.idle import NAMES, fill
-from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.inputs import ROWWISE, Array, Layouts, Machine, Shape, usual_imbalance
 from meshwright.costs.machine import FORMATS, GUESSED_SPREAD, as_measured, chip_of, machine_of, measured_port, spread
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.spec.chips import CHIPS
@@ -32,8 +33,6 @@ STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
 LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
 """What one emulated node sends when the cluster does not say, in all and by each rank: NCCL's all-reduces over loopback between nodes of
 one and of two H200s (benchmarks/fit_own.py)."""
-NEAREST = "torchtitan"
-"""The published stack that is most like this program's: PyTorch's own FSDP and compiler."""
 MEASURED_AXES = ("pipeline", "replicate", "shard")
 """Axes of this program's own runs, all of them on one host, which may play several nodes."""
 
@@ -97,6 +96,8 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
     constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
+    if not is_measured(chip.generation) and cluster.gpu in CHIPS:
+        constants = replace(constants, **unmeasured(chip))
     if cluster.network is None or cluster.network.fabric != "tcp":
         constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
     shape = _shape(model, train.seq_len)
@@ -104,11 +105,18 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     def priced(linear: Linear) -> Pricing:
         alike = replace(plan, precision=replace(plan.precision, linear=linear))
         kind = products(alike.precision, cluster)
-        k, machine = as_measured(constants, machine_of(cluster, kind), cluster, kind)
+        k, machine = as_measured(constants, _machine(cluster, kind), cluster, kind)
+        if kind == "fp8" and linear == "fp8_rowwise":
+            machine = replace(machine, low=ROWWISE)
         return Pricing(shape, machine, _layout(model, train, alike), k)
 
     most, *others = _formats(model, plan)
     return replace(priced(most), others={linear: priced(linear) for linear in others})
+
+
+@lru_cache(maxsize=64)  # as long as the list of its nodes to make
+def _machine(cluster: ClusterSpec, kind: str) -> Machine:
+    return machine_of(cluster, kind)
 
 
 def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
@@ -149,29 +157,32 @@ def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float
 def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
     """Logarithms of the band's ends, and what they rest on.
 
-    Where this program never ran, published runs say how far a fitted stack strays: the nearest stack's band for axes and networks that
-    are new, the widest of all for another generation of devices, and a factor of three for one that nobody's runs were fitted on.
+    Where this program never ran like that, published runs say how far a prediction strays from a source that was left out of the fit: those
+    of well-known stacks on the generation where this program ran on it, and elsewhere those of stacks that few sources know. A device that
+    nobody's runs were fitted on may be off by a factor of three.
     """
     bands = table()["bands"]
     if (wide := spread(cluster)) is not None:
         return wide, "set by hand: the device is in no table"
-    new = ", ".join(_never_measured(cluster, plan))
+    new = ", ".join(never_measured(cluster, plan))
     chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
     generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
     if generation not in table()["generations"]:
         return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
-    if not is_measured(generation) and cluster.profile is None:
-        named = [ends for name, ends in bands.items() if name not in ("default", OWN)]
-        widest = min(low for low, _ in named), max(high for _, high in named)
-        return widest, f"the widest of published stacks: {OWN} was not measured on {generation} devices"
-    if new or not is_measured(generation):
-        return bands[
-            NEAREST
-        ], f"{NEAREST}'s published runs: {OWN} was not measured with {new or generation + ' devices'}"
-    return bands[OWN], f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
+    if not new and (is_measured(generation) or cluster.profile is not None):
+        return _even(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
+    if is_measured(generation):
+        width, whose = bands.get(generation, bands["default"]), f"on {generation} devices"
+    else:
+        width, whose, new = bands["default"], "of stacks that few sources know", f"{generation} devices"
+    return _even(width), f"published runs {whose}, left out of the fit: {OWN} was not measured with {new}"
 
 
-def _never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
+def _even(width: float) -> tuple[float, float]:
+    return -width, width
+
+
+def never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     """What of `plan` is unlike all of this program's own runs."""
     found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     found += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
@@ -256,7 +267,7 @@ def _shape(model: ModelSpec, seq_len: int) -> Shape:
     return Shape(
         layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
         kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
-        full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, scores=0.0, mixer_layers=0, mixer_params=0,
+        full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, mixer_layers=0, mixer_params=0,
         ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
         expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),
@@ -268,11 +279,12 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     shards, pipeline = shard_size(plan), plan.axis_size("pipeline")
     table = stage_table(plan.schedule, pipeline, model.layers)
     alike = len({sum(map(len, row)) for row in table}) == 1
+    expert = float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0
     return Layouts(
         tensor=float(plan.axis_size("tensor")), pipeline=float(pipeline),
         virtual=float(len(table[0]) if pipeline > 1 else 1), dealt=float(not alike),
         context=float(context_size(plan)), ulysses=float(plan.axis_size("context_ulysses")),
-        expert=float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0,
+        expert=expert, imbalance=float(usual_imbalance(expert)),
         data=float(plan.data_ranks), zero=3.0 if shards > 1 else 0.0, shards=float(shards),
         micro_batch=float(plan.batch.micro_batch), global_batch=float(plan.batch.global_batch), seq=float(train.seq_len),
         sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),

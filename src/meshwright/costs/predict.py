@@ -14,10 +14,6 @@ from meshwright.costs.inputs import FULL, Layouts, Machine, Shape, side_by_side
 from meshwright.costs.published import Case, Reading, read_row
 from meshwright.costs.step import StepCost, step_cost
 
-LARGE_NODES = 16
-"""Nodes from which a stack has a band of its own: networks misbehave more often there."""
-
-
 FITS = 0.89
 """Share of a device's memory that a layout may need and still be said to fit; the rest is left to what is not accounted."""
 
@@ -64,10 +60,9 @@ def memory(cases: Sequence[Case], given: dict[str, Any] | None = None, *, as_pri
     return footprint(shape, layout, keeping([case.stack for case in cases], given and given["memory"]), first)
 
 
-def band_class(case: Case) -> str:
-    """The class of residuals that a case's band comes from."""
-    nodes = case.layout.ranks / case.machine.per_node
-    return f"{case.stack} large" if nodes >= LARGE_NODES else case.stack
+def half_width(case: Case, bands: Mapping[str, float]) -> float:
+    """Half the 80% band of `case` in logarithms: its stack's, or `default` for one that too few sources know."""
+    return bands.get(case.stack, bands["default"])
 
 
 def _price(cases: Sequence[Case], given: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -76,14 +71,14 @@ def _price(cases: Sequence[Case], given: dict[str, Any] | None) -> list[dict[str
     bands = (given or table())["bands"]
     found = []
     for at, case in enumerate(cases):
-        low, high = bands.get(band_class(case)) or bands.get(case.stack) or bands["default"]
+        doubt = float(np.exp(half_width(case, bands)))
         seconds = float(cost.seconds[at])
         bytes_of = {kind: float(size[at]) for kind, size in kinds.items()}
         found.append(
             {
                 "seconds": seconds,
-                "low": seconds * float(np.exp(low)),
-                "high": seconds * float(np.exp(high)),
+                "low": seconds / doubt,
+                "high": seconds * doubt,
                 "memory_gib": sum(bytes_of.values()) / 2**30,
                 "memory_by_kind": {kind: size / 2**30 for kind, size in bytes_of.items()},
                 "exposed": {axis: float(share[at]) for axis, share in cost.exposed.items()},

@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.costs.conventions import Convention, completed, conventions_of, layout_fields
 from meshwright.costs.families import by_name, looks_like_gpt, shape
-from meshwright.costs.inputs import FULL, SELECTIVE, Layouts, Machine, Shape
+from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, Machine, Shape
 from meshwright.costs.unprinted import splits_sequence
-from meshwright.spec.chips import CHIPS, Chip
+from meshwright.spec.chips import CHIPS, MULTIPROCESSORS, Chip
 
 Text = Mapping[str, str]
 PLAN_COLUMNS = ("gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", "seq", "layers", "hidden")
@@ -51,12 +52,12 @@ class _NotExpressed(Exception):
 STACKS = (
     ("meshwright", r"meshwright"),
     ("jax", r"maxtext|paxml"),
-    ("megatron_lm", r"sc21|korthikanti|mt-nlg|llama 3 herd|nemotron-4 340b|deepseek-v3 report|megatron-lm images"),
+    ("megatron_lm", r"sc21|korthikanti"),
     ("megatron_tuned", r"megascale|mlcommons|mlperf"),
     ("megatron_deepspeed", r"vtrain|bloom|bigscience|chronicles|megatron-deepspeed"),
     ("nanotron", r"playbook|nanotron"),
     ("bridge", r"megatron-bridge|megatron-moe"),
-    ("nemo", r"dgxc|nemo"),
+    ("nemo", r"dgxc|nemo|megatron-lm images"),
     ("llm_foundry", r"mosaicml|llm-foundry"),
     ("torchtitan", r"torchtitan|fms-fsdp"),
     ("megatron_lm", r"megatron"),
@@ -70,6 +71,8 @@ BALANCED = {"nanotron"}
 """Stacks that cut a pipeline by the cost of layers and head."""
 FIRST_STAGE = {"nanotron"}
 """Stacks that print the memory of rank 0."""
+IMBALANCE = 1.2
+"""Rows of the busiest expert rank over the mean where a source does not say: a guess (benchmarks that force an even load say so)."""
 MODE_NOT_PRINTED = {"nanotron"}
 """Stacks whose tables do not say how tensor parallelism treats the sequence."""
 
@@ -96,12 +99,25 @@ def read_row(row: Text) -> Reading:
 
 
 def measured_seconds(row: Text) -> float | None:
-    """The run's step time, from its tokens per second when the time itself is not given."""
+    """The run's step time; where it is not given, from its tokens per second, or from its FLOP/s when the source says what they count."""
     seconds = number_or_none(row, "iter_time_s")
     if seconds:
         return seconds
     rate, batch, seq = (number_or_none(row, key) for key in ("tokens_per_s", "global_batch", "seq"))
-    return batch * seq / rate if rate and batch and seq else None
+    if not (batch and seq):
+        return None
+    return batch * seq / rate if rate else _seconds_of_flops(row, batch * seq, seq)
+
+
+def _seconds_of_flops(row: Text, tokens: float, seq: float) -> float | None:
+    """Seconds of a step whose FLOP/s count 6 FLOPs a parameter and token, and all scores of attention; None where nobody says that."""
+    if not any(convention.attention_counted_in_full for convention in conventions_of(row)):
+        return None
+    keys = ("tflops_per_gpu", "gpus", "params", "layers", "hidden")
+    rate, gpus, params, layers, hidden = (number_or_none(row, key) or 0.0 for key in keys)
+    return (
+        tokens * (6 * params + 12 * layers * hidden * seq) / (rate * 1e12 * gpus) if rate and gpus and params else None
+    )
 
 
 def number_or_none(row: Text, key: str) -> float | None:
@@ -113,8 +129,9 @@ def number_or_none(row: Text, key: str) -> float | None:
 
 
 def fully_specified(row: Text) -> bool:
-    """Whether the row gives its plan and model size and a time."""
-    return all(row.get(key) for key in PLAN_COLUMNS) and bool(row.get("iter_time_s") or row.get("tokens_per_s"))
+    """Whether the row, or its source, gives its plan and model size and a time."""
+    cells, _ = completed(row)
+    return all(cells.get(key) for key in PLAN_COLUMNS) and measured_seconds(row) is not None
 
 
 def failed(row: Text) -> bool:
@@ -122,11 +139,24 @@ def failed(row: Text) -> bool:
 
 
 def _case(row: Text, assumed: list[str]) -> Case:
+    conventions = conventions_of(row)
+    if refusal := next((convention.because for convention in conventions if convention.refused), None):
+        raise _NotExpressed(refusal)
     stack = stack_of(row.get("source") or "", row.get("note") or "")
+    stack = next((convention.stack for convention in conventions if convention.stack), stack)
+    row, said = completed(row)
+    assumed += said
     chip = _chip(row, assumed)
     layout = _layout(row, stack, assumed)
     shape_ = _shape(row, assumed)
     machine = _machine(row, chip, layout, assumed)
+    if not _size(row, "ep"):
+        recipes = stack in SHARDED_OPTIMIZER and shape_.experts
+        layout = replace(layout, expert=_recipe_experts(shape_, machine, layout) if recipes else 1.0)
+        assumed.append(
+            f"ep {layout.expert:g}" + (f" (recipes of {stack} spread experts over the fast domain)" if recipes else "")
+        )
+    layout = _with_experts(row, shape_, layout, assumed)
     if stack in MODE_NOT_PRINTED:
         layout = replace(layout, sequence=float(splits_sequence(shape_, machine, layout)))
         assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
@@ -138,8 +168,17 @@ def _case(row: Text, assumed: list[str]) -> Case:
         stack=stack,
         first_stage=stack in FIRST_STAGE,
         may_recompute=not row.get("recompute") and stack not in NEVER_RECOMPUTES,
-        release=release_of(row.get("source") or "", row.get("note") or ""),
+        release=_release(row, conventions, assumed),
     )
+
+
+def _release(row: Text, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
+    """As `release_of`; what the source's convention says, else the start of 2025, where the row names none."""
+    named = release_of(row.get("source") or "", row.get("note") or "")
+    stated = next((convention.release for convention in conventions if convention.release), 0.0)
+    if not named and not stated:
+        assumed.append("release not named: as of 2025.0")
+    return named or (stated - 2025.0 if stated else 0.0)
 
 
 _ROUNDS = {"3.0": 2023.4, "3.1": 2023.8, "4.0": 2024.4, "4.1": 2024.8, "5.0": 2025.4, "5.1": 2025.8}
@@ -271,7 +310,7 @@ def _layout(row: Text, stack: str, assumed: list[str]) -> Layouts:
         pipeline=pipeline,
         virtual=_or(row, "vpp", 1, assumed),
         context=context,
-        expert=_or(row, "ep", 1, assumed),
+        expert=_size(row, "ep") or 1.0,
         data=data,
         zero=zero,
         shards=shards,
@@ -286,6 +325,33 @@ def _layout(row: Text, stack: str, assumed: list[str]) -> Layouts:
     )
 
 
+def _recipe_experts(shape_: Shape, machine: Machine, layout: Layouts) -> float:
+    """The most expert ranks inside a fast domain that divide the experts and the ranks of a pipeline stage."""
+    ranks, experts = int(layout.tensor * layout.context * layout.data), int(shape_.experts)
+    most = int(min(machine.domain, ranks, experts))
+    return float(next(count for count in range(most, 0, -1) if ranks % count == 0 and experts % count == 0))
+
+
+def _with_experts(row: Text, shape_: Shape, layout: Layouts, assumed: list[str]) -> Layouts:
+    """`layout` with what the row's source says of it; expert ranks are checked against the model and the ranks of a stage."""
+    stated = layout_fields(row)
+    experts, ranks = float(shape_.experts), layout.tensor * layout.context * layout.data
+    if layout.expert > 1 and not experts:
+        raise _NotExpressed(
+            f"ep is {layout.expert:g}, but {row.get('model')!r} is no mixture of experts in the family table"
+        )
+    if layout.expert > max(1.0, experts):
+        raise _NotExpressed(f"ep is {layout.expert:g}, more than the {experts:g} experts of {row.get('model')!r}")
+    if layout.expert > 1 and ranks % layout.expert:
+        raise _NotExpressed(
+            f"ep is {layout.expert:g}, which does not divide the {ranks:g} ranks of a pipeline stage (tp x cp x dp)"
+        )
+    if experts and "imbalance" not in stated:
+        assumed.append(f"busiest expert rank {IMBALANCE:g} of the mean")
+        stated = {**stated, "imbalance": IMBALANCE}
+    return replace(layout, **stated)
+
+
 def _sharding(
     text: str, stack: str, data: float, context: float, assumed: list[str]
 ) -> tuple[float, float, float, float]:
@@ -293,7 +359,7 @@ def _sharding(
     said = text.lower()
     if not said:
         stage = 1.0 if stack in SHARDED_OPTIMIZER else 0.0
-        assumed.append(f"zero {stage:g}")
+        assumed.append(f"zero {stage:g}" + (f" (recipes of {stack} shard the optimizer)" if stage else ""))
         return stage, data * context, 0.0, 0.0
     stages = ((3.0, r"zero-?3|full_shard|fsdp"), (2.0, r"zero-?2|grad_op"), (1.0, r"zero-?1|dist-?opt"))
     stage = next((number for number, pattern in stages if re.search(pattern, said)), 0.0)
@@ -306,12 +372,26 @@ def _sharding(
     return stage, max(1.0, shards), float("no reshard" in said), float("offload" in said)
 
 
+CHEAP = {"norm", "layernorm", "act", "moe_act", "mla_up_proj", "shared_expert"}
+"""Modules of Megatron-Core whose repetition takes next to no time."""
+
+
 def _recompute(text: str, assumed: list[str]) -> float:
+    """The mode of a phrase such as "full", "selective" or "selective (norm, act)", the modules of Megatron-Core in brackets."""
     if not text:
         assumed.append("recompute none")
     if text.startswith("full"):
         return FULL
-    return SELECTIVE if text.startswith("selective") else 0.0
+    if not text.startswith("selective"):
+        return 0.0
+    modules = set(re.findall(r"[a-z_]+", text.lower())) - {"selective"}
+    if modules & {"moe", "mlp"}:
+        assumed.append("recompute of all but attention")
+        return ALL_BUT_ATTENTION
+    if modules and modules <= CHEAP:
+        assumed.append("recompute none that takes time")
+        return 0.0
+    return SELECTIVE
 
 
 def _machine(row: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Machine:
@@ -339,6 +419,7 @@ def _machine(row: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Mach
         per_node=per_node,
         oversubscribed=float(oversubscription.group(1)) if oversubscription else 1.0,
         pod=3072.0 if oversubscription else float("inf"),
+        multiprocessors=float(MULTIPROCESSORS.get(chip.name, 0)),
     )
 
 
@@ -352,6 +433,7 @@ def _format(row: Text, chip: Chip, assumed: list[str]) -> tuple[str, float]:
     kinds = (
         ("nvfp4", 3.0, r"fp4"),
         ("mxfp8", 2.0, r"mx"),
+        ("fp8", 2.0, r"fp8.*block"),
         ("fp8", 1.0, r"fp8|float8|e4m3"),
         ("bf16", 0.0, r"bf16|fp16|half"),
     )

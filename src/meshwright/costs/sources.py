@@ -72,6 +72,8 @@ def _share(cluster: ClusterSpec, *, of_stack: bool = False) -> str:
     if STACK == OWN and (of_stack or (chip is not None and is_measured(chip.generation))):
         elsewhere = "" if chip is not None and is_measured(chip.generation) else ", on other devices"
         return f"fitted on {rows['own_runs']} runs of {STACK}{elsewhere}"
-    if chip is None or chip.generation not in rows["generations"]:
+    if chip is None:
         return "a guess"
+    if chip.generation not in rows["generations"]:
+        return f"a guess: no run on {chip.generation} devices was fitted"
     return f"fitted on published runs ({sum(rows['fitted_on'].values()):,}, all generations)"

@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
+from meshwright.costs.collectives import (
+    Group,
+    all_reduce,
+    all_to_all,
+    by_copies,
+    crowding,
+    gather,
+    group,
+    link_rate,
+    port_rate,
+)
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
@@ -23,6 +33,10 @@ WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
 """Share of an interleaved pipeline's last round under which gradients travel. The schedule allows 1, a wire that is busy with
 activations less; set by hand (docs/cost-model.md, "Blind spots")."""
+EDGES = 1.5
+"""Units of a stage whose collectives do not hold up the next one: two of gathers, one of reductions."""
+WEIGHT_HALF = 0.7
+"""Of a forward, what the weight half of a split backward takes: its products, without attention. Gradients travel under that alone."""
 RINGS = 10.0
 """Collectives of a layer, forward and backward, when tensor parallelism splits the sequence: six gathers and four scatters."""
 RING_SHOWN = 0.5
@@ -63,7 +77,9 @@ def waits(shape: Shape, machine: Machine, layout: Layouts, k: Constants, times: 
     machine = replace(machine, nic=machine.nic * layout.port)
     tensor = _tensor_traffic(shape, machine, layout, k)
     context = sum(context_traffic(shape, machine, layout, k))
-    expert = _expert_traffic(shape, machine, layout, k)
+    expert = _expert_traffic(shape, machine, layout, k, times.forward + times.backward) + _expert_launches(
+        shape, layout, k
+    )
     work = times.forward + times.backward + tensor + context + expert
     return Waits(tensor, context, expert, _soft_maximum(work, times.host) - work)
 
@@ -82,26 +98,44 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     moved, moved_once = copies(shape, machine, layout, k)
     sharded = gathers.each + reductions.each
     taken = (gathers.each * gathers.tax + reductions.each * reductions.tax) / np.maximum(sharded, 1e-12)
-    shard_exposed = _shown(sharded, hidden_room, taken) + moved
+    both = _shown(sharded, hidden_room, taken)
+    apart = _shown(gathers.each, hidden_room, gathers.tax) + _shown(
+        reductions.each, k.hide * WEIGHT_HALF * times.forward, reductions.tax
+    )
+    splits = (layout.pipeline > 1) & (layout.fill < 1)
+    shard_exposed = np.where(splits, np.maximum(both, apart), both) + moved
     offloaded = exposed_copies(shape, machine, layout, times.forward, times.backward)
     chain = layers_time + shard_exposed + offloaded
     micro = k.host_micro_us * 1e-6
     stage, whole = _stages(shape, layout, chain, times)
     edge = _boundary(shape, machine, layout, k)
     m = layout.micro_batches
-    fill = np.where(layout.pipeline > 1, layout.fill * k.bubble * (whole - stage) / layout.virtual, 0.0)
+    # The first gathers of a stage are issued before its input is there, and it sends its result before its last reduction.
+    units = shape.layers / layout.pipeline / layout.virtual
+    whole = whole - np.where(layout.pipeline > 1, (shard_exposed - moved) * np.minimum(1.0, EDGES / units), 0.0)
+    fill = np.where(layout.pipeline > 1, layout.fill * k.bubble * np.maximum(0.0, whole - stage) / layout.virtual, 0.0)
     # With fewer micro-batches than ranks virtual stages help little: the first micro-batch still passes all of them.
     fill = np.where(layout.virtual > 1, np.maximum(fill, whole - m * stage), fill)
-    pipe = np.where(
-        layout.pipeline > 1, edge * (2 * m * layout.virtual * k.pipe_exposed + 2 * (layout.pipeline - 1)), 0.0
-    )
+    sent = edge * m * layout.virtual  # one way, which is a channel of its own
+    pipe = np.maximum(2 * sent * k.pipe_exposed, sent - m * stage) + 2 * edge * (layout.pipeline - 1)
+    pipe = np.where(layout.pipeline > 1, pipe, 0.0)
     stalls = _stalls(machine, layout, k, filled)
     waiting = m * (layout.slowest - 1) * stage
     body = m * (stage + micro) + waiting
     beside = k.hide * _beside(layout)
     first = _shown(gathers.once, (layers_time - backward) * beside, gathers.tax)
     last = _shown(reductions.once, backward * beside, reductions.tax)
+    # Each rank's come before the next rank's, but for those.
+    others = layout.pipeline - 1
+    others = np.where(layout.layered > 0, 0.0, others)
+    first = first * (1 + others * np.maximum(0.0, 1 - 2 / units))
+    last = last * (1 + np.where(splits, 0.0, others * (1 - 1 / units)))
     first_and_last = (first + last + moved_once) / layout.pipeline
+    # Nothing is beside the first gather of all, the embedding's, nor beside its reduction, the last.
+    table = k.copies * shape.table_params / layout.tensor
+    where = group(machine, k, layout.shards, layout.shard_step)
+    table = gather(where, k, table * WEIGHT_BYTES) + gather(where, k, table * k.scatter_bytes)
+    first_and_last = first_and_last + np.where((layout.pipeline > 1) & (layout.zero >= 3), table, 0.0)
     data = first_and_last + _gradient_traffic(
         shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
     )
@@ -196,16 +230,37 @@ def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     return shape.attention_layers * forward, shape.attention_layers * backward
 
 
-def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, compute: Array) -> Array:
     """Dispatch and combine, forward and backward; in this program's engine also where forward is repeated, and each forward asks first how
-    many rows come, for which the host waits."""
+    many rows come, for which the host waits. Where another micro-batch computes beside the exchange, `compute` hides it."""
+    if not np.any(shape.moe_layers):
+        return np.zeros_like(compute)
     tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
     where = group(machine, k, layout.expert, 1.0)
-    each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2)
+    sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(where.domains, shape.top_k, layout), 1.0)
+    each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2, sent_once)
     forwards = 1 + np.where((k.copies > 0) & (np.asarray(layout.recompute) >= ALL_BUT_ATTENTION), 1.0, 0.0)
     counts = k.copies * forwards * (all_to_all(where, k, machine, 0.0) + COUNTS_US * 1e-6) * (layout.expert > 1)
-    rows = (2 + 2 * forwards) * each * layout.imbalance
-    return np.where(shape.moe_layers > 0, shape.moe_layers * (rows + counts), 0.0)
+    rows = shape.moe_layers * (2 + 2 * forwards) * each * layout.imbalance
+    beside = np.asarray(layout.exchange_beside) > 0
+    shown = np.where(beside, _shown(rows, compute, k.overlap_tax), rows * k.expert_exposed)
+    return shown + shape.moe_layers * counts
+
+
+def _expert_launches(shape: Shape, layout: Layouts, k: Constants) -> Array:
+    """What the device waits while the host launches the products of local experts: it has run dry when their sizes came to the host."""
+    local = shape.experts / np.maximum(layout.expert, 1.0)
+    return shape.moe_layers * local * k.moe_us * 1e-6 * layout.host_sizes
+
+
+def _distinct_domains(domains: Array, top_k: Array, layout: Layouts) -> Array:
+    """Of the copies of a token that leave its domain, the share that is left when each other domain gets one: of `top_k` experts drawn at
+    random, the expected number of domains that have any, no more than the router allows."""
+    domains = np.maximum(domains, 1.0)
+    outside = 1 - 1 / domains
+    distinct = (domains - 1) * (1 - outside**top_k)
+    limit = np.where(np.asarray(layout.domains_per_token) > 0, layout.domains_per_token * outside, np.inf)
+    return np.where(domains > 1, np.minimum(distinct, limit) / np.maximum(top_k * outside, 1e-9), 1.0)
 
 
 def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
@@ -251,14 +306,15 @@ def _weights_traffic(
         scatter = np.where(np.asarray(layout.exchanged) > 0, shape.layers * by_exchange, scatter)
     scatter = scatter + _yielded(where, layout, k, scatter, backward)
     gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
-    reductions = np.where(layout.reduce_once > 0, 0.0, 1.0)
+    once = np.where((layout.pipeline > 1) & (layout.micro_batches <= 1), 1.0, np.asarray(layout.reduce_once) > 0)
+    reductions = 1.0 - once
     times = np.where(layout.layered > 0, 1 / layout.micro_batches, 1.0)
     sharded = layout.zero >= 3
     kernel = np.where((where.domains > 1) & (k.copies > 0), k.net_tax, k.overlap_tax)
     copy = np.where(copied & (ranks <= 1), k.overlap_tax * k.copy_tax, kernel)
     return (
         _Traffic(np.where(sharded, gathers * one * times, 0.0), np.where(sharded, layout.gather_once * one, 0.0), copy),
-        _Traffic(np.where(sharded, reductions * scatter * times, 0.0), np.where(sharded, layout.reduce_once * scatter, 0.0), kernel),
+        _Traffic(np.where(sharded, reductions * scatter * times, 0.0), np.where(sharded, once * scatter, 0.0), kernel),
     )  # fmt: skip
 
 
@@ -302,6 +358,7 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     # An interleaved rank ends with p backward passes of one chunk after another (Narayanan et al. 2021, figure 4), so a chunk's gradients
     # travel while the others' last round is computed; weights are wanted at once by the first forward.
     rounds = 1 + LAST_ROUND * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
+    rounds = np.where(layout.layered > 0, 1.0, rounds)
     shown = 1 - np.minimum(k.hide, 1.0)
     rounds = rounds * _beside(layout)
     late = np.maximum(reduced - k.hide * backward * rounds, shown * reduced / layout.virtual)
@@ -329,8 +386,8 @@ def _tied_sum(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> 
 def _boundary(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     """One micro-batch's activations from a stage to the next, one direction."""
     across = layout.pipeline_step >= machine.domain
-    size = layout.micro_batch * layout.seq / layout.context * shape.hidden * 2
-    return k.pipe_us * 1e-6 + size / np.where(across, machine.nic * k.net, machine.link * k.link)
+    size = layout.micro_batch * layout.seq / layout.context / layout.tensor * shape.hidden * 2
+    return k.pipe_us * 1e-6 + size / np.where(across, port_rate(machine, k), link_rate(machine, k))
 
 
 def owned_params(shape: Shape, layout: Layouts) -> Array:

@@ -41,6 +41,10 @@ def run_job(
             f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
+    if run.train.global_batch % run.cluster.ranks:  # else no part of one host is faster
+        from meshwright.launch.prepare import on_used_devices
+
+        run = on_used_devices(run, note)
     check_devices(run.cluster)
     device, folder = "cpu" if run.cluster.is_cpu else "cuda", runs / run.name
     with (

@@ -32,15 +32,17 @@ from meshwright.planner.candidate import (
     over_host,
     untrainable,
 )
+from meshwright.planner.devices import choose_devices
 from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import predicted
 from meshwright.schedules.of_plan import stage_schedule
 from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
-from meshwright.spec.errors import BadInput, Damaged, OutOfResources, about
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, about
 from meshwright.spec.fields import to_plain
 from meshwright.spec.load import load_plan, plan_yaml, resolved_yaml
+from meshwright.spec.place import started_by_launcher
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
 
@@ -139,14 +141,12 @@ def _tokens_of_data(run: RunSpec) -> int | None:
     return max(sizes, default=None)
 
 
-def plan_for(run: RunSpec, *, trainable: bool = False) -> tuple[Plan, tuple[Candidate, ...]]:
-    """The plan in the run's plan file, or the planner's choice around its pins, and every candidate, the chosen one first.
-
-    `trainable` chooses among what this release can train.
-    """
+def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
+    """The plan in the run's plan file, or the planner's choice around its pins of what this release can train, over all devices; and every
+    candidate, the chosen one first."""
     if isinstance(run.plan, str) and run.plan != "auto":
         return given_plan(run), ()
-    answer = search_or_fixes(run, memory_bytes=device_memory(run), trainable=trainable)
+    answer = search_or_fixes(run, memory_bytes=device_memory(run))
     return answer.best.plan, (answer.best, *answer.others)
 
 
@@ -179,11 +179,32 @@ def training_plan(run: RunSpec, note: Note) -> Plan:
     """The plan of a run that will train; `note` hears what of it gains nothing. Raises BadInput and OutOfResources as `refuse_untrainable`
     does."""
     run = on_this_host(run)
-    plan, _ = plan_for(run, trainable=True)
+    plan, _ = plan_for(run)
     refuse_untrainable(run, plan)
     for said in idle_fields(plan):
         note(said)
     return plan
+
+
+def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
+    """The run on the devices of this host that `train` starts ranks on: all, or a part of them where that is faster (`planner.devices`),
+    of which `note` hears.
+
+    Runs of several hosts, plan files and ranks that a launcher started keep the devices that they have. A run that has no plan is left as
+    it is, for its preparation to refuse.
+    """
+    fixed = isinstance(run.plan, str) and run.plan != "auto"
+    if fixed or run.cluster.nodes > 1 or started_by_launcher() or not run.train.global_batch % run.cluster.ranks:
+        return run
+    asked = on_this_host(with_vocabulary(run))
+    try:
+        idle = (chosen := choose_devices(asked, memory_bytes=device_memory(run))).idle
+    except MeshwrightError:
+        return run
+    if idle is None:
+        return run
+    note(idle.sentence)
+    return replace(run, cluster=replace(chosen.run.cluster, host_memory_gib=run.cluster.host_memory_gib))
 
 
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:

@@ -40,6 +40,8 @@ class Refusals:
             return
         if not reading.is_sound("model"):
             run = replace(run, model=replace(run.model, vocab_size=0))
+        if reading.is_sound("cluster") and reading.is_sound("plan", "model", "train"):
+            run = prepare.on_used_devices(run, note)
         prepare.check_start(run, runs, self._attempt, note, build_stdlib=False, fresh=fresh)
         if reading.is_sound("cluster"):
             try:

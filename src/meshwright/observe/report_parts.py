@@ -14,9 +14,14 @@ from meshwright.observe.runfolder import RunFolder, column, number
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import LayerStrategy, Plan
+from meshwright.spec.plan_name import zero_stage
 
 MOST_RANKS_DRAWN = 128
 MOST_ROWS = 200
+LONG_HEAD = 16
+"""Characters from which the head of a row is wrapped."""
+SHORT_NAMES = {"context_ring": "ring", "context_ulysses": "Ulysses"}
+"""Axes as they are called in a rank's box, which is narrow."""
 MOST_SAMPLES = 12
 SAMPLE_CHARACTERS = 3000
 CONFIG_CHARACTERS = 60_000
@@ -191,14 +196,20 @@ def plan_section(plan: Plan, ranks_per_node: int | None, most: int = MOST_RANKS_
     the plan says and why.
     """
     rows = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
-    rows += [(_layers_text(strategy), _strategy_text(strategy)) for strategy in plan.layers[:MOST_ROWS]]
+    rows += _strategies(plan)[:MOST_ROWS]
     rows.append(("Compiled", "each block, with torch.compile" if plan.compile else "no"))
-    table = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in rows)
+    table = "".join(f"<tr>{_head(label)}<td>{escape(text)}</td></tr>" for label, text in rows)
     why = "".join(f"<li>{escape(str(reason))}</li>" for reason in plan.why[:MOST_ROWS])
     reasons = f'<h4>Why this plan</h4><ul class="why">{why}</ul>' if why else ""
     mesh = _mesh(plan, ranks_per_node or plan.ranks, most)
     return f"""<section class="card plan" id="plan"><h2>Plan</h2><div class="pair"><div>{mesh}</div>
 <div><table class="facts"><tbody>{table}</tbody></table>{reasons}</div></div></section>"""
+
+
+def _head(label: str) -> str:
+    """A row's head; one with many ranges of layers wraps."""
+    wraps = ' class="long"' if len(label) > LONG_HEAD else ""
+    return f"<th{wraps}>{escape(label)}</th>"
 
 
 def _mesh(plan: Plan, ranks_per_node: int, most: int) -> str:
@@ -217,7 +228,9 @@ def _mesh(plan: Plan, ranks_per_node: int, most: int) -> str:
 
 def _rank(layout: Layout, rank: int) -> str:
     place = layout.coordinates(rank)
-    where = "".join(f"<span>{escape(axis)} {index}</span>" for axis, index in reversed(place.items()))
+    sizes = dict(layout.axes)
+    named = [(SHORT_NAMES.get(axis, axis), index) for axis, index in reversed(place.items()) if sizes[axis] > 1]
+    where = "".join(f"<span>{escape(axis)} {index}</span>" for axis, index in named)
     return f'<div class="rank k{place.get("replicate", 0) % 8}"><b>{rank}</b>{where}</div>'
 
 
@@ -232,7 +245,9 @@ def _mesh_key(plan: Plan) -> str:
 
 def _mesh_text(plan: Plan) -> str:
     axes = " × ".join(
-        f"{axis.axis} {axis.size}" + (" (between nodes)" if axis.crosses == "node" else "") for axis in plan.mesh
+        f"{axis.axis} {axis.size}" + (" (between nodes)" if axis.crosses == "node" else "")
+        for axis in plan.mesh
+        if axis.size > 1
     )
     return f"{axes or 'one rank'} = {plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
 
@@ -251,22 +266,29 @@ def _precision_text(plan: Plan) -> str:
     return f"computes in {precision.compute}{low}, sums gradients in {precision.reduce}"
 
 
-def _layers_text(strategy: LayerStrategy) -> str:
-    return "All layers" if strategy.range == "all" else f"Layers {strategy.range}"
+def _strategies(plan: Plan) -> list[tuple[str, str]]:
+    """(layers, what is done with them), a row for all ranges that are alike."""
+    ranges: dict[str, list[str]] = {}
+    for strategy in plan.layers:
+        ranges.setdefault(_strategy_text(strategy), []).append(strategy.range)
+    return [
+        ("All layers" if those == ["all"] else f"Layers {', '.join(those)}", text) for text, those in ranges.items()
+    ]
 
 
 def _strategy_text(strategy: LayerStrategy) -> str:
-    kept = (
-        "freed after forward, gathered again for backward (ZeRO-3)"
-        if strategy.reshard
-        else "kept after forward (ZeRO-2)"
-    )
+    kept = {
+        1: "kept after forward, gradients kept whole (ZeRO-1)", 2: "kept after forward (ZeRO-2)",
+        3: "freed after forward, gathered again for backward (ZeRO-3)",
+    }[zero_stage(strategy)]  # fmt: skip
     again = {
         "none": "no recompute", "selective": "selective recompute", "all_but_attention": "all but attention recomputed",
         "full": "full recompute",
     }  # fmt: skip
     linear = f"; linear layers in {strategy.linear}" if strategy.linear else ""
-    return f"parameters {kept}; {again.get(strategy.recompute, strategy.recompute)}{linear}"
+    moved = {"none": "", "both": "activations and optimizer"}.get(strategy.offload, strategy.offload)
+    host = f"; {moved} in host memory" if moved else ""
+    return f"parameters {kept}; {again.get(strategy.recompute, strategy.recompute)}{host}{linear}"
 
 
 def samples(run: RunFolder) -> str:

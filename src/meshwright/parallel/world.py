@@ -11,6 +11,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
+from math import gcd
 from typing import Any
 
 import torch
@@ -108,8 +110,8 @@ class World:
 def join(place: Place, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
     """Connect this process to the job over the cluster's network, and choose its device.
 
-    Raises BadInput when the host has no device for the rank, or when nodes are not equal blocks of ranks, OutOfResources when too few files
-    may be open, and CommunicationFailure when the other ranks cannot be reached.
+    Raises BadInput when the host has no device for the rank, or when the ranks of a node are not consecutive, OutOfResources when too few
+    files may be open, and CommunicationFailure when the other ranks cannot be reached.
     """
     for name, value in network_environment(cluster, place.local_rank).items():
         os.environ.setdefault(name, value)
@@ -140,9 +142,10 @@ def join(place: Place, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
 def _ranks_per_node(place: Place, control: dist.ProcessGroup) -> int:
     """Ranks on a node as the launcher says, divided further where NCCL was told so (NCCL_HOSTID); collective.
 
-    Raises BadInput on every rank when nodes are not equal blocks of consecutive ranks.
+    Raises BadInput on every rank when nodes are not blocks of consecutive ranks.
     """
-    name = f"{place.rank // place.local_ranks} {os.environ.get('NCCL_HOSTID', '')}"
+    first = place.rank - place.local_rank
+    name = f"{first} {os.environ.get('NCCL_HOSTID', '')}"
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
     found = [torch.zeros(1, dtype=torch.int64) for _ in range(place.ranks)]
     dist.all_gather(found, torch.tensor([number]), group=control)
@@ -150,19 +153,18 @@ def _ranks_per_node(place: Place, control: dist.ProcessGroup) -> int:
 
 
 def block_size(nodes: Sequence[int]) -> int:
-    """Ranks on each node, from what every rank calls its node.
+    """Ranks on each node, from what every rank calls its node; where these are not as many on each, the largest number that divides all:
+    6, 6 and 4 ranks on three nodes are laid out as eight nodes of 2.
 
-    Raises BadInput when nodes are not equal blocks of consecutive ranks, on which all of the layout rests.
+    Raises BadInput when the ranks of a node are not consecutive, on which all of the layout rests.
     """
-    size = list(nodes).count(nodes[0])
-    blocks = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
-    if any(len(block) > 1 for block in blocks) or len(set.union(*blocks)) != len(blocks) or len(nodes) % size:
-        order = list(dict.fromkeys(nodes))
+    blocks = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
+    order = list(dict.fromkeys(nodes))
+    if len(blocks) > len(order):
         raise BadInput(
-            f"the ranks live on nodes {', '.join(str(order.index(node)) for node in nodes)}; expected the same number of ranks on every "
-            "node, and those of one node one after another"
+            f"the ranks live on nodes {', '.join(str(order.index(node)) for node in nodes)}; expected those of one node one after another"
         )
-    return size
+    return gcd(*(size for _, size in blocks))
 
 
 def world_group() -> dist.ProcessGroup:

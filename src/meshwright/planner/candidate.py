@@ -10,6 +10,7 @@ from meshwright.costs.of_plan import shard_size
 from meshwright.schedules.registry import entry_of
 from meshwright.simulator.of_plan import host_bytes, memory_of
 from meshwright.spec.chips import CHIPS, GiB
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fp8 import unlike_fp8
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
@@ -100,6 +101,7 @@ def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
     say where they are."""
     beside = unlike_fp8(plan, experts=mixture or plan.experts is not None)
     parts = [f"products in fp8 with {beside}"] if beside else []
+    parts += ["computation in fp16 (it does not scale losses)"] if plan.precision.compute == "fp16" else []
     parts += dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer))
     if not parts:
         return _uncopyable(plan)
@@ -235,9 +237,10 @@ def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
 
 
 def precision_of(run: RunSpec) -> Precision:
-    """Number formats: those pinned, bf16 on GPUs and fp32 on CPUs else. Products in fp8 are a person's choice, never a planner's."""
+    """Number formats: those pinned, else bf16, or fp32 on CPUs and devices without bf16. Products in fp8 and fp16 are a person's choice,
+    never a planner's."""
     pins = pins_of(run)
-    compute = pins.compute or ("fp32" if run.cluster.is_cpu else "bf16")
+    compute = pins.compute or ("fp32" if run.cluster.is_cpu or without_bf16(run.cluster) else "bf16")
     wide = "fp64" if compute == "fp64" else "fp32"
     linear = pins.linear or "compute"
     # Weights that are rounded to fp8 before they are multiplied lose nothing by being rounded before they travel.
@@ -245,6 +248,12 @@ def precision_of(run: RunSpec) -> Precision:
     return Precision(
         compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas
     )
+
+
+def without_bf16(cluster: ClusterSpec) -> list[str]:
+    """Chips of the cluster that have no products in bf16, where the chip table says so."""
+    names = dict.fromkeys([cluster.gpu, *(group.gpu for group in cluster.groups if group.gpu)])
+    return [name for name in names if name in CHIPS and "bf16" not in CHIPS[name].peak_flops]
 
 
 def formats_of(run: RunSpec) -> tuple[Linear, ...]:

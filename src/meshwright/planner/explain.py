@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, number
 from meshwright.planner.candidate import HEADROOM, Candidate, moves_activations, peak_bytes, pins_of, usable_by_rank
+from meshwright.planner.finalists import ALIKE
 from meshwright.planner.reprice import repriced
 from meshwright.simulator.of_plan import memory_of
 from meshwright.spec.chips import CHIPS
@@ -32,8 +33,7 @@ MOVES = {
     "offload": "copies to and from host memory",
 }
 """What travels along an axis."""
-EQUAL = 0.002
-"""Share of a step below which two plans are equally fast."""
+SIMPLER = "the simpler plan is taken"
 MATTERS = 0.01
 """Share of a step from which a part of it is worth a sentence."""
 
@@ -93,17 +93,31 @@ def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
     if mine is None or theirs is None or mine.step_seconds is None or theirs.step_seconds is None:
         return _costlier(best.plan, other.plan)
     behind = other.behind(best)
+    if why := alike(best, other):
+        return f"{why}: {SIMPLER if behind < 0 else _costlier(best.plan, other.plan)}"
     if other.simulated != best.simulated:
-        return f"{_signed(behind)} by the quick estimate, behind others of its kind"
-    if behind < 0 and moves_activations(other.plan) and not moves_activations(best.plan):
-        return f"{seconds_text(-behind)} faster, which is too little to pin the host's memory for"
-    if behind < 0:
-        return f"{seconds_text(-behind)} faster, which a prediction cannot tell apart: the simpler plan was taken"
-    if behind < EQUAL * mine.step_seconds:
-        return f"as fast to {EQUAL:.1%}: {_costlier(best.plan, other.plan)}"
+        return f"{_longer(behind)} by the quick estimate, behind others of its kind"
     worse = _worse(mine, theirs)
     name, most = max(worse.items(), key=lambda item: item[1], default=("", 0.0))
-    return f"{_signed(behind)}: {name} {_signed(most)}" if name else _signed(behind)
+    return f"{_longer(behind)}: {name} {_longer(most)}" if name else _longer(behind)
+
+
+def alike(best: Candidate, other: Candidate) -> str:
+    """Why a prediction does not say that `other` takes longer than the chosen plan; empty where it does.
+
+    One rule for all that is said of two plans: within `ALIKE` of each other they cannot be told apart, and the simplest is taken. A plan
+    that seems faster by more was left for a reason, which is named.
+    """
+    behind, least = other.behind(best), ALIKE * best.seconds
+    if behind > least:
+        return ""
+    if behind >= -least:
+        return f"cannot be told apart (within {ALIKE:.0%})"
+    if moves_activations(other.plan) and not moves_activations(best.plan):
+        return "gains too little to pin the host's memory for"
+    return "cannot be told apart " + (
+        "by the quick estimate" if other.simulated != best.simulated else "within the 80% band"
+    )
 
 
 def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> str:
@@ -151,7 +165,7 @@ def _costlier(best: Plan, other: Plan) -> str:
         (other.batch.micro_batch < best.batch.micro_batch, "smaller products to hide gathers under"),
         (peak_bytes(other) - peak_bytes(best) > 5e7, f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more"),
     )  # fmt: skip
-    return next((text for true, text in told if true), "the simpler plan was taken")
+    return next((text for true, text in told if true), SIMPLER)
 
 
 def _compute_text(said: Predicted, seconds: float) -> str:
@@ -211,8 +225,8 @@ def _share(seconds: float, step: float) -> str:
     return f"{seconds_text(seconds)} ({seconds / step:.0%})"
 
 
-def _signed(value: float) -> str:
-    return f"{'-' if value < 0 else '+'}{seconds_text(abs(value))}"
+def _longer(seconds: float) -> str:
+    return f"+{seconds_text(seconds)}"
 
 
 def seconds_text(value: float) -> str:

@@ -7,9 +7,11 @@ chips, then more nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from meshwright.planner.candidate import Answer, peak_bytes, pins_of
+from meshwright.planner.devices import Choice, choose_devices
 from meshwright.planner.search import search
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -44,10 +46,23 @@ class Fix:
         return f"{self.words}: {seconds}{peak_bytes(self.plan) / 1e9:.1f} GB a rank"
 
 
-def search_or_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = False) -> Answer:
+def search_or_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
     """`search`, whose OutOfResources also says what would make the run fit."""
-    try:
+    with _fixes_named(run, memory_bytes, trainable):
         return search(run, memory_bytes=memory_bytes, trainable=trainable)
+
+
+def choose_or_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Choice:
+    """`choose_devices`, whose OutOfResources also says what would make the run fit."""
+    with _fixes_named(run, memory_bytes, trainable):
+        return choose_devices(run, memory_bytes=memory_bytes, trainable=trainable)
+
+
+@contextmanager
+def _fixes_named(run: RunSpec, memory_bytes: int | None, trainable: bool) -> Iterator[None]:
+    """Add to an OutOfResources of the block what would make the run fit."""
+    try:
+        yield
     except OutOfResources as error:
         ways = fixes(run, memory_bytes=memory_bytes, trainable=trainable)
         told = "".join(f"\n  {number}. {fix.text}" for number, fix in enumerate(ways, 1))
@@ -55,7 +70,7 @@ def search_or_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable:
 
 
 def fixes(
-    run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = False, wanted: int = WANTED
+    run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True, wanted: int = WANTED
 ) -> tuple[Fix, ...]:
     """Up to `wanted` changes under each of which a search finds a plan that fits, cheapest first."""
     found: list[Fix] = []

@@ -101,7 +101,7 @@ def at_size(run: RunSpec, gpus: int) -> RunSpec:
     return replace(run, cluster=sized)
 
 
-def scaling(run: RunSpec, sizes: Sequence[int], *, trainable: bool = False) -> tuple[Point, ...]:
+def scaling(run: RunSpec, sizes: Sequence[int], *, trainable: bool = True) -> tuple[Point, ...]:
     """The best plan for the same job on each number of GPUs (strong scaling: the global batch stays)."""
     return tuple(_point(at_size(run, gpus), trainable) for gpus in sizes)
 
@@ -127,7 +127,7 @@ def shortest_training(
     tokens: float,
     sizes: Sequence[int] | None = None,
     *,
-    trainable: bool = False,
+    trainable: bool = True,
 ) -> tuple[Training, ...]:
     """Trainings to one loss at different batches, the shortest first: the loss of `tokens` at the run's own batch.
 

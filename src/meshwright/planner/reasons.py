@@ -15,7 +15,6 @@ from meshwright.planner.candidate import (
     gathers_because,
     host_budget,
     host_gib,
-    moves_activations,
     over_by_rank,
     over_host,
     peak_bytes,
@@ -23,10 +22,10 @@ from meshwright.planner.candidate import (
     tokens_because,
     untrainable,
 )
-from meshwright.planner.explain import EQUAL, seconds_text, shortfall
-from meshwright.planner.finalists import ALIKE
+from meshwright.planner.explain import SIMPLER, alike, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.of_plan import host_bytes
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
 
@@ -54,7 +53,6 @@ CARRIED: tuple[
 """What travels between devices by kernels or by copy engines: by which in a plan or in its pins, between how many ranks, and why by kernels
 where no comparison of seconds says it."""
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
-GUESSED = "plans are compared by guessed rates of a CPU, whose times are not predicted without a profile"
 BESIDE = 3
 """Other values of a choice that are named."""
 NAMED_RANGES = 2
@@ -66,8 +64,9 @@ def reasons(
 ) -> tuple[str, ...]:
     """One sentence for each thing that a person might ask about `best`; `fits` says which plans have enough memory."""
     plan, pins = best.plan, pins_of(run)
-    said = [GUESSED] if is_guessed(run.cluster) else []
-    said += [_beside(best, others, name, value) for name, keys, value in CHOICES if _open(pins, keys)]
+    guessed = is_guessed(run.cluster)
+    said = [_by_guess(run.cluster)] if guessed else []
+    said += [_beside(best, others, name, value, guessed) for name, keys, value in CHOICES if _open(pins, keys)]
     said += [*_by_memory(plan, run, fits), *_carried(best, others, run)]
     if refused := untrainable(plan):
         said.append(refused)
@@ -86,8 +85,15 @@ def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
     return f"layer{'s' * (count > 1)} " + " and ".join(layer.range for layer in layers)
 
 
-def _beside(best: Candidate, others: Sequence[Candidate], name: str, value: Callable[[Plan], object]) -> str:
-    """The chosen value beside the fastest plans that have another."""
+def _by_guess(cluster: ClusterSpec) -> str:
+    device = "a CPU" if cluster.is_cpu else cluster.gpu
+    return f"plans are compared by guessed rates of {device}, whose times are not predicted without a profile"
+
+
+def _beside(
+    best: Candidate, others: Sequence[Candidate], name: str, value: Callable[[Plan], object], guessed: bool = False
+) -> str:
+    """The chosen value beside the fastest plans that have another: what they take longer, or that a prediction does not tell."""
     mine = value(best.plan)
     fastest: dict[object, Candidate] = {}
     for other in others:
@@ -96,11 +102,18 @@ def _beside(best: Candidate, others: Sequence[Candidate], name: str, value: Call
     shown = list(fastest.items())[:BESIDE]
     if not shown:
         return ""
-    gaps = [_gap(best, other) for _, other in shown]
-    ways = [_with(name, other) for other, _ in shown]
-    told = [f"the best plan {ways[0]} takes {gaps[0]}"]
-    told += [f"{way} {gap}" for way, gap in zip(ways[1:], gaps[1:], strict=True)]
-    return f"{_chosen(name, mine)}: {', '.join(told)}"
+    longer = [(_with(name, theirs), _gap(best, other, guessed)) for theirs, other in shown if not alike(best, other)]
+    texts = (
+        [", ".join(f"{way} {'' if at else 'takes '}{gap} longer" for at, (way, gap) in enumerate(longer))]
+        if longer
+        else []
+    )
+    apart: dict[str, list[str]] = {}
+    for theirs, other in shown:
+        if why := alike(best, other):
+            apart.setdefault(why, []).append(_with(name, theirs))
+    texts += [f"{' and '.join(ways)} {why}: {SIMPLER}" for why, ways in apart.items()]
+    return f"{_chosen(name, mine)}: the best plan {'; '.join(texts)}"
 
 
 def _carried(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> Iterator[str]:
@@ -129,17 +142,10 @@ def _with(name: str, value: object) -> str:
     return "without" if name in ALONE and value == 1 else f"with {value}"
 
 
-def _gap(best: Candidate, other: Candidate) -> str:
-    """How much longer the other takes; or less, as of plans that no prediction tells apart the simplest is taken."""
+def _gap(best: Candidate, other: Candidate, guessed: bool) -> str:
+    """How much longer the other takes: seconds, or the share of a step where the rates are a guess."""
     behind = other.behind(best)
-    if abs(behind) < EQUAL * best.seconds:
-        return "as long"
-    if behind > 0:
-        return f"{seconds_text(behind)} longer"
-    why = f"within {ALIKE:.0%}: the simpler is taken" if other.simulated else "by the quick estimate"
-    if moves_activations(other.plan) and not moves_activations(best.plan):
-        why = "too little to pin the host's memory for"
-    return f"{seconds_text(-behind)} less ({why})"
+    return f"{behind / best.seconds:.0%}" if guessed else seconds_text(behind)
 
 
 def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[str]:

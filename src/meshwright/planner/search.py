@@ -8,35 +8,63 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from math import inf
 
+import numpy as np
+
 from meshwright.costs.of_plan import Pricing
-from meshwright.planner.candidate import Answer, Candidate, budget_of, counts, fits, moves_activations, pins_of
+from meshwright.planner.candidate import (
+    Answer,
+    Candidate,
+    budget_of,
+    counts,
+    fits,
+    moves_activations,
+    pins_of,
+    untrainable,
+)
+from meshwright.planner.clock import STAGES
 from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced, without_guess
+from meshwright.planner.robust import FRAGILE, losses, why_robust
 from meshwright.planner.space import Points, by_kernels, points
-from meshwright.planner.sweep import MOVING, PLAIN, Strategy, Swept, leaner_than, smallest, strategies_in, sweep
+from meshwright.planner.sweep import (
+    MOVING,
+    PLAIN,
+    Strategy,
+    Swept,
+    _fastest,
+    leaner_than,
+    smallest,
+    strategies_in,
+    sweep,
+)  # fmt: skip
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-KEPT = 256
-"""Points that the sweep hands on."""
-FINALISTS, ALIKE = 32, 4
-"""Plans that are estimated by whole stages, and how many of them may be of one kind: the closed form may be wrong about all of that."""
+KEPT, REACH = 4, 1.15
+"""Points of each family that the sweep hands on, and times the fastest that they may take at first: how much further the closed form
+strays of one family than of another. It is asked for more where estimates are as much slower."""
+LEAST, ALIKE = 24, 8
+"""Plans that are estimated by whole stages in any case, and how many of them may have axes and schedule alike."""
+EFFORT, EASY = 240.0, 400.0
+"""What estimates may cost in all where slower ones than the fastest are not ruled out, and actions of a schedule that cost as much as the
+rest of one plan does."""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
 """Of the memory that may be filled, what the closed form is asked for: it strays a little from the exact account, which judges. The next is
 tried where no plan of the one before fits."""
 TIGHTER = (0.97, 0.9)
 """The same for a point whose best strategy is too large by the exact account: what is best in so much less may be another one."""
-HOPE = 0.87
-"""Of the closed form's seconds, what plans of a schedule that was not estimated yet may take: V schedules took that little."""
+HOPE = 0.95
+"""Of the closed form's seconds, what plans of a schedule that was not estimated yet may take: of 1,500 plans of three questions one took
+less."""
 TWINS = 1.02
 """Times the fastest estimate up to which a plan with copies is estimated with kernels too: what the memory of the windows is worth."""
 KEEPING = 1.06
@@ -47,8 +75,8 @@ NAMED = 3
 """Plans that are written out where none fits."""
 
 
-def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = False) -> Answer:
-    """The best plan for `run` around its pins, over all axes, or with `trainable` over what this release can train.
+def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
+    """The best plan for `run` around its pins, over what this release can train, or without `trainable` over all it can plan.
 
     `memory_bytes` is one device's memory when the chip table does not know it (the host's share on CPU).
     Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
@@ -63,11 +91,18 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
     judge = Judge(run)
     considered, candidates = 0, []
     for margin in MARGINS:
-        swept = sweep(run, priced, space, margin * room, best=KEPT)
-        considered += swept.priced
-        ways = _ways(run, priced, swept.points, partial(tuple, swept.strategies), room)
-        keeping = _keeping(run, priced, swept.points, room, margin)
-        candidates = _finalists(run, swept, ways, keeping, budget, judge)
+        reach = REACH
+        while True:
+            swept = sweep(run, priced, space, margin * room, best=KEPT, reach=reach)
+            considered += swept.priced
+            ways = _ways(run, priced, swept.points, swept.strategies.__getitem__, room)
+            keeping = _keeping(run, priced, swept.points, room, margin)
+            candidates = _finalists(run, swept, ways, keeping, budget, judge)
+            fastest = min((one.seconds for one in candidates), default=0.0)
+            needed = fastest / HOPE / swept.seconds[0] if len(swept.seconds) else 0.0
+            if needed <= reach:
+                break
+            reach = needed
         if candidates or budget is None or not len(swept.points):  # less room has no more in it
             break
     if not candidates:  # the closed form may be too high by more than the margins
@@ -76,13 +111,39 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = F
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = improved(run, judged(judge, candidates), budget)
-    chosen = partial(simplest, budget=budget, counts=partial(counts, run))
+    loss = losses(run)
+    by_seconds = partial(simplest, budget=budget, counts=partial(counts, run))
+    chosen = partial(by_seconds, fragile=lambda plan: loss(plan) > FRAGILE)
     candidates = with_kernels(run, candidates, chosen(candidates))
-    best = chosen(candidates)
+    best, otherwise = chosen(candidates), by_seconds(candidates)
     others = tuple(one for one in candidates if one is not best)
-    best = replace(best, plan=replace(best.plan, why=reasons(best, others, run, lambda plan: fits(run, plan, budget))))
+    why = reasons(best, others, run, lambda plan: fits(run, plan, budget))
+    why += (why_robust(best, otherwise, loss),) if otherwise is not best else ()
+    best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (replace(one, plan=without_guess(run, one.plan)) for one in (best, *others))
     return Answer(best, tuple(others), considered, time.perf_counter() - begun)
+
+
+def with_untrainable(
+    run: RunSpec, answer: Answer, *, memory_bytes: int | None = None
+) -> tuple[Answer, Candidate | None]:
+    """`answer`, and the best plan of a search over what this release can plan but not train too, where that is faster.
+
+    Where the larger search finds a faster plan that can be trained, its answer takes the place of `answer`.
+    """
+    wide = search(run, memory_bytes=memory_bytes, trainable=False)
+    if wide.best.seconds >= answer.best.seconds:
+        return answer, None
+    return (answer, wide.best) if untrainable(wide.best.plan) else (wide, None)
+
+
+def seconds_bound(run: RunSpec, *, trainable: bool = True) -> float:
+    """Seconds of a step by the closed form that no plan beats, whatever memory it needs; infinite where there is no layout.
+
+    A hundredth of a search. Raises BadInput where the cost model has no rates for the cluster.
+    """
+    space = points(run, trainable=trainable)
+    return float(_fastest(run, _pricing(run, space), space).min()) if len(space) else inf
 
 
 def _pricing(run: RunSpec, space: Points) -> Pricing:
@@ -107,8 +168,6 @@ def _finalists(
     points, seen = swept.points, Counter[object]()
     kinds = [_kinds(points, row, strategy) for row, strategy in enumerate(swept.strategies)]
     found: list[Candidate] = []
-    beside: list[Candidate] = []
-    """Those whose point is there a second time, with activations kept."""
 
     def seconds(row: int) -> float:
         alike = *points.meshes[points.mesh[row]].inner, kinds[row][0]
@@ -121,34 +180,33 @@ def _finalists(
             if tried[0].seconds > (KEEPING if moves_activations(plan) else TWINS) * fastest:
                 break
         found.extend(tried)
-        first_moves = bool(tried) and moves_activations(tried[0].plan)
-        beside.extend(one for one in tried[1:] if first_moves and not moves_activations(one.plan))
         seen[alike] += bool(tried)
         return min((one.seconds for one in tried), default=inf)
 
-    for _ in in_turn(swept.seconds.tolist(), kinds, seconds, HOPE):
-        if len(found) - len(beside) >= FINALISTS:
+    effort = 0.0
+    for row in in_turn(swept.seconds.tolist(), kinds, seconds, HOPE, LEAST):
+        pipeline = points.column("pipeline")[row]
+        effort += 1 + pipeline * min(points.accumulate[row], STAGES[1] * pipeline) * points.virtual[row] / EASY
+        if effort >= EFFORT:
             break
     return found
 
 
-def _kinds(points: Points, row: int, strategy: Strategy) -> tuple[tuple[object, ...], int]:
+def _kinds(points: Points, row: int, strategy: Strategy) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """A point's kind, about which the closed form is wrong alike, and a wider one."""
     mesh, schedule = points.meshes[points.mesh[row]], int(points.schedule[row])
-    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1
-    return (schedule, strategy.lean.offload, *sizes), schedule
+    sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[row])
+    return (schedule, strategy.lean, strategy.gradients, *sizes), (schedule, *sizes[:1])
 
 
-def _ways(
-    run: RunSpec, priced: Pricing, points: Points, best: Callable[[], Sequence[Strategy | None]], room: float
-) -> Ways:
+def _ways(run: RunSpec, priced: Pricing, points: Points, best: Callable[[int], Strategy | None], room: float) -> Ways:
     """By point, the strategies to try until one fits by the exact account: the best, the best in less room, then what goes on from it."""
-    tighter = [cache(partial(strategies_in, run, priced, points, part * room)) for part in TIGHTER]
 
     def of_point(row: int) -> Iterator[Strategy]:
-        first, known = best()[row], set[Strategy]()
+        first, known = best(row), set[Strategy]()
         on = leaner_than(run, first) if first else []
-        for strategy in chain([first], (strategies()[row] for strategies in tighter), on):
+        tighter = (_fastest_in(run, priced, points, part * room, row) for part in TIGHTER)
+        for strategy in chain([first], tighter, on):
             if strategy is not None and strategy not in known:
                 known.add(strategy)
                 yield strategy
@@ -163,7 +221,12 @@ def _keeping(run: RunSpec, priced: Pricing, points: Points, room: float, margin:
     if here in ((), points.offloads) or pins_of(run).layers:
         return None
     kept = replace(points, offloads=here)
-    return _ways(run, priced, kept, cache(partial(strategies_in, run, priced, kept, margin * room)), room)
+    return _ways(run, priced, kept, partial(_fastest_in, run, priced, kept, margin * room), room)
+
+
+def _fastest_in(run: RunSpec, priced: Pricing, points: Points, room: float, row: int) -> Strategy | None:
+    """One point's fastest strategy in so much room."""
+    return strategies_in(run, priced, points.take(np.array([row])), room)[0]
 
 
 def _written(

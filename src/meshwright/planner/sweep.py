@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import combinations, product
 
 import numpy as np
 
 from meshwright.costs.footprint import planned
 from meshwright.costs.idle import fill
-from meshwright.costs.inputs import Array, Layouts
+from meshwright.costs.inputs import Array, Layouts, usual_imbalance
 from meshwright.costs.memory import bytes_of, formats
 from meshwright.costs.of_plan import Pricing, gathered_bytes, state_bytes, strategy_columns
 from meshwright.costs.offload import waiting_bytes
@@ -81,29 +82,45 @@ class Swept:
     """Points and strategies that were priced, or told by a bound not to be among the best."""
 
 
-def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: int) -> Swept:
-    """The `best` points that fit `room` bytes by the closed form; empty when none does."""
-    bound, ways = _fastest(run, pricing, points), _ways(run, points)
+def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: int, reach: float = 1.0) -> Swept:
+    """The `best` points of each family that fit `room` bytes by the closed form, of those that take up to `reach` times the fastest; with a
+    reach of 1 the fastest alone. Empty when none fits."""
+    bound, ways = _fastest(run, pricing, points), _ways(run, points.offloads)
     order = np.argsort(bound, kind="stable")
-    found = _Best(best)
+    found = _Best(best, reach, _families(points))
     priced = len(points)
     for start in range(0, len(order), BATCH):
         batch = order[start : start + BATCH]
-        if found.full and bound[batch[0]] * SAFETY > found.worst:
+        if bound[batch[0]] * SAFETY > found.limit:
             break
+        batch = batch[bound[batch] * SAFETY < found.worst(batch)]
         batch = batch[_least(run, points.take(batch)) <= room]
-        rows, strategies, seconds = _weighed(run, pricing, points.take(batch), room, ways, found.worst)
+        if not len(batch):
+            continue
+        rows, strategies, seconds = _weighed(run, pricing, points.take(batch), room, ways, found.worst(batch))
         found.add(batch[rows], strategies, seconds)
         priced += len(batch) * len(ways.strategies)
     rows, strategies, seconds = found.sorted()
     return Swept(points.take(rows), strategies, seconds, priced)
 
 
+def _families(points: Points) -> np.ndarray:
+    """By point, the number of its family, about which the closed form is wrong alike: the axes that split a model or a sequence, the
+    schedule, and whether there are replicas."""
+    by_mesh = [(mesh.inner, mesh.size("replicate") > 1) for mesh in points.meshes]
+    numbers = {family: number for number, family in enumerate(dict.fromkeys(by_mesh))}
+    return np.array([numbers[family] for family in by_mesh])[points.mesh] * len(SCHEDULES) + points.schedule
+
+
 def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -> list[Strategy | None]:
     """Each point's fastest strategy that fits `room` bytes by the closed form."""
     found: list[Strategy | None] = [None] * len(points)
-    for place, strategy, seconds in zip(*_weighed(run, pricing, points, room, _ways(run, points), np.inf), strict=True):
-        found[place] = strategy if seconds < np.inf else None
+    fastest = np.full(len(points), np.inf)
+    for place, strategy, seconds in zip(
+        *_weighed(run, pricing, points, room, _ways(run, points.offloads), fastest), strict=True
+    ):
+        if seconds < fastest[place]:
+            found[place], fastest[place] = strategy, seconds
     return found
 
 
@@ -122,37 +139,54 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
 
 
 class _Best:
-    """The fastest strategy of each point seen, and the `size` best points of them."""
+    """The `size` best points of each family, each with its strategies; none that takes `reach` times the fastest."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.kept: dict[int, tuple[float, Strategy]] = {}
-        self.worst = np.inf
+    def __init__(self, size: int, reach: float, families: np.ndarray) -> None:
+        self.size, self.reach, self.families = size, reach, families
+        self.kept: dict[int, dict[int, list[tuple[float, Strategy]]]] = {}
+        """By family and point."""
+        self.limit = np.inf
+        self._worst = np.full(int(families.max(initial=0)) + 1, np.inf)
 
-    @property
-    def full(self) -> bool:
-        return len(self.kept) >= self.size
+    def worst(self, rows: np.ndarray) -> np.ndarray:
+        """Seconds from which on a strategy of each point is not kept."""
+        return np.minimum(self._worst[self.families[rows]], self.limit)
 
     def add(self, rows: np.ndarray, strategies: Sequence[Strategy], seconds: np.ndarray) -> None:
-        """Points, each with its fastest strategy."""
-        for at in map(int, np.flatnonzero(seconds < self.worst)):
-            self.kept[int(rows[at])] = float(seconds[at]), strategies[at]
-        if len(self.kept) > self.size:
-            self.kept = {row: self.kept[row] for row in self._ranked()[: self.size]}
-        if self.full:
-            self.worst = max(time for time, _ in self.kept.values())
+        """Points, each as often as it has strategies."""
+        self.limit = min(self.limit, self.reach * float(seconds.min(initial=np.inf)) * (1 + 1e-12))
+        touched = set()
+        for at in map(int, np.flatnonzero(seconds < self.worst(rows))):
+            row = int(rows[at])
+            family = int(self.families[row])
+            self.kept.setdefault(family, {}).setdefault(row, []).append((float(seconds[at]), strategies[at]))
+            touched.add(family)
+        for family in touched:
+            points = sorted(self.kept[family].items(), key=lambda item: (_least_seconds(item[1]), item[0]))
+            self.kept[family] = dict(points[: self.size])
+            if len(points) >= self.size:
+                self._worst[family] = _least_seconds(points[self.size - 1][1])
 
     def sorted(self) -> tuple[np.ndarray, tuple[Strategy, ...], np.ndarray]:
-        rows = self._ranked()
-        kept = [self.kept[row] for row in rows]
+        ranked = sorted(
+            (
+                (seconds, row, strategy)
+                for points in self.kept.values()
+                for row, ways in points.items()
+                for seconds, strategy in ways
+                if seconds <= self.limit
+            ),
+            key=lambda way: way[:2],
+        )
         return (
-            np.array(rows, dtype=np.int64),
-            tuple(strategy for _, strategy in kept),
-            np.array([time for time, _ in kept]),
+            np.array([row for _, row, _ in ranked], dtype=np.int64),
+            tuple(strategy for _, _, strategy in ranked),
+            np.array([seconds for seconds, _, _ in ranked]),
         )
 
-    def _ranked(self) -> list[int]:
-        return sorted(self.kept, key=lambda row: (self.kept[row][0], row))
+
+def _least_seconds(ways: Sequence[tuple[float, Strategy]]) -> float:
+    return min(seconds for seconds, _ in ways)
 
 
 def _fastest(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
@@ -190,23 +224,32 @@ class _Ways:
     lean: np.ndarray
     moving: np.ndarray
     """Whether the lean end has activations in host memory where the rich one keeps them."""
+    classes: tuple[np.ndarray, ...]
+    """Places of the strategies about which the closed form is wrong alike: they recompute and move alike."""
 
 
-def _ways(run: RunSpec, points: Points) -> _Ways:
-    pairs = _pairs(run, points.offloads)
-    strategies = [Strategy(rich, lean, gradients) for gradients in _sums(run) for rich, lean in pairs]
+def _ways(run: RunSpec, offloads: tuple[Offload, ...]) -> _Ways:
+    return _ways_between(tuple(_pairs(run, offloads)), _sums(run))
+
+
+@lru_cache(maxsize=8)
+def _ways_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradients, ...]) -> _Ways:
+    strategies = [Strategy(rich, lean, gradients) for gradients in sums for rich, lean in pairs]
     ends = [[one.layer(one.rich), one.layer(one.lean)] for one in strategies]
     kinds = tuple(dict.fromkeys(kind for pair in ends for kind in pair))
-    rich, lean = np.array([[kinds.index(kind) for kind in pair] for pair in ends]).T
+    places = {kind: place for place, kind in enumerate(kinds)}
+    rich, lean = np.array([[places[kind] for kind in pair] for pair in ends]).T
     moving = [not one.layer(one.rich).activations_away and one.layer(one.lean).activations_away for one in strategies]
-    return _Ways(tuple(strategies), kinds, rich, lean, np.array(moving))
+    alike = [(one.lean.recompute, one.lean.offload in ("activations", "both")) for one in strategies]
+    classes = tuple(np.flatnonzero([one == kind for one in alike]) for kind in dict.fromkeys(alike))
+    return _Ways(tuple(strategies), kinds, rich, lean, np.array(moving), classes)
 
 
 def _weighed(
-    run: RunSpec, pricing: Pricing, points: Points, room: float, ways: _Ways, worst: float
+    run: RunSpec, pricing: Pricing, points: Points, room: float, ways: _Ways, worst: np.ndarray
 ) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
-    """The points, by place, of which a strategy may take less than `worst` seconds, and each one's fastest and its seconds: infinite where
-    none fits."""
+    """The points, by place, of which a strategy takes less than their `worst` seconds, with the fastest of each class of strategies that
+    does and its seconds."""
     plain = layouts(run, points, ways.kinds[0])
     seconds, able = ranked_seconds(pricing, _under(plain, ways.kinds)), _able(run, points, ways.kinds)
     # A mixture takes as long as the faster of its ends at least.
@@ -217,8 +260,15 @@ def _weighed(
     priced = _Priced(seconds[:, near], *_held(run, pricing, _under(layout, ways.kinds)))
     moving = _Moving(run, pricing, layout, ways)
     mixed = np.where(legal[ways.rich] & legal[ways.lean], _mixed(run, priced, ways, room, moving), np.inf)
-    best = mixed.argmin(axis=0)
-    return near, [ways.strategies[one] for one in best], mixed[best, np.arange(len(near))]
+    rows, strategies, found = [], [], []
+    for members in ways.classes:
+        best = members[mixed[members].argmin(axis=0)]
+        taken = mixed[best, np.arange(len(near))]
+        kept = np.flatnonzero(taken < worst[near])
+        rows.append(near[kept])
+        strategies += [ways.strategies[number] for number in best[kept]]
+        found.append(taken[kept])
+    return np.concatenate(rows), strategies, np.concatenate(found)
 
 
 def _able(run: RunSpec, points: Points, kinds: Sequence[LayerStrategy]) -> np.ndarray:
@@ -373,9 +423,10 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
     shards, data = points.column("shard") * context, points.column("data")
     precision = precision_of(run)
     schedule = points.schedule, pipeline, points.accumulate, points.virtual
+    expert = points.column("expert") * tensor if run.model.experts else 1.0
     return Layouts(
         tensor=tensor, pipeline=pipeline, virtual=points.virtual.astype(float), context=context,
-        expert=points.column("expert") * tensor if run.model.experts else 1.0,
+        expert=expert, imbalance=usual_imbalance(expert),
         data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards, micro_batch=points.micro.astype(float),
         global_batch=float(run.train.global_batch), seq=float(run.train.seq_len),
         ulysses=points.column("context_ulysses"),

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import as_nodes, context_size, number, plan_time
-from meshwright.planner.candidate import budget_of, fits, pins_of
+from meshwright.planner.candidate import budget_of, fits, pins_of, untrainable
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
@@ -27,6 +27,7 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8 import fits_fp8, unlike_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
+from meshwright.spec.plan_name import mesh_name
 from meshwright.spec.run import RunSpec
 
 QUICK = 0.5
@@ -53,7 +54,7 @@ class Change:
 
 
 def what_if(
-    run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = False
+    run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = True
 ) -> tuple[Change, ...]:
     """Changes by what they bring, most first; empty where no step time is known."""
     if plan.predicted is None or plan.predicted.step_seconds is None:
@@ -150,9 +151,10 @@ def _another_node(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> 
             if more > nodes + 1
             else ""
         )
-        meshed = " × ".join(f"{axis.axis} {axis.size}" for axis in found.mesh)
         added = "one more node" if more == nodes + 1 else f"{more - nodes} more nodes"
-        return _change(f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)", run, plan, larger, found, meshed + odd)
+        return _change(
+            f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)", run, plan, larger, found, mesh_name(found) + odd
+        )
     alone = plan.batch.micro_batch * plan.batch.accumulate == 1
     note = "the batch has no more sequences to give" if alone else "no larger cluster divides the batch"
     return _change("more nodes", run, plan, run, plan, note)
@@ -232,7 +234,7 @@ def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     """`plan`, and on its mesh every micro-batch with the layers that are fastest there and fit, as far as the run pins none of it."""
     yield replace(plan, predicted=None)
     held, budget = _held(run, plan), budget_of(run)
-    space = points(held)
+    space = points(held, trainable=untrainable(plan) is None)
     axes = [axis.axis for axis in plan.mesh if axis.size > 1]
     alike = [[axis for axis in mesh.order if mesh.size(axis) > 1] == axes for mesh in space.meshes]
     space = space.take(np.flatnonzero(np.array(alike, bool)[space.mesh]))

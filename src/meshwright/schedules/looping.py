@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from meshwright.schedules.action import Action, Kind
 from meshwright.schedules.phrases import warm_then_alternate
-from meshwright.schedules.schedule import Placement, Schedule, evaluated, looped, trained
+from meshwright.schedules.schedule import ComputeOrder, Placement, Schedule, evaluated, looped
 
 
-def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Schedule:
+def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> ComputeOrder:
     """1F1B over smaller stages: a group of micro-batches visits the rank's stages in turn (Narayanan et al., arXiv 2104.04473 §2.2).
 
     The paper asks for micro-batches in groups of `ranks`. Where they do not divide, groups are as even as can be and
@@ -24,10 +24,10 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Sch
         backwards = [Action("backward", stage, one) for group in groups for stage in stages[::-1] for one in group]
         warm_up = min(len(forwards), 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * len(groups[0]))
         compute.append(warm_then_alternate(forwards, backwards, warm_up))
-    return trained("interleaved", micro_batches, placement, compute)
+    return placement, compute
 
 
-def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
+def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> ComputeOrder:
     """Every micro-batch through one stage before the next: layered accumulation (Lamy-Poirier, arXiv 2106.02679, 2211.05953).
 
     Parameters of a stage are wanted once for each direction and its gradient is complete after one stretch, so they are
@@ -39,7 +39,7 @@ def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> S
         _sweep("forward", stages, micro_batches) + _sweep("backward", stages[::-1], micro_batches)
         for stages in placement
     ]
-    return trained("breadth_first", micro_batches, placement, compute)
+    return placement, compute
 
 
 def forward_only(placement: Placement, micro_batches: int) -> Schedule:

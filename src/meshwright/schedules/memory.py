@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.schedules.action import COMPUTE
-from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.action import COMPUTE, Action
+from meshwright.schedules.schedule import ComputeOrder, Schedule
 
 
 def peak_in_flight(
@@ -41,3 +41,35 @@ def _peak(schedule: Schedule, rank: int, held: Sequence[float], kept: Sequence[f
             elif part.kind == "backward_weight" and first:
                 alive -= kept[stage]
     return most
+
+
+Counts = tuple[tuple[tuple[int, ...], ...], ...]
+"""By rank, moments at which it may hold the most: how many forwards of each of its stages are alive then."""
+
+
+def fullest_moments(order: ComputeOrder) -> Counts:
+    """The moments of which `peak_in_flight` finds one, whatever a forward of each stage leaves: no other has more of any stage alive."""
+    return tuple(map(_fullest, *order))
+
+
+def _fullest(stages: Sequence[int], mine: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
+    places = {stage: place for place, stage in enumerate(stages)}
+    alive, found = [0] * len(places), dict[tuple[int, ...], None]()
+    rising = False
+    for action in mine:
+        forwards = [part.stage for part in action.parts if part.kind == "forward"]
+        for stage in forwards:
+            alive[places[stage]] += 1
+        backwards = [part.stage for part in action.parts if part.kind in ("backward", "backward_weight")]
+        if backwards and (rising or forwards):
+            found[tuple(alive)] = None
+        rising = bool(forwards) or (rising and not backwards)
+        for stage in backwards:
+            alive[places[stage]] -= 1
+    if rising:
+        found[tuple(alive)] = None
+    return tuple(one for one in found if not any(_below(one, other) for other in found))
+
+
+def _below(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))

@@ -13,8 +13,8 @@ from typing import TypeVar
 from meshwright.schedules.collectives import Gather, Reduce
 from meshwright.schedules.expand import Order, expand
 from meshwright.schedules.looping import forward_only
-from meshwright.schedules.registry import build
-from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.registry import build, order_of
+from meshwright.schedules.schedule import ComputeOrder, Schedule
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import LayerStrategy, Plan
 
@@ -25,15 +25,15 @@ Kept = tuple[tuple[T, ...], ...]
 
 def training_schedule(plan: Plan, layers: int) -> Schedule:
     """A step of a model of `layers` blocks, in unit actions. Raises BadInput when it cannot be made for the plan's sizes."""
-    strategies = _strategies(plan, layers)
+    strategies = unit_strategies(plan, layers)
     gather = tuple(tuple(map(_gather, row)) for row in strategies)
     reduce = tuple(tuple(map(_reduce, row)) for row in strategies)
-    return _expanded(*_stages(plan, layers), _order(plan), gather, reduce)
+    return _expanded(*schedule_key(plan, layers), _order(plan), gather, reduce)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
     """A pass without backward over the same stages, in unit actions."""
-    strategies = _strategies(plan, layers)
+    strategies = unit_strategies(plan, layers)
     gather = [[_gather(one) for one in row] for row in strategies]
     stages = forward_only(stage_schedule(plan, layers).placement, micro_batches)
     passes = expand(stages, [len(row) for row in strategies], order=_order(plan), gather=gather, reduce="never")
@@ -42,7 +42,7 @@ def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule
 
 def stage_schedule(plan: Plan, layers: int) -> Schedule:
     """A step in stage actions, before it is cut into units."""
-    return _built(*_stages(plan, layers))
+    return _built(*schedule_key(plan, layers))
 
 
 def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
@@ -51,13 +51,13 @@ def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
     return tuple(sorted((stage for row in table for stage in row), key=lambda stage: stage.start))
 
 
-def _stages(plan: Plan, layers: int) -> tuple[str, int, int, int]:
-    """What `registry.build` asks."""
+def schedule_key(plan: Plan, layers: int) -> tuple[str, int, int, int]:
+    """Name, ranks, micro-batches and stages per rank of the plan's schedule: what `registry.build` asks."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
     return plan.schedule.name, len(table), plan.batch.accumulate, len(table[0])
 
 
-def _strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
+def unit_strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
     """By stage and unit."""
     rows = []
     for stage in stages_of(plan, layers):
@@ -79,6 +79,12 @@ def _order(plan: Plan) -> Order:
 
 
 @lru_cache(maxsize=128)  # the planner asks for the same ones under every batch and strategy
+def kept_order(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> ComputeOrder:
+    """`registry.order_of`, kept for the next plan that asks for it."""
+    return order_of(name, ranks, micro_batches, stages_per_rank)
+
+
+@lru_cache(maxsize=32)
 def _built(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
     return build(name, ranks, micro_batches, stages_per_rank)
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from meshwright.schedules.action import Action
 from meshwright.schedules.phrases import Row, warm_then_alternate
-from meshwright.schedules.schedule import Schedule, looped, trained
+from meshwright.schedules.schedule import ComputeOrder, looped
 
 
-def gpipe(ranks: int, micro_batches: int) -> Schedule:
+def gpipe(ranks: int, micro_batches: int) -> ComputeOrder:
     """All forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
-    return _alternating("gpipe", ranks, micro_batches, [micro_batches] * ranks)
+    return _alternating(ranks, micro_batches, [micro_batches] * ranks)
 
 
-def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+def one_f_one_b(ranks: int, micro_batches: int) -> ComputeOrder:
     """As many forwards as it takes for the first gradient to come back, then one forward and one backward in turn.
 
     The same bubble as GPipe with at most `ranks` micro-batches alive (Narayanan et al., arXiv 2006.09503, PipeDream-Flush).
     """
-    return _alternating("1f1b", ranks, micro_batches, [min(micro_batches, ranks - 1 - rank) for rank in range(ranks)])
+    return _alternating(ranks, micro_batches, [min(micro_batches, ranks - 1 - rank) for rank in range(ranks)])
 
 
-def zb_h1(ranks: int, micro_batches: int) -> Schedule:
+def zb_h1(ranks: int, micro_batches: int) -> ComputeOrder:
     """1F1B with the backward split; rank r does the weight half r micro-batches late (Qi et al., arXiv 2401.10241 §2.1).
 
     A gradient travels up after the input half alone, and the weight halves saved up fill what the last ranks would idle
@@ -37,13 +37,13 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
             row.write("W", done >= rank)
         row.write_owed()
         compute.append(row.actions)
-    return trained("zb_h1", micro_batches, looped(ranks), compute)
+    return looped(ranks), compute
 
 
-def _alternating(name: str, ranks: int, micro_batches: int, warm_up: list[int]) -> Schedule:
+def _alternating(ranks: int, micro_batches: int, warm_up: list[int]) -> ComputeOrder:
     compute = []
     for rank in range(ranks):
         forwards = [Action("forward", rank, micro_batch) for micro_batch in range(micro_batches)]
         backwards = [Action("backward", rank, micro_batch) for micro_batch in range(micro_batches)]
         compute.append(warm_then_alternate(forwards, backwards, warm_up[rank]))
-    return trained(name, micro_batches, looped(ranks), compute)
+    return looped(ranks), compute

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.schedules.looping import breadth_first, groups_of, interleaved
 from meshwright.schedules.one_stage import gpipe, one_f_one_b, zb_h1
-from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.schedule import ComputeOrder, Schedule, trained
 from meshwright.schedules.vee import dualpipe_v, zbv
 from meshwright.spec.errors import BadInput, nearest
 
@@ -16,12 +16,12 @@ from meshwright.spec.errors import BadInput, nearest
 class Entry:
     """One schedule: how to make it, for which sizes, and the published bound of its memory.
 
-    `build` takes (ranks, micro-batches, stages per rank); `in_flight` takes (ranks, rank, micro-batches, stages per rank)
+    `order` takes (ranks, micro-batches, stages per rank); `in_flight` takes (ranks, rank, micro-batches, stages per rank)
     and bounds how many stage forwards the rank holds at once. `micro_batches_per_rank` is the least number of
     micro-batches divided by ranks, 0 where any number will do.
     """
 
-    build: Callable[[int, int, int], Schedule]
+    order: Callable[[int, int, int], ComputeOrder]
     in_flight: Callable[[int, int, int, int], int]
     stages_per_rank: range
     micro_batches_per_rank: int = 0
@@ -34,43 +34,43 @@ TWO = range(2, 3)
 
 SCHEDULES: dict[str, Entry] = {
     "gpipe": Entry(
-        build=lambda ranks, micro_batches, _: gpipe(ranks, micro_batches),
+        order=lambda ranks, micro_batches, _: gpipe(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: micro_batches,
         stages_per_rank=ONE,
     ),
     "1f1b": Entry(
-        build=lambda ranks, micro_batches, _: one_f_one_b(ranks, micro_batches),
+        order=lambda ranks, micro_batches, _: one_f_one_b(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: min(micro_batches, ranks - rank),
         stages_per_rank=ONE,
     ),
     "interleaved": Entry(
-        build=interleaved,
+        order=interleaved,
         in_flight=lambda ranks, rank, micro_batches, stages: min(
             micro_batches * stages, 2 * (ranks - 1 - rank) + (stages - 1) * len(groups_of(ranks, micro_batches)[0]) + 1
         ),
         stages_per_rank=ANY[1:],
     ),
     "zb_h1": Entry(
-        build=lambda ranks, micro_batches, _: zb_h1(ranks, micro_batches),
+        order=lambda ranks, micro_batches, _: zb_h1(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: min(micro_batches, ranks),
         stages_per_rank=ONE,
         splits_backward=True,
     ),
     "zbv": Entry(
-        build=lambda ranks, micro_batches, _: zbv(ranks, micro_batches),
+        order=lambda ranks, micro_batches, _: zbv(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: 2 * min(micro_batches, ranks),
         stages_per_rank=TWO,
         splits_backward=True,
     ),
     "dualpipe_v": Entry(
-        build=lambda ranks, micro_batches, _: dualpipe_v(ranks, micro_batches),
+        order=lambda ranks, micro_batches, _: dualpipe_v(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: 2 * ranks + 1,
         stages_per_rank=TWO,
         micro_batches_per_rank=2,
         splits_backward=True,
     ),
     "breadth_first": Entry(
-        build=breadth_first,
+        order=breadth_first,
         in_flight=lambda ranks, rank, micro_batches, stages: micro_batches * stages,
         stages_per_rank=ANY,
     ),
@@ -80,11 +80,16 @@ SCHEDULES: dict[str, Entry] = {
 
 def build(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
     """The schedule called `name` (with the fewest stages per rank it allows when none are given); BadInput when there is none."""
+    return trained(name, micro_batches, *order_of(name, ranks, micro_batches, stages_per_rank))
+
+
+def order_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> ComputeOrder:
+    """Its order of forwards and backwards, without transfers; BadInput likewise."""
     entry = entry_of(name)
     stages = entry.stages_per_rank.start if stages_per_rank is None else stages_per_rank
     if refused := refusal(name, ranks, micro_batches, stages):
         raise BadInput(refused)
-    return entry.build(ranks, micro_batches, stages)
+    return entry.order(ranks, micro_batches, stages)
 
 
 def entry_of(name: str) -> Entry:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from meshwright.schedules.action import COMPUTE, Action
 from meshwright.schedules.transfers import in_turns, with_transfers
 
 Placement = tuple[tuple[int, ...], ...]
 """By pipeline rank, its virtual stages in the order a micro-batch visits them."""
+ComputeOrder = tuple[Placement, Sequence[Sequence[Action]]]
+"""Where the stages are, and by pipeline rank the forwards and backwards in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,7 @@ class Schedule:
     @property
     def channels(self) -> tuple[tuple[int, int], ...]:
         """(sender, receiver) pairs of ranks that exchange messages: one communicator each."""
-        held = self.rank_of
-        sends = ((rank, held[a.peer]) for rank, mine in enumerate(self.actions) for a in mine if a.kind == "send")
-        return tuple(sorted(set(sends)))
+        return channels(self.placement, forward_only=not self.trains)
 
     @property
     def trains(self) -> bool:
@@ -79,6 +80,13 @@ def rank_of(placement: Placement) -> tuple[int, ...]:
     """The rank that holds each stage."""
     holders = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     return tuple(holders[stage] for stage in range(len(holders)))
+
+
+def channels(placement: Placement, *, forward_only: bool = False) -> tuple[tuple[int, int], ...]:
+    """(sender, receiver) pairs of ranks that exchange activations and, unless `forward_only`, gradients."""
+    down = {pair for pair in pairwise(rank_of(placement)) if pair[0] != pair[1]}
+    up = set() if forward_only else {(receiver, sender) for sender, receiver in down}
+    return tuple(sorted(down | up))
 
 
 def trained(name: str, micro_batches: int, placement: Placement, compute: Sequence[Sequence[Action]]) -> Schedule:

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from meshwright.schedules.action import Action
 from meshwright.schedules.phrases import Row, keep
-from meshwright.schedules.schedule import Schedule, trained, vee
+from meshwright.schedules.schedule import ComputeOrder, vee
 
 
-def zbv(ranks: int, micro_batches: int) -> Schedule:
+def zbv(ranks: int, micro_batches: int) -> ComputeOrder:
     """Zero bubble in a V: no rank idles between its first forward and its last weight half when forward, input half and
     weight half take equal time, at 1F1B's memory (Qi et al., arXiv 2401.10241 §6).
     """
     filled = max(micro_batches, 2 * ranks - 1)
     compute = [keep(_zbv_row(rank, ranks, filled), micro_batches) for rank in range(ranks)]
-    return trained("zbv", micro_batches, vee(ranks), compute)
+    return vee(ranks), compute
 
 
-def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
+def dualpipe_v(ranks: int, micro_batches: int) -> ComputeOrder:
     """DeepSeek's DualPipe folded into a V: in the steady state a forward of one stage runs into a backward of the other,
     so that the communication of each hides under the compute of the other (DeepSeek-V3, arXiv 2412.19437; deepseek-ai/DualPipe).
     """
     compute = [_dualpipe_row(rank, ranks, micro_batches) for rank in range(ranks)]
-    return trained("dualpipe_v", micro_batches, vee(ranks), compute)
+    return vee(ranks), compute
 
 
 def _zbv_row(rank: int, ranks: int, micro_batches: int) -> list[Action]:

@@ -7,6 +7,7 @@ from math import inf
 
 import numpy as np
 
+from meshwright.costs.collectives import MOST_OF_LINE, link_rate, port_rate
 from meshwright.costs.of_plan import Pricing, number
 from meshwright.simulator.timing import Link
 from meshwright.spec.cluster import ClusterSpec
@@ -59,10 +60,10 @@ def _link(
     apart = pairs[0] // domain != pairs[1] // domain
     senders, receivers = (end[apart] for end in pairs)
     if not len(senders):
-        rate = min(number(end.machine.link * end.constants.link) for end in ends)
+        rate = min(number(link_rate(end.machine, end.constants)) for end in ends)
         return Link((boundary_us + max(number(k.link_us) for k in constants)) * 1e-6, rate)
-    port = min(number(end.machine.nic * end.constants.net) for end in ends)
-    port = min(port, bridge.bytes_per_second * min(number(k.net) for k in constants))
+    port = min(number(port_rate(end.machine, end.constants)) for end in ends)
+    port = min(port, bridge.bytes_per_second * min(min(number(k.net), MOST_OF_LINE) for k in constants))
     if tcp:
         port *= per_node / int(np.bincount(senders // per_node).max())
     pod = number(machine.pod)

@@ -9,11 +9,13 @@ from typing import TypeVar
 
 from meshwright.costs.memory import activation_bytes, memory_by_rank, optimizer_on_host
 from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
-from meshwright.schedules.memory import peak_in_flight
-from meshwright.schedules.of_plan import stage_schedule, stages_of, training_schedule
+from meshwright.schedules.memory import Counts, fullest_moments
+from meshwright.schedules.of_plan import kept_order, schedule_key, stages_of, training_schedule, unit_strategies
+from meshwright.schedules.schedule import Placement, channels, rank_of
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.slow_nodes import rank_prices
+from meshwright.simulator.stage_play import Program, program_of
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Table, Timing
 from meshwright.simulator.units import Seconds, Unit, UnitCosts
@@ -25,6 +27,9 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 
 T = TypeVar("T")
+REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
+"""Schedules that hold no more of more micro-batches, once there are `PAST_FILLING` for each rank."""
+PAST_FILLING = 3
 
 
 def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timeline:
@@ -34,6 +39,17 @@ def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
     cannot be made for the plan's micro-batches and stages.
     """
     return simulate(training_schedule(plan, model.layers), timing_of(model, train, plan, cluster))
+
+
+def stage_program(plan: Plan, layers: int) -> Program:
+    """The plan's schedule for `play_stages`: by units where all micro-batches run through each. Raises BadInput as `training_schedule`."""
+    key = schedule_key(plan, layers)
+    return _program_of(key, tuple(map(len, unit_strategies(plan, layers))) if plan.layered else ())
+
+
+@lru_cache(maxsize=64)
+def _program_of(key: tuple[str, int, int, int], units: tuple[int, ...]) -> Program:
+    return program_of(kept_order(*key), key[2], units)
 
 
 def units_of(model: ModelSpec, stage: range) -> list[Unit]:
@@ -51,8 +67,26 @@ def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> t
 
 @lru_cache(maxsize=256)  # a search asks whether a plan fits, and then how much it takes
 def _memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool) -> tuple[dict[str, int], ...]:
-    alive = peak_in_flight(stage_schedule(plan, model.layers), activation_bytes(model, train, plan))
+    alive = _peaks(plan, model.layers, activation_bytes(model, train, plan))
     return memory_by_rank(model, train, plan, cpu=cpu, alive=alive)
+
+
+def _peaks(plan: Plan, layers: int, left: Sequence[float]) -> list[float]:
+    """By pipeline rank, the most that forwards leave for backwards; `left` by stage."""
+    name, ranks, micro_batches, per_rank = schedule_key(plan, layers)
+    if name in REPEATING_SCHEDULES and micro_batches % ranks == 0:
+        micro_batches = min(micro_batches, PAST_FILLING * ranks)
+    moments, placement = _moments(name, ranks, micro_batches, per_rank)
+    return [
+        max(sum(count * left[stage] for count, stage in zip(counts, stages, strict=True)) for counts in rank)
+        for rank, stages in zip(moments, placement, strict=True)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _moments(name: str, ranks: int, micro_batches: int, per_rank: int) -> tuple[Counts, Placement]:
+    order = kept_order(name, ranks, micro_batches, per_rank)
+    return fullest_moments(order), order[0]
 
 
 def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float]:
@@ -66,7 +100,7 @@ def _activations_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: 
     left = activation_bytes(model, train, plan, away=True)
     if not any(left):
         return 0.0
-    rows = peak_in_flight(stage_schedule(plan, model.layers), left)
+    rows = _peaks(plan, model.layers, left)
     apart = any(axis.axis == "pipeline" and axis.crosses == "node" for axis in plan.mesh)
     return (max(rows) if apart else sum(rows) / len(rows)) * plan.ranks / nodes
 
@@ -75,9 +109,10 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     """How long every action of the plan takes, by the cost model. Raises BadInput where it says nothing."""
     cluster = as_nodes(cluster)
     priced = priced_or_refused(model, train, plan, cluster)
-    schedule = stage_schedule(plan, model.layers)
+    name, depth, many, per_rank = schedule_key(plan, model.layers)
+    placement, _ = kept_order(name, depth, min(many, PAST_FILLING * depth), per_rank)  # however many there are
     prices = [rank or priced for rank in rank_prices(model, train, plan, cluster)]
-    held = schedule.rank_of
+    held = rank_of(placement)
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]
     made = {id(one): UnitCosts(model, plan, one, tied_apart=held[0] != held[-1]) for one in prices}
     ranks = [made[id(one)] for one in prices]  # one object for all ranks on nodes alike
@@ -91,7 +126,7 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 
     compute = table(UnitCosts.compute)
     # A rank's host time of one micro-batch is booked where its first stage begins.
-    for costs, stages_held in zip(ranks, schedule.placement, strict=True):
+    for costs, stages_held in zip(ranks, placement, strict=True):
         first = compute[stages_held[0]]
         inside = {**first[0].inside, "host": first[0].inside.get("host", 0.0) + costs.host_micro}
         first[0] = replace(first[0], forward=first[0].forward + costs.host_micro, inside=inside)
@@ -102,7 +137,7 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
         backward_input=_column(compute, "backward_input"),
         backward_weight=_column(compute, "backward_weight"),
         boundary_bytes=[size * model.hidden * 2] * (len(stages) - 1),
-        links=links_of(plan, cluster, prices, schedule.channels),
+        links=links_of(plan, cluster, prices, channels(placement)),
         unshard=table(UnitCosts.gather) if sharded else (),
         reduce=table(UnitCosts.reduce) if sharded else (),
         replicate=table(UnitCosts.replicate) if replicated else (),
@@ -118,7 +153,7 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
         norm_seconds=max(costs.constant for costs in ranks),
         optim_seconds=[
             costs.optimizer([unit for stage in row for unit in stages[stage]])
-            for costs, row in zip(ranks, schedule.placement, strict=True)
+            for costs, row in zip(ranks, placement, strict=True)
         ],
         inside=_inside(compute, plan.batch.accumulate / len(ranks)),
     )

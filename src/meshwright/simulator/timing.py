@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.errors import BadInput
@@ -80,6 +80,17 @@ class Timing:
     def between(self, sender: int, receiver: int) -> Link:
         """The link from one pipeline rank to another."""
         return self.links.get((sender, receiver), self.link)
+
+    def stretched(self, times: float) -> Timing:
+        """With micro-batches that are so many times as large."""
+
+        def longer(table: Table) -> Table:
+            return [[times * seconds for seconds in row] for row in table]
+
+        return replace(
+            self, forward=longer(self.forward), backward_input=longer(self.backward_input), backward_weight=longer(self.backward_weight),
+            accumulate=longer(self.accumulate), boundary_bytes=[times * size for size in self.boundary_bytes],
+        )  # fmt: skip
 
     def check(self, schedule: Schedule) -> None:
         """Raise BadInput when a table does not cover the schedule."""

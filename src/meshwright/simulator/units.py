@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
-from meshwright.costs.compute import LayerTime, layer_times, product, rate
+from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width, summed_by_products
 from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
@@ -347,14 +347,14 @@ class UnitCosts:
         )
 
     def _weight_products(self, priced: Pricing, routed: bool) -> float:
-        """Seconds of one block's weight gradients: of each matrix a product as large as its forward."""
-        machine, k, layout = priced.machine, priced.constants, priced.layout
+        """Seconds of one block's weight gradients: of each matrix one product."""
+        layout = priced.layout
         tokens = layout.micro_batch * layout.seq / layout.context
-        speed, width = rate(machine, k), layout.tensor
+        speed, width = product_rate(priced.machine, priced.constants), layout.tensor
         rows = list(layer_parameters(self.model, self.model.first_dense_layers if routed else 0))
         matrices = [row.shape for row in rows if len(row.shape) == 2]
-        dense = sum(number(product(speed, k, tokens, inner, out / width)) for out, inner in matrices)
+        dense = sum(number(speed.seconds(inner, tokens, out / width)) for out, inner in matrices)
         experts = [row.shape for row in rows if row.expert]
         local = self.model.experts / np.maximum(layout.expert, 1.0)  # experts on this rank, and the rows that each gets
-        sent = tokens / width * self.model.experts_per_token / np.maximum(local, 1e-9)
-        return dense + sum(number(local * product(speed, k, sent, inner, out)) for _, out, inner in experts)
+        sent = tokens / width * self.model.experts_per_token / np.maximum(local, 1e-9) * layout.imbalance
+        return dense + sum(number(speed.seconds(inner, sent, out, local)) for _, out, inner in experts)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright.spec.cluster import CHIPS, chip_from_device_name
+from meshwright.spec.chips import CHIPS, chip_from_device_name, formats_on
 from meshwright.spec.divisors import divisors, nearest_divisor
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
@@ -57,7 +57,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _pins,
         _layers,
         _stages,
-        _fp64,
+        _formats,
         _fp8,
     )
     return [mistake for rule in rules for mistake in rule(run)]
@@ -118,8 +118,8 @@ def _mesh_fit(plan: Document, asked: _Run, sizes: dict[str, int]) -> Iterator[Mi
 def _precision_fit(plan: Document, asked: _Run, context: int) -> Iterator[Mistake]:
     """What stands against a plan file's number formats on so many `context` ranks."""
     precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
-    for key, expected in _fp64_rules(asked, precision):
-        yield plan.mistake(("precision", key), expected, "fp64", "fp32")
+    for key, expected in _format_rules(asked, precision):
+        yield plan.mistake(("precision", key), expected, str(precision[key]), "fp32")
     formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
     for key, expected in _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"), context):
         yield plan.mistake(("precision", key), expected, say(precision.get(key, "compute")))
@@ -452,20 +452,22 @@ def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistak
         yield Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got)
 
 
-def _fp64(run: _Run) -> Iterator[Mistake]:
-    for key, expected in _fp64_rules(run, {key: run(f"plan.{key}") for key in _FORMATS}):
+def _formats(run: _Run) -> Iterator[Mistake]:
+    for key, expected in _format_rules(run, {key: run(f"plan.{key}") for key in _FORMATS}):
         yield run.broken(f"plan.{key}", expected, "fp32")
 
 
 _FORMATS = ("compute", "reduce", "reduce_replicas")
 
 
-def _fp64_rules(run: _Run, formats: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
-    """(key of the precision, what is expected) for everything that is fp64 on GPUs."""
+def _format_rules(run: _Run, formats: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """(key of the precision, what is expected) for formats that the devices do not compute in."""
     gpu = run("cluster.gpu")
     for key in _FORMATS:
         if formats.get(key) == "fp64" and gpu not in (None, "cpu"):
             yield key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only"
+    if (known := formats_on(gpu)) and formats.get("compute") not in (None, "fp64", *known):
+        yield "compute", f"{' or '.join(known)} on {gpu}"
 
 
 def _fp8(run: _Run) -> Iterator[Mistake]:
@@ -491,8 +493,8 @@ def _fp8_rules(
     chip = CHIPS.get(run("cluster.gpu") or "")
     if chip is not None and "fp8" not in chip.peak_flops:
         yield "linear", f"compute, as {run('cluster.gpu')} has no fp8 products"
-    if compute == "fp64":
-        yield "linear", "compute, as plan.compute is fp64: fp8 goes with bf16 or fp32"
+    if compute in ("fp16", "fp64"):
+        yield "linear", f"compute, as plan.compute is {compute}: fp8 goes with bf16 or fp32"
     for name, size in sides({key: run(f"model.{key}") for key in WIDTHS}, run("train.seq_len"), context).items():
         if size % MULTIPLE:
             yield "linear", f"compute, as {name} = {size} is no multiple of {MULTIPLE}, which fp8 products need"

@@ -38,10 +38,25 @@ _B200 = {"bf16": 2250e12, "fp8": 4500e12, "mxfp8": 4500e12, "nvfp4": 9000e12, "f
 _GB200 = {"bf16": 2500e12, "fp8": 5000e12, "mxfp8": 5000e12, "nvfp4": 10000e12, "fp32": 80e12}
 _B300 = {"bf16": 2250e12, "fp8": 4500e12, "mxfp8": 4500e12, "nvfp4": 14000e12, "fp32": 75e12}
 _GB300 = {"bf16": 2500e12, "fp8": 5000e12, "mxfp8": 5000e12, "nvfp4": 15000e12, "fp32": 80e12}
+_GA102 = {"bf16": 71e12, "fp32": 35.6e12}
+_AD102 = {"bf16": 165.2e12, "fp8": 330.3e12, "fp32": 82.6e12}
+_GB202 = {"bf16": 209.5e12, "fp8": 419e12, "fp32": 104.8e12}
+_RTX6000_ADA = {"bf16": 364.2e12, "fp8": 728.5e12, "fp32": 91.1e12}
+_L40S = {"bf16": 362e12, "fp8": 733e12, "fp32": 91.6e12}
+_L40 = {"bf16": 181e12, "fp8": 362e12, "fp32": 90.5e12}
+_L4 = {"bf16": 121e12, "fp8": 242.5e12, "fp32": 30.3e12}
+_H20 = {"bf16": 148e12, "fp8": 296e12, "fp32": 44e12}
+_V100 = {"fp16": 125e12, "fp32": 15.7e12}
+_PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 50e9
+"""What 16 lanes carry in one direction, of 15.8, 31.5 and 63 GB/s on the line: links and host links of cards without NVLink."""
+_ETHERNET_10, _CLOUD_100, _CLOUD_400 = 1.25e9, 100e9 / 8 / 8, 400e9 / 8 / 8
+"""Ports of cards that no vendor sells a cluster of: 10 Gb/s for each (a guess); 100 and 400 Gb/s for eight, as clouds rent them."""
 _CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "fp32": 163e12}
 
 CHIPS = _table(
-    Chip("V100", "volta", 32 * GiB, {"fp16": 125e12, "fp32": 15.7e12}, 0.9e12, 150e9, 12.5e9, host=12.5e9),
+    Chip("V100", "volta", 32 * GiB, _V100, 0.9e12, 150e9, 12.5e9, host=_PCIE3),
+    Chip("V100-16GB", "volta", 16 * GiB, _V100, 0.9e12, 150e9, 12.5e9, host=_PCIE3),
+    Chip("T4", "turing", 15 * GiB, {"fp16": 65e12, "fp32": 8.1e12}, 0.32e12, _PCIE3, _CLOUD_100, host=_PCIE3),
     Chip("A100", "ampere", 80 * GiB, _AMPERE, 2.04e12, 300e9, 25e9),
     Chip("A100-40GB", "ampere", 40 * GiB, _AMPERE, 1.555e12, 300e9, 25e9),
     Chip("H800", "hopper", 80 * GiB, _HOPPER, 3.35e12, 200e9, 50e9, host=50e9),
@@ -52,6 +67,17 @@ CHIPS = _table(
     Chip("B300", "blackwell", 268 * GiB, _B300, 8e12, 900e9, 100e9, host=50e9),
     Chip("GB200", "blackwell", 185 * GiB, _GB200, 8e12, 900e9, 50e9, 4, 64, host=225e9),
     Chip("GB300", "blackwell", 277 * GiB, _GB300, 8e12, 900e9, 100e9, 4, 64, host=225e9),
+    Chip("H20", "hopper-h20", 96 * GiB, _H20, 4e12, 450e9, 50e9, host=_PCIE5),
+    Chip("RTX3090", "ampere-rtx", 24 * GiB, _GA102, 0.936e12, _PCIE4, _ETHERNET_10, 1, 1),
+    Chip("A10", "ampere-rtx", 22 * GiB, {"bf16": 125e12, "fp32": 31.2e12}, 0.6e12, _PCIE4, _CLOUD_100),
+    Chip("A10G", "ampere-rtx", 22 * GiB, {"bf16": 70e12, "fp32": 31.5e12}, 0.6e12, _PCIE4, _CLOUD_100),
+    Chip("A6000", "ampere-rtx", 48 * GiB, {"bf16": 154.8e12, "fp32": 38.7e12}, 0.768e12, _PCIE4, _ETHERNET_10, 1, 1),
+    Chip("RTX4090", "ada", 24 * GiB, _AD102, 1.008e12, _PCIE4, _ETHERNET_10, 1, 1),
+    Chip("RTX6000-Ada", "ada", 48 * GiB, _RTX6000_ADA, 0.96e12, _PCIE4, _ETHERNET_10, 1, 1),
+    Chip("L4", "ada", 22 * GiB, _L4, 0.3e12, _PCIE4, _CLOUD_100),
+    Chip("L40", "ada", 45 * GiB, _L40, 0.864e12, _PCIE4, _CLOUD_400),
+    Chip("L40S", "ada", 45 * GiB, _L40S, 0.864e12, _PCIE4, _CLOUD_400),
+    Chip("RTX5090", "blackwell-rtx", 32 * GiB, _GB202, 1.792e12, _PCIE5, _ETHERNET_10, 1, 1, host=_PCIE5),
     Chip("MI300X", "cdna3", 192 * GiB, _CDNA3, 5.3e12, 448e9, 50e9, host=50e9),
     Chip("Ascend910", "ascend", 32 * GiB, {"fp16": 256e12, "bf16": 256e12}, 1.2e12, 30e9, 12.5e9),
     Chip("Ascend910B", "ascend", 64 * GiB, {"fp16": 313e12, "bf16": 313e12, "fp32": 75e12}, 1.6e12, 196e9, 25e9),
@@ -60,14 +86,50 @@ CHIPS = _table(
 
 Host links: PCIe 3, 4 or 5 with 16 lanes; NVLink-C2C, shared by two GPUs, in GB200 and GB300.
 GB200 and GB300 name one GPU of the NVL72 rack; its domain counts the 64 that a power-of-two mesh uses.
+GeForce cards: peaks of products that are summed in fp32, half of what is advertised for sums in fp16; RTX3090 without its optional NVLink.
+V100 and T4 have no bf16. Generations name devices whose shares of these rates may be alike, so graphics cards have their own.
 """
+
+UNLIKE = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D", "MIG", "3E"})
+"""Words in a device's name that make it another device than the one whose name it bears besides."""
+_SPELLED = {
+    "A100-40GB": "A100 40GB", "V100-16GB": "V100 16GB", "RTX3090": "RTX 3090", "RTX4090": "RTX 4090", "RTX5090": "RTX 5090",
+    "RTX6000-Ada": "RTX 6000 ADA",
+}  # fmt: skip
+"""What drivers call chips whose name in the table is no single word of theirs."""
+
+
+MULTIPROCESSORS = {
+    "V100": 80, "V100-16GB": 80, "T4": 40, "A100": 108, "A100-40GB": 108, "H800": 132, "H100": 132, "H100-96GB": 132, "H200": 132,
+    "H20": 78, "B200": 148, "B300": 148, "GB200": 148, "GB300": 148, "RTX3090": 82, "A10": 72, "A10G": 80, "A6000": 84, "RTX4090": 128,
+    "RTX6000-Ada": 142, "L4": 58, "L40": 142, "L40S": 142, "RTX5090": 170, "MI300X": 304,
+}  # fmt: skip
+"""Processors of a device that each make one tile of a product's result at a time; chips that are not here have results of any size."""
+
+
+BEST_PRODUCTS = {
+    "A100": 271e12, "A100-40GB": 271e12, "H100": 794.5e12, "H200": 794.5e12, "B200": 1745e12, "B300": 1745e12, "GB200": 1822e12,
+    "GB300": 1822e12, "MI300X": 668e12,
+}  # fmt: skip
+"""FLOP/s of the fastest bf16 product that was measured on a chip, under its power limit (the search over shapes of Stas Bekman's Machine
+Learning Engineering, 2025). A100-40GB, H200, B300 and GB300 are taken to be as fast as the chip with the same tensor cores."""
 
 
 def chip_from_device_name(name: str) -> str | None:
     """The table's name for what the driver calls the device ("NVIDIA H100 80GB HBM3" → "H100"), or None when unknown."""
-    words = name.upper().replace("-", " ").split()
-    if "A100" in words and "40GB" in words:
-        return "A100-40GB"
+    spellings = {chip.upper(): chip for chip in CHIPS}
+    if name.upper() in spellings:
+        return spellings[name.upper()]
+    words = set(name.upper().replace("-", " ").split())
     if "H100" in words and any(word.startswith(("96GB", "94GB")) for word in words):
         return "H100-96GB"
-    return next((chip for chip in CHIPS if chip.upper() in words), None)
+    known = {chip: set(_SPELLED.get(chip, chip.upper()).split()) for chip in CHIPS}
+    found = [chip for chip, spelled in known.items() if spelled <= words and not words & UNLIKE - spelled]
+    return max(found, key=lambda chip: len(known[chip]), default=None)
+
+
+def formats_on(gpu: str | None) -> tuple[str, ...]:
+    """Number formats that `plan.compute` may have on a device; empty where that is not known."""
+    if gpu == "cpu":
+        return ("fp32", "bf16", "fp64")
+    return tuple(name for name in ("bf16", "fp16", "fp32") if gpu in CHIPS and name in CHIPS[gpu].peak_flops)

@@ -70,12 +70,17 @@ def _complete_cluster(document: Document, detect: Detect) -> list[str]:
 
 
 def _spell_chips(document: Document) -> None:
-    """Chips' names in the table's letters: h100 is H100."""
-    names = {name.upper(): name for name in ("cpu", *CHIPS)}
+    """Chips' names in the table's letters: h100 is H100, and "rtx 4090" RTX4090."""
+    names = {_plain(name): name for name in ("cpu", *CHIPS)}
     groups = document.get(("cluster", "groups"))
     for section in (document.get(("cluster",)), *(groups if isinstance(groups, list) else ())):
-        if isinstance(section, dict) and (name := names.get(str(section.get("gpu")).upper())):
+        if isinstance(section, dict) and (name := names.get(_plain(str(section.get("gpu"))))):
             section["gpu"] = name
+
+
+def _plain(chip: str) -> str:
+    """A chip's name without what people leave out or add."""
+    return re.sub(r"[\s_-]", "", chip).upper()
 
 
 def _find_run(document: Document, runs: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Literal, get_args
 
 from meshwright.spec.fields import Positive
@@ -24,6 +24,7 @@ Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
+Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Engine = Literal["kernel", "copy"]
 ReduceEngine = Literal["kernel", "exchange"]
@@ -108,8 +109,8 @@ class LayerStrategy:
 class Precision:
     """Number formats of the run; master weights and optimizer state are fp32 (fp64 when computing in fp64)."""
 
-    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """Weights and activations of forward and backward."""
+    compute: Compute = "bf16"
+    """Weights and activations of forward and backward. fp16 is planned only: its losses would have to be scaled."""
     linear: Linear = "compute"
     """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale a tensor or one a row (docs/fp8.md).
     Embedding, norms, attention and head are never in fp8."""
@@ -121,7 +122,7 @@ class Precision:
     """Gradients while they are summed over replicas, the sum that crosses nodes; none leaves them as they are stored, like the weights."""
 
     @property
-    def products(self) -> Literal["bf16", "fp32", "fp64", "fp8"]:
+    def products(self) -> Literal["bf16", "fp16", "fp32", "fp64", "fp8"]:
         """Format of the blocks' matrix products."""
         return self.compute if self.linear == "compute" else "fp8"
 
@@ -131,7 +132,7 @@ class Precision:
         return "fp64" if self.compute == "fp64" else "fp32"
 
     @property
-    def resident(self) -> Literal["bf16", "fp32", "fp64"]:
+    def resident(self) -> Compute:
         """Weights that stay on the device while their optimizer is in host memory: rounded as they are gathered, so that master weights
         leave where that is narrower. What is rounded to fp8 on its way is measured at full width, and stays so."""
         return self.compute if self.gather == "compute" else self.stored
@@ -237,7 +238,11 @@ class Plan:
 
     def axis_size(self, name: str) -> int:
         """Ranks along `name`; 1 when the mesh lacks the axis."""
-        return next((axis.size for axis in self.mesh if axis.axis == name), 1)
+        return self._sizes.get(name, 1)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {axis.axis: axis.size for axis in self.mesh}
 
     @property
     def bare(self) -> Plan:
@@ -250,7 +255,13 @@ class Plan:
 
     def strategies(self, layers: int) -> tuple[LayerStrategy, ...]:
         """Of every block of a model of `layers`."""
-        return _by_layer(self.layers, layers)
+        if layers not in self._strategies:
+            self._strategies[layers] = _by_layer(self.layers, layers)
+        return self._strategies[layers]
+
+    @cached_property
+    def _strategies(self) -> dict[int, tuple[LayerStrategy, ...]]:
+        return {}  # asked for by layer, and costly to look up by all strategies
 
     def strategy_of(self, parameter: str, layers: int) -> LayerStrategy:
         """The strategy of a parameter by its name: its block's; the embedding has the first block's, what follows the blocks the last's."""
@@ -298,8 +309,8 @@ class PlanPins:
     """What waits in host memory, for all layers."""
     layers: tuple[LayerStrategy, ...] | None = None
     """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
-    compute: Literal["bf16", "fp32", "fp64"] | None = None
-    """Number format of forward and backward."""
+    compute: Compute | None = None
+    """Number format of forward and backward; left out, bf16 on GPUs that have it and fp32 on others. fp16 is planned only."""
     linear: Linear | None = None
     """Number format of the linear layers' matrix products."""
     gather: Literal["compute", "fp8"] | None = None

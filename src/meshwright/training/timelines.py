@@ -96,12 +96,12 @@ class StepTimelines:
 def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
     """The step that the simulator predicts, or why it predicts none."""
     # The simulator and its cost model, which runs without a timeline start without.
-    from meshwright.costs.machine import UNPREDICTED, is_guessed
+    from meshwright.costs.machine import is_guessed, unpredicted
     from meshwright.costs.of_plan import pricing
     from meshwright.simulator.of_plan import simulate_plan
 
     if is_guessed(run.cluster):
-        return None, UNPREDICTED
+        return None, unpredicted(run.cluster)
     try:
         if pricing(run.model, run.train, plan, run.cluster) is None:
             return None, f"the cost model has no figures for {run.cluster.gpu} in {plan.precision.compute}"

@@ -1,0 +1,165 @@
+"""Holds the planner against layouts that others published: `make published-layouts` (two minutes of one core).
+
+For each run: the published seconds, what this program's own engine is predicted to take in that layout (pinned: tensor, context, pipeline
+and expert ranks, schedule, micro-batch), and what it chooses freely among plans that it can train. Writes docs/published-layouts.md.
+Published seconds are another software's; the pinned prediction is this one's, so the two differ by more than a model's error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.planner.search import search
+from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.load import load_run
+from meshwright.spec.plan import Plan
+
+PAGE = Path(__file__).parents[1] / "docs" / "published-layouts.md"
+DEEPSEEK = (
+    "model.family=qwen3_moe model.layers=61 model.hidden=7168 model.heads=128 model.kv_heads=8 model.head_dim=128 model.ffn_hidden=18432 "
+    "model.experts=256 model.experts_per_token=8 model.expert_hidden=2048 model.shared_expert_hidden=2048 model.first_dense_layers=3 "
+    "model.vocab_size=129280 model.max_seq_len=4096"
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run: the question that it answered, its layout as pins, and its seconds of a step."""
+
+    name: str
+    question: str
+    pins: str
+    seconds: float
+    source: str
+
+
+RUNS = (
+    Published(
+        "Llama-3.1-405B, 512 H100, fp8", "model=llama3-405b cluster.gpu=H100 cluster.nodes=64 train.seq_len=8192 train.global_batch=256 "
+        "plan.linear=fp8_tensorwise", "tensor=8 context_ring=2 pipeline=8 schedule=interleaved micro_batch=1", 12.37,
+        "NVIDIA dgxc-benchmarking 25.04",
+    ),
+    Published(
+        "Llama-3.1-405B, 8,192 H100", "model=llama3-405b cluster.gpu=H100 cluster.nodes=1024 train.seq_len=8192 train.global_batch=2048",
+        "tensor=8 pipeline=16 schedule=interleaved micro_batch=1", 12.5, "Llama 3 report, table 4, MFU 43%",
+    ),
+    Published(
+        "Llama-3.1-405B, 16,384 H100", "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 train.seq_len=8192 train.global_batch=2048",
+        "tensor=8 pipeline=16 schedule=interleaved micro_batch=1", 6.74, "Llama 3 report, table 4, MFU 41%",
+    ),
+    Published(
+        "Llama-3.1-405B, 16,384 H100, 131,072 tokens",
+        "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 train.seq_len=131072 train.global_batch=128",
+        "tensor=8 context_ring=16 pipeline=16 schedule=interleaved micro_batch=1", 15.3, "Llama 3 report, table 4, MFU 38%",
+    ),
+    Published(
+        "Llama-3.1-70B, 64 H100", "model=llama3-70b cluster.gpu=H100 cluster.nodes=8 train.seq_len=8192 train.global_batch=128",
+        "tensor=4 context_ring=2 pipeline=4 schedule=interleaved micro_batch=1", 14.66, "NVIDIA dgxc-benchmarking 25.04",
+    ),
+    Published(
+        "GPT-3 175B, 1,024 A100", "model=gpt3-175b cluster.gpu=A100 cluster.nodes=128 train.seq_len=2048 train.global_batch=768",
+        "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 11.9, "MegaScale, table 2, Megatron-LM",
+    ),
+    Published(
+        "GPT-3 175B, 12,288 A100", "model=gpt3-175b cluster.gpu=A100 cluster.nodes=1536 train.seq_len=2048 train.global_batch=6144",
+        "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 8.57, "MegaScale, table 2, Megatron-LM, the same model",
+    ),
+    Published(
+        "GPT-3 175B with parallel blocks and a window of 1,024, 12,288 A100",
+        "model=gpt3-175b model.parallel_block=true model.sliding_window=1024 cluster.gpu=A100 cluster.nodes=1536 train.seq_len=2048 "
+        "train.global_batch=6144", "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 6.34,
+        "MegaScale, table 2 (its window is not printed)",
+    ),
+    Published(
+        "Qwen3-235B-A22B, 256 H100", "model=qwen3-235b-a22b cluster.gpu=H100 cluster.nodes=32 train.seq_len=4096 train.global_batch=2048",
+        "tensor=4 pipeline=8 expert=2 schedule=interleaved micro_batch=1", 29.0, "Megatron-MoE-ModelZoo, DeepEP",
+    ),
+    Published(
+        "DeepSeek-V3's sizes with grouped-query attention, 2,048 H800",
+        f"{DEEPSEEK} cluster.gpu=H800 cluster.nodes=256 train.seq_len=4096 train.global_batch=15360",
+        "tensor=1 pipeline=16 expert=64 micro_batch=1 linear=fp8_tensorwise", 19.91,
+        "DeepSeek-V3 report, 180,000 GPU hours for 10^12 tokens; other attention",
+    ),
+)  # fmt: skip
+
+
+def main() -> None:
+    rows = []
+    for run in RUNS:
+        pinned, chosen = planned(run, run.pins), planned(run, "")
+        print(f"{run.name}: {run.seconds} s, pinned {shown(pinned)}, chosen {shown(chosen)}", file=sys.stderr)
+        cells = (
+            run.name,
+            f"{run.seconds:g} ({run.source})",
+            shown(pinned),
+            shown(chosen),
+            name(chosen),
+            difference(pinned, chosen),
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    PAGE.write_text(HEADER + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+def planned(run: Published, pins: str) -> Plan | str:
+    """The best plan round `pins`, or why there is none."""
+    words = [*run.question.split(), *(f"plan.{pin}" for pin in pins.split())]
+    try:
+        return search(load_run(None, words), trainable=not pins).best.plan
+    except MeshwrightError as error:
+        return str(error).splitlines()[0]
+
+
+def shown(plan: Plan | str) -> str:
+    if isinstance(plan, str):
+        return plan
+    said = plan.predicted
+    assert said is not None and said.step_seconds is not None and said.mfu is not None, (
+        "the chip table has rates for each of these"
+    )
+    return f"{said.step_seconds:.3g} s, MFU {said.mfu:.0%}"
+
+
+def name(plan: Plan | str) -> str:
+    if isinstance(plan, str):
+        return "–"
+    axes = " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1)
+    experts = f", experts over {plan.experts.expert}" if plan.experts and plan.experts.expert > 1 else ""
+    return f"{axes}{experts}, {plan.schedule.name}, micro-batch {plan.batch.micro_batch}"
+
+
+def difference(pinned: Plan | str, chosen: Plan | str) -> str:
+    """The parts of the step in which the two differ most."""
+    if isinstance(pinned, str) or isinstance(chosen, str):
+        return "–"
+    before, after = parts(pinned), parts(chosen)
+    moved = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in {*before, *after}}
+    most = sorted(moved.items(), key=lambda item: -abs(item[1]))[:3]
+    seconds = sum(before.values())
+    told = [f"{part} {change:+.2g} s" for part, change in most if abs(change) > 0.01 * seconds]
+    return ", ".join(told) or "within 1%"
+
+
+def parts(plan: Plan) -> Mapping[str, float]:
+    assert plan.predicted is not None and plan.predicted.breakdown is not None
+    found = plan.predicted.breakdown
+    exposed = {f"exposed {axis}": seconds for axis, seconds in found.exposed.items()}
+    return {"compute": found.compute, "bubble": found.bubble, "host": found.host, **exposed}
+
+
+HEADER = """# Published layouts and what the planner chooses
+
+Made by `make published-layouts`. Each row is a run that others published. *Pinned* is what this program's own engine is
+predicted to take with the published tensor, context, pipeline and expert ranks and micro-batch; the other choices are the
+planner's. *Chosen* is the best plan that this release can train. The last column says in which parts of the step the two
+differ. Published seconds are another software's on its own network, so they are no test of the pinned prediction; the
+[cost model](cost-model.md) is held against published runs with their own software's constants.
+
+| run | published | pinned | chosen | chosen plan | chosen against pinned |
+|---|---|---|---|---|---|
+"""
+
+if __name__ == "__main__":
+    main()

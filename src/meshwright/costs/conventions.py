@@ -1,0 +1,203 @@
+"""What a published source says of its runs beside their table: values for blank cells, and how its words are to be read.
+
+Each convention names the text that it rests on; what it fills in is printed with that text under `assumed`. A source's text decides, not
+which reading is predicted better.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Text = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """What holds for the rows of one source, or for those of them whose columns match `only`."""
+
+    source: str
+    """Pattern that the source's name matches, in lower case."""
+    because: str
+    """The text that says so."""
+    only: Mapping[str, str] = field(default_factory=dict)
+    """Column → pattern that its cell must match, too."""
+    blanks: Mapping[str, str] = field(default_factory=dict)
+    """Column → value of a blank cell."""
+    read_as: Mapping[str, str] = field(default_factory=dict)
+    """Column → how the source's word is read."""
+    layout: Mapping[str, float] = field(default_factory=dict)
+    """Fields of `inputs.Layouts` that no column has."""
+    stack: str = ""
+    """The software stack, where it is not the one that the source's name stands for."""
+    release: float = 0.0
+    """Year of the software, where the row names no release."""
+    refused: bool = False
+    """Whether such rows cannot be priced."""
+    attention_counted_in_full: bool = False
+    """Whether the source's FLOP/s count 6 FLOPs a parameter and token, and all attention scores (Chowdhery et al. 2022, appendix B)."""
+
+    def holds(self, row: Text) -> bool:
+        """Whether it holds for `row`."""
+        if not re.search(self.source, (row.get("source") or "").lower()):
+            return False
+        return all(re.search(pattern, row.get(column) or "", re.IGNORECASE) for column, pattern in self.only.items())
+
+
+def _recipe(model: str, gpu: str, containers: str, because: str, **layout: float) -> Convention:
+    """What Megatron-Bridge's performance recipes of a model on a device say, in the containers that the note names."""
+    only = {"model": model, "gpu": gpu, "note": f"container ({containers})"}
+    return Convention(source="megatron-bridge", only=only, layout=layout, because=because)
+
+
+def _whole_graph(model: str, gpu: str, pull_request: int) -> Convention:
+    """The same where one graph replays the step, from 26.06 on."""
+    return Convention(
+        source="megatron-bridge",
+        only={"model": model, "gpu": gpu, "note": r"container 26\.0[6-9]", "dtype": "mxfp8"},
+        layout={"host_sizes": 0, "exchange_beside": 1},
+        stack="bridge_graphs",
+        because="the step is one graph, products of experts are fused, tokens travel beside compute (recipes of 26.06, pull request "
+        f"{pull_request})",
+    )
+
+
+_BESIDE = "tokens travel beside compute (moe_a2a_overlap in {}_workload_base_configs.py)"
+
+CONVENTIONS = (
+    Convention(
+        source="llama 3 herd",
+        blanks={"vpp": "8", "micro_batch": "1"},
+        because="each rank has V chunks, the first of which keeps only the embedding when one of 128 layers is taken from it, so a chunk "
+        "has one layer (arXiv 2407.21783, 3.3.2)",
+        attention_counted_in_full=True,
+    ),
+    Convention(
+        source="llama 3 herd",
+        read_as={"zero/fsdp": "zero-2"},
+        because="optimizer states and gradients are sharded, weights stay gathered, gradients are added up over micro-batches "
+        "(arXiv 2407.21783, 3.3.2)",
+    ),
+    Convention(
+        source="nemotron-4 340b",
+        blanks={"vpp": "8", "micro_batch": "1"},
+        release=2024.4,
+        because="NVIDIA's recipe for the model: tensor 8, pipeline 12, virtual 8 (Megatron-Bridge nemotron4_340b); report of June "
+        "2024",
+    ),
+    Convention(
+        source="deepseek-v3 report",
+        blanks={"micro_batch": "1", "vpp": "1", "vocab": "129280"},
+        layout={"fill": 14 / 45, "imbalance": 1, "exchange_beside": 1, "one_copy": 1, "domains_per_token": 4},
+        because="DualPipe: (p/2 - 1)(F&B + B - 3W) idle, with B = 2F, W = F; loads are kept even; a token goes to at most 4 nodes, once to "
+        "each, beside compute (arXiv 2412.19437, table 2, 2.1.2, 3.2)",
+    ),
+    Convention(
+        source="deepseek-v3 report",
+        only={"dtype": "fp8"},
+        read_as={"dtype": "fp8 blockwise"},
+        because="tiles of 1 x 128 and blocks of 128 x 128 have scales of their own (arXiv 2412.19437, 3.3.2)",
+    ),
+    Convention(
+        source="deepseek-v3 report|megatron-bridge",
+        only={"model": "DeepSeek-V3", "note": r"^(?!.*w/o MTP)"},
+        read_as={"layers": "62"},
+        because="one more layer predicts a second token (arXiv 2412.19437, 2.2; mtp_num_layers 1 in recipes); its head is not priced",
+    ),
+    Convention(
+        source="sc21 table 2",
+        only={"zero/fsdp": "zero-3"},
+        stack="megatron_deepspeed",
+        because="ZeRO-3 is DeepSpeed's, without model parallelism (arXiv 2104.04473, 5.2)",
+    ),
+    Convention(
+        source="nemo",
+        only={"note": "LoRA"},
+        refused=True,
+        because="LoRA trains adapters only: no gradients of weights, which is not priced",
+    ),
+    Convention(
+        source="megatron-bridge",
+        only={"ep": r"^([2-9]|\d\d)"},
+        layout={"imbalance": 1},
+        because="token distribution among experts is force-balanced (performance-summary.md, footnote)",
+    ),
+    Convention(
+        source="megatron-bridge",
+        only={"note": "tokendrop"},
+        layout={"host_sizes": 0},
+        because="experts take a fixed number of rows and drop the others, so no size comes to the host",
+    ),
+    _whole_graph("DeepSeek-V3", "^GB", 3983),
+    _whole_graph("Qwen3-(30|235)B", "^GB", 4211),
+    _whole_graph("Qwen3-30B", "^B300", 4211),
+    _whole_graph("GPT-OSS", "^GB", 4173),
+    _recipe("DeepSeek-V3", "^H100", "25", f"DeepEP, {_BESIDE.format('deepseek')}", exchange_beside=1, one_copy=1),
+    _recipe(
+        "DeepSeek-V3", "^B200", r"26\.0[4-9]", f"DeepEP, {_BESIDE.format('deepseek')}", exchange_beside=1, one_copy=1
+    ),
+    _recipe("Qwen3-235B", "^H100", "2", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-235B", "^B200", r"25\.11", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-235B", "^B300", r"26\.02", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-30B", "^H100", r"25\.11", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-30B", "^H100", "26", "HybridEP (qwen3_workload_base_configs.py)", one_copy=1),
+    _recipe("Nemotron-3-Super", "^B200", "26", "HybridEP (perf_recipes/nemotronh/b200/nemotronh.py)", one_copy=1),
+    Convention(
+        source="megatron-bridge",
+        only={"model": "Llama-3.1-70B", "gpu": "^GB300", "dtype": "mxfp8", "note": r"container 26\.02\.01"},
+        read_as={"vpp": "5", "micro_batch": "1"},
+        because="of the recipe (llama3_workload_base_configs.py) and of the releases around it; printed are those of the sharded row",
+    ),
+    Convention(
+        source="megatron-bridge",
+        only={"gpu": "H100", "note": "25.09.*value in parentheses", "dtype": "fp8"},
+        read_as={"dtype": "fp8 blockwise"},
+        because="in parentheses: weights in blocks of 128 x 128, activations in tiles of 1 x 128 (performance-summary-archive.md, 25.09)",
+    ),
+    Convention(
+        source="megatron-moe-modelzoo",
+        only={"note": "^DeepEP"},
+        layout={"one_copy": 1},
+        because="DeepEP sends a token once to a node",
+    ),
+    Convention(
+        source="megatron-moe-modelzoo",
+        only={"note": "1F1B overlap"},
+        layout={"exchange_beside": 1},
+        because="1F1B overlap",
+    ),
+    Convention(
+        source="megatron-moe-modelzoo",
+        only={"note": "forced balance"},
+        layout={"imbalance": 1},
+        because="forced balance",
+    ),
+)
+"""In the order in which they are applied."""
+
+
+def conventions_of(row: Text) -> tuple[Convention, ...]:
+    """Those that hold for `row`."""
+    return tuple(convention for convention in CONVENTIONS if convention.holds(row))
+
+
+def completed(row: Text) -> tuple[dict[str, str], tuple[str, ...]]:
+    """`row` with its source's conventions in its cells, and what they changed, each with its reason."""
+    cells, said = dict(row), []
+    for convention in conventions_of(row):
+        blank = {key: value for key, value in convention.blanks.items() if not (cells.get(key) or "").strip()}
+        changed = blank | {key: value for key, value in convention.read_as.items() if cells.get(key) != value}
+        cells |= changed
+        words = [f"{key} {value}" for key, value in changed.items()]
+        words += [f"{key} {value:.3g}" for key, value in convention.layout.items()]
+        words += [f"stack {convention.stack}"] * bool(convention.stack)
+        words += [f"release {convention.release:g}"] * bool(convention.release)
+        if words:
+            said.append(f"{', '.join(words)}: {convention.because}")
+    return cells, tuple(said)
+
+
+def layout_fields(row: Text) -> dict[str, float]:
+    """Fields of `inputs.Layouts` that the source of `row` states and no column has."""
+    return {key: value for convention in conventions_of(row) for key, value in convention.layout.items()}

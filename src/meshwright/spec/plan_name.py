@@ -1,0 +1,60 @@
+"""A plan's name in the words of papers and other frameworks: PP, FSDP, HSDP, DDP, CP, TP, EP, ZeRO stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.spec.plan import AxisName, LayerStrategy, Plan, ScheduleName
+
+SCHEDULES: dict[ScheduleName, str] = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb_h1": "zero-bubble H1 (zb_h1)", "zbv": "zero-bubble V (zbv)",
+    "dualpipe_v": "DualPipe-V (dualpipe_v)", "breadth_first": "layered accumulation (breadth_first)",
+}  # fmt: skip
+"""What schedules are called elsewhere, with the value of `plan.schedule` where that differs."""
+
+LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}
+CONTEXT: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulysses"}
+
+
+def plan_name(plan: Plan) -> str:
+    """Parallelism, schedule and micro-batch of a plan, as in "PP2 × FSDP4 (ZeRO-3), zero-bubble V (zbv), micro-batch 1"."""
+    parts = [mesh_name(plan)]
+    if plan.experts is not None and plan.experts.expert > 1:
+        parts.append(f"EP{plan.experts.expert}")
+    if plan.axis_size("pipeline") > 1 or plan.layered:
+        parts.append(SCHEDULES[plan.schedule.name])
+    return ", ".join([*parts, f"micro-batch {plan.batch.micro_batch}"])
+
+
+def mesh_name(plan: Plan) -> str:
+    """Its parallelism alone, as in "PP2 × FSDP4 (ZeRO-3)"."""
+    return " × ".join(_axes(plan)) or "one device"
+
+
+def zero_stage(layer: LayerStrategy) -> int:
+    """The ZeRO stage (arXiv 1910.02054) that a layer's sharding amounts to while a step runs.
+
+    3 where weights are gathered again for the backward pass, 2 where they stay gathered, 1 where gradients stay whole beside them.
+    """
+    return 3 if layer.reshard else 1 if layer.gradients == "whole" else 2
+
+
+def _axes(plan: Plan) -> Iterator[str]:
+    """The axes in use, outermost first; copies and shards, which are one axis of data to other frameworks, where the first of them is."""
+    copies, shards = plan.axis_size("replicate"), plan.axis_size("shard")
+    stages = "ZeRO-" + " and ".join(str(stage) for stage in sorted({zero_stage(layer) for layer in plan.layers}))
+    data = f"HSDP {copies}×{shards} ({stages})" if copies > 1 else f"FSDP{shards} ({stages})"
+    data = data if shards > 1 else f"DDP{copies}"
+    # Context ranks share weights: without a shard axis they alone do.
+    sharing = "" if shards > 1 else f", {stages}"
+    for axis in plan.mesh:
+        if axis.size == 1:
+            continue
+        if axis.axis in CONTEXT:
+            yield f"CP{axis.size} ({CONTEXT[axis.axis]}{sharing})"
+            sharing = ""
+        elif axis.axis in LETTERS:
+            yield f"{LETTERS[axis.axis]}{axis.size}"
+        elif data:
+            yield data
+            data = ""

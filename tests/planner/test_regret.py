@@ -1,0 +1,49 @@
+"""Random questions again with a pin, and with more of one thing: neither a pin nor less makes an answer faster.
+
+The questions are those of benchmarks/random_pins.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.random_pins import LIMITS, gains_of, seconds
+
+SEEDS = (
+    2, 6, 9, 14, 31, 36, 42, 43, 46, 55, 56, 57, 74, 95, 215, 230, 252, 269, 290, 297, 367, 382, 404, 462, 528, 570, 571, 599,
+    623, 640, 668, 678, 728, 763, 769, 805, 824, 845, 866,
+)  # fmt: skip
+"""Questions that are answered quickly, and that a pin leaves an answer to."""
+GROWING = (2, 31, 36, 42)
+"""The same for more of one thing."""
+CASES = {
+    "ports of 15 GB/s": (
+        "model=llama3-70b cluster.gpu=H100 cluster.nodes=16 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=256 "
+        "cluster.network.port_gb_per_s=15",
+        "plan.pipeline=1",
+    ),
+    "experts over ports of 12.5 GB/s": (
+        "model=qwen3-30b-a3b cluster.gpu=H100 cluster.nodes=8 cluster.gpus_per_node=8 train.seq_len=4096 train.global_batch=512 "
+        "cluster.network.port_gb_per_s=12.5",
+        "plan.pipeline=1 plan.tensor=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_pin_makes_the_answer_faster(seed: int) -> None:
+    gains = gains_of(seed, "pins", most=1)
+    assert gains and max(gains)[0] <= LIMITS["pins"], max(gains)
+
+
+@pytest.mark.parametrize("seed", GROWING)
+def test_more_is_not_slower(seed: int) -> None:
+    gains = gains_of(seed, "more")
+    assert gains and max(gains)[0] <= LIMITS["more"], max(gains)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_is_no_faster_than_it_was_thought(name: str) -> None:
+    """Estimates of pipelines once hid what their reductions show: they took all places among the plans that were played."""
+    words, pins = (text.split() for text in CASES[name])
+    free, pinned = seconds(words), seconds([*words, *pins])
+    assert free is not None and pinned is not None and free <= (1 + LIMITS["pins"]) * pinned

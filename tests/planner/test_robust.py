@@ -1,0 +1,68 @@
+"""Of plans that are as fast, one that does not lean on the network is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.costs.of_plan import as_nodes
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.finalists import simplest
+from meshwright.planner.robust import FRAGILE, SLOWER, losses, slowed, why_robust
+from meshwright.planner.search import search
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.load import load_run
+from meshwright.spec.network import NetworkSpec, NodeGroup
+from meshwright.spec.plan import Plan, Predicted
+
+QUESTION = "model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.network.port_gb_per_s=6 train.seq_len=4096 train.global_batch=128"
+
+
+def test_every_port_is_slowed() -> None:
+    groups = (NodeGroup(nodes=1, gpu="A100"), NodeGroup(nodes=1, port_gb_per_s=10.0))
+    cluster = ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8, groups=groups)
+    found = slowed(cluster)
+    assert found.network and found.network.port_gb_per_s == pytest.approx(SLOWER * 50)
+    assert [group.port_gb_per_s for group in found.groups] == pytest.approx([SLOWER * 25, SLOWER * 10])
+    emulated = ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)
+    ports = [as_nodes(one).network for one in (emulated, slowed(emulated))]
+    assert ports[0] and ports[1] and ports[0].port_gb_per_s and ports[1].port_gb_per_s
+    assert ports[1].port_gb_per_s == pytest.approx(SLOWER * ports[0].port_gb_per_s)
+    bridged = slowed(replace(cluster, network=NetworkSpec(bridge_gb_per_s=5.0)))
+    assert bridged.network and bridged.network.bridge_gb_per_s == pytest.approx(SLOWER * 5)
+
+
+def test_a_plan_loses_what_its_network_carries() -> None:
+    run = load_run(None, QUESTION.split())
+    sharded = search(load_run(None, [*QUESTION.split(), "plan.pipeline=1", "plan.replicate=1"])).best.plan
+    one_node = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=4096 train.global_batch=64"
+    alone = load_run(None, one_node.split())
+    assert 0 < losses(run)(sharded) <= 1 / SLOWER - 1 + 1e-9
+    assert losses(alone)(search(alone).best.plan) == 0
+
+
+def test_the_fragile_of_two_that_cannot_be_told_apart_is_left() -> None:
+    plan = search(load_run(None, QUESTION.split())).best.plan
+    quick, robust, slow = (
+        Candidate(replace(plan, tensor_engine=engine, predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds)))
+        for engine, seconds in (("kernel", 1.0), ("copy", 1.009), ("copy", 1.02))
+    )
+
+    def fragile(found: Plan) -> bool:
+        return found.tensor_engine == "kernel"
+
+    assert simplest([quick, robust]) is quick
+    assert simplest([quick, robust], fragile=fragile) is robust
+    assert simplest([quick, slow], fragile=fragile) is quick  # slower by more than predictions are unsure of
+    said = why_robust(robust, quick, lambda found: 0.08 if fragile(found) else 0.01)
+    assert said == "robust: another plan takes 0.9% less, but 8% longer on a network that is 20% slower; this one 1%"
+
+
+@pytest.mark.parametrize("port", [6, 12, 25])
+def test_no_fragile_plan_wins_by_less_than_a_hundredth(port: int) -> None:
+    run = load_run(None, [*QUESTION.split(), f"cluster.network.port_gb_per_s={port}"])
+    answer, loss = search(run, trainable=True), losses(run)
+    if loss(answer.best.plan) > FRAGILE:
+        near = [one for one in answer.others if one.simulated and one.seconds <= 1.01 * answer.best.seconds]
+        assert all(loss(one.plan) > FRAGILE for one in near)
