@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-LONG = ("distributed", "docs", "train", "cli", "planner", "kernels")
+LONG = ("distributed", "docs", "training", "tests", "cli", "planner", "kernels")
 """Rooms whose tests take long, the longest first: of several workers none is left alone with one of them at the end."""
 
 

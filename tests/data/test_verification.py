@@ -57,14 +57,14 @@ def test_exchanged_tokens_are_found_in_the_background(copy: Path) -> None:
 
 def test_only_shards_in_use_are_verified(copy: Path) -> None:
     source = opened(copy)
-    shards = [source.sources[str(copy)].stream.files_of(source.mixture.places([i]).window, 32) for i in range(20)]
-    unused = next(number for number in range(3) if number not in shards[0])
+    used = source.sources[str(copy)].stream.files_of(source.mixture.places([0]).window, 32)
+    unused = next(number for number in range(3) if number not in used)
     exchange_tokens(copy / f"shard-0000{unused}.bin")
     verifier = ShardVerifier(0, 1)
     source = opened(copy, verifier)
     source.begin_step(range(1))
     finished(verifier).check()
-    source.begin_step(range(20))
+    source.begin_step(range(source.windows))  # the order follows the folder's name: twenty windows may miss a shard
     with pytest.raises(Damaged, match=f"shard-0000{unused}.bin"):
         finished(verifier).check()
 
