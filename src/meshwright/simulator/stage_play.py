@@ -162,11 +162,26 @@ class _Costs:
         self.timing, self.units, self.layered = timing, units, layered
         self.many, self.stages = micro_batches, len(units)
         self._known: dict[tuple[str, int, Turn], tuple[list[Taken], Taken]] = {}
+        self._alike = self._first_alike()
 
     def of(self, slot: Slot) -> Taken:
         """What an action of one part takes, or of two that overlap."""
         parts = [self._of(*part) for part in slot]
         return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _first_alike(self) -> list[int]:
+        """By stage, the first whose actions take as long: the same seconds of the same units, and the same end of the model if any."""
+        timing = self.timing
+        tables = [
+            timing.forward, timing.backward_input, timing.backward_weight, timing.unshard, timing.reduce, timing.copy_out, timing.copy_in,
+            timing.accumulate,
+        ]  # fmt: skip
+        first: dict[object, int] = {}
+        found = []
+        for stage, units in enumerate(self.units):
+            seconds = tuple(tuple(table[stage]) if table else () for table in tables)
+            found.append(first.setdefault((stage == 0, stage == self.stages - 1, tuple(units), seconds), stage))
+        return found
 
     def late(self, stages: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
         """Seconds for which reductions over shards, and then sums over replicas, go on behind a rank's last action."""
@@ -198,6 +213,7 @@ class _Costs:
         return gathers + reductions if self.timing.one_communicator else max(gathers, reductions)
 
     def _of(self, kind: str, stage: int, unit: int | None, turn: Turn) -> Taken:
+        stage = self._alike[stage]
         key = kind, stage, turn
         if key not in self._known:
             by_unit = self._walked(kind, stage, turn)
