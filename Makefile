@@ -8,9 +8,9 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes that tests start find the sources compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
-# Four workers on two cores, since tests wait for processes and sockets half of their time; two begin with the tests that share pools of
-# ranks. Then, by themselves, those that count what the host sends.
-TOGETHER := -n 4 --dist loadgroup --no-loadscope-reorder
+# Three workers on two cores, since tests wait for processes and sockets; one begins with the tests that share a pool of ranks, and two of
+# those took longer, for ranks that wait for each other keep a core busy. Then, by themselves, those that count what the host sends.
+TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_traffic.py tests/training/test_traffic.py
 
 .NOTPARALLEL:

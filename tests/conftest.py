@@ -29,24 +29,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # read where Triton is imported first; `tests/kernels/test_triton.py`
 
 
-POOLS = 2
-"""Workers that have a pool of ranks: what runs in one takes half of all time, and leaves a core idle half of it."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file stay in one worker, and so do those that share a pool of ranks, of which two workers have one each."""
+    """Tests of a file stay in one worker, and so do all that share the pool of ranks."""
 
     def place(item: pytest.Item) -> int:
         room = item.path.parent.name
         return LONG.index(room) if room in LONG else len(LONG)
 
     items.sort(key=place)
-    pooled = dict.fromkeys(item.path for item in items if "pool" in getattr(item, "fixturenames", ()))
-    pools = {path: f"pool {number % POOLS}" for number, path in enumerate(pooled)}
     for item in items:
         shared = "pool" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group(pools[item.path] if shared else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("pool" if shared else str(item.path)))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
