@@ -16,6 +16,7 @@ from meshwright.planner.search import search
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_name import plan_name
 
 PAGE = Path(__file__).parents[1] / "docs" / "published-layouts.md"
 DEEPSEEK = (
@@ -123,11 +124,7 @@ def shown(plan: Plan | str) -> str:
 
 
 def name(plan: Plan | str) -> str:
-    if isinstance(plan, str):
-        return "–"
-    axes = " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1)
-    experts = f", experts over {plan.experts.expert}" if plan.experts and plan.experts.expert > 1 else ""
-    return f"{axes}{experts}, {plan.schedule.name}, micro-batch {plan.batch.micro_batch}"
+    return "–" if isinstance(plan, str) else plan_name(plan)
 
 
 def difference(pinned: Plan | str, chosen: Plan | str) -> str:
