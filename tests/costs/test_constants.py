@@ -17,7 +17,7 @@ from meshwright.costs.constants import FILE, OWN, OWN_FILE, constants, is_measur
 from meshwright.costs.machine import machine_of
 from meshwright.costs.of_plan import STACK
 from meshwright.costs.predict import predict_rows
-from meshwright.spec.chips import BEST_PRODUCTS, CHIPS
+from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
@@ -33,9 +33,11 @@ def test_what_was_measured_together_goes_first() -> None:
 @pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if not is_measured(chip.generation)])
 def test_a_chip_it_never_ran_on_is_as_far_from_its_best_product_as_the_one_it_ran_on(name: str) -> None:
     found, own = unmeasured(CHIPS[name]), constants("hopper", OWN)
-    near = own.gemm * CHIPS["H200"].peak_flops["bf16"] / BEST_PRODUCTS["H200"]
-    if name in BEST_PRODUCTS:
-        assert found["gemm"] <= near * BEST_PRODUCTS[name] / CHIPS[name].peak_flops["bf16"] * (1 + 1e-9) < 0.88
+    home, best = CHIPS["H200"].best_bf16_flops, CHIPS[name].best_bf16_flops
+    assert home
+    near = own.gemm * CHIPS["H200"].peak_flops["bf16"] / home
+    if best:
+        assert found["gemm"] <= near * best / CHIPS[name].peak_flops["bf16"] * (1 + 1e-9) < 0.88
     assert found["link"] <= own.link and found["slow"] == 1.0
     reached = table()["best_quartile"].get(CHIPS[name].generation, 1.0)
     assert 0.3 < found["gemm"] <= reached

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.costs.conventions import CONVENTIONS, completed, conventions_of
+from meshwright.costs.conventions import CONVENTIONS, applicable_conventions, with_conventions
 from meshwright.costs.inputs import Layouts
 from meshwright.costs.predict import price
 from meshwright.costs.published import measured_seconds, read_row
@@ -29,16 +29,16 @@ def runs() -> list[dict[str, str]]:
 def test_every_convention_holds_for_rows_and_names_what_exists(runs: list[dict[str, str]]) -> None:
     names = {field.name for field in fields(Layouts)}
     for convention in CONVENTIONS:
-        assert any(convention.holds(row) for row in runs), convention
+        assert any(convention.applies_to(row) for row in runs), convention
         assert {*convention.only, *convention.blanks, *convention.read_as} <= set(runs[0]), convention
         assert set(convention.layout) <= names
 
 
 def test_cells_that_a_source_prints_stay(runs: list[dict[str, str]]) -> None:
     for row in runs:
-        cells, said = completed(row)
+        cells, said = with_conventions(row)
         changed = {key for key in cells if cells[key] != row[key]}
-        read_as = {key for convention in conventions_of(row) for key in convention.read_as}
+        read_as = {key for convention in applicable_conventions(row) for key in convention.read_as}
         assert all(not row[key] or key in read_as for key in changed)
         assert all(any(key in words for words in said) for key in changed)
         assert set(said) <= set(read_row(row).assumed)

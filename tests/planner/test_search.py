@@ -8,7 +8,7 @@ from tests.slow import quick_first
 from meshwright.planner.candidate import HEADROOM, budget_of, fits, moves_activations, peak_bytes, untrainable
 from meshwright.planner.finalists import ALIKE, plan_at, simplest
 from meshwright.planner.reprice import repriced
-from meshwright.planner.search import search
+from meshwright.planner.search import search, with_untrainable
 from meshwright.planner.space import points
 from meshwright.planner.sweep import End, Strategy, smallest
 from meshwright.spec.cluster import ClusterSpec
@@ -146,6 +146,9 @@ def test_training_is_offered_only_what_it_can_do() -> None:
     assert all(untrainable(one.plan) is None for one in (narrow.best, *narrow.others))
     assert any(untrainable(one.plan) for one in (wide.best, *wide.others))
     assert wide.best.seconds <= narrow.best.seconds * 1.02
+    answer, faster = with_untrainable(asked, narrow)
+    assert answer.best.seconds <= narrow.best.seconds
+    assert faster is None or (faster.seconds < narrow.best.seconds and untrainable(faster.plan))
 
 
 LONG = (

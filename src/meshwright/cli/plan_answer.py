@@ -276,7 +276,7 @@ def _searched(run: RunSpec, wishes: Wishes) -> Answer:
     found, faster = chosen.answer, None
     if wishes.include_untrainable:
         found, faster = with_untrainable(chosen.run, found, memory_bytes=device_memory(chosen.run))
-    return replace(_at(chosen.run, found, wishes), idle=chosen.idle, asked=run.cluster, untrainable=faster)
+    return replace(_answer_with(chosen.run, found, wishes), idle=chosen.idle, asked=run.cluster, untrainable=faster)
 
 
 def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
@@ -288,14 +288,14 @@ def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
     run = on_this_host(resolve_data(run, note))
     chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
     found, probes = probed(chosen.run, chosen.answer, wishes.probe, note)
-    return replace(_at(chosen.run, found, wishes), probes=probes, idle=chosen.idle, asked=run.cluster)
+    return replace(_answer_with(chosen.run, found, wishes), probes=probes, idle=chosen.idle, asked=run.cluster)
 
 
 def _of_scaling(run: RunSpec, wishes: Wishes) -> Answer:
     assert wishes.gpus is not None
     points = scaling(run, cluster_sizes(run, *wishes.gpus))
     best = cheapest(points) if wishes.objective == "cost" else fastest(points)
-    return replace(_at(best.run, best.answer, wishes), points=points)
+    return replace(_answer_with(best.run, best.answer, wishes), points=points)
 
 
 def _of_training(run: RunSpec, wishes: Wishes) -> Answer:
@@ -303,10 +303,10 @@ def _of_training(run: RunSpec, wishes: Wishes) -> Answer:
     tokens = wishes.tokens or run.train.steps * run.train.global_batch * run.train.seq_len
     sizes = cluster_sizes(run, *wishes.gpus) if wishes.gpus else None
     trainings = shortest_training(run, wishes.critical_batch, tokens, sizes)
-    return replace(_at(trainings[0].point.run, trainings[0].point.answer, wishes), trainings=trainings)
+    return replace(_answer_with(trainings[0].point.run, trainings[0].point.answer, wishes), trainings=trainings)
 
 
-def _at(run: RunSpec, found: Found | None, wishes: Wishes) -> Answer:
+def _answer_with(run: RunSpec, found: Found | None, wishes: Wishes) -> Answer:
     assert found is not None
     return Answer(run, wishes, found.best, found.others, found.considered, found.seconds)
 

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from meshwright.costs.inputs import Array
-from meshwright.spec.chips import BEST_PRODUCTS, CHIPS, Chip
+from meshwright.spec.chips import CHIPS, Chip
 
 FILE = Path(__file__).with_name("constants.yaml")
 OWN_FILE = Path(__file__).with_name("own.yaml")
@@ -221,14 +221,19 @@ def unmeasured(chip: Chip) -> dict[str, float]:
     rows = table()
     own = rows["measured"][OWN][HOME]
     generation = {**rows["generations"]["default"], **rows["generations"].get(chip.generation, {})}
-    known = BEST_PRODUCTS.get(chip.name)
-    best = known / chip.peak_flops["bf16"] if known else generation["gemm"]
-    near = own["gemm"] / (BEST_PRODUCTS[HOME_CHIP] / CHIPS[HOME_CHIP].peak_flops["bf16"])
+    best, home = _best_share(chip), _best_share(CHIPS[HOME_CHIP])
+    assert home is not None, "the chip of our own runs was measured"
+    near = own["gemm"] / home
     return {
-        "gemm": min(near * best, rows["best_quartile"].get(chip.generation, 1.0)),
+        "gemm": min(near * (best or generation["gemm"]), rows["best_quartile"].get(chip.generation, 1.0)),
         "link": min(generation["link"], own["link"]),
         "slow": 1.0,
     }
+
+
+def _best_share(chip: Chip) -> float | None:
+    """Share of the bf16 peak that the fastest measured product reaches; None where nobody measured the chip."""
+    return chip.best_bf16_flops / chip.peak_flops["bf16"] if chip.best_bf16_flops else None
 
 
 def aged(k: Constants, release: Array) -> Constants:

@@ -38,8 +38,8 @@ class Convention:
     attention_counted_in_full: bool = False
     """Whether the source's FLOP/s count 6 FLOPs a parameter and token, and all attention scores (Chowdhery et al. 2022, appendix B)."""
 
-    def holds(self, row: Text) -> bool:
-        """Whether it holds for `row`."""
+    def applies_to(self, row: Text) -> bool:
+        """Whether it says something of `row`."""
         if not re.search(self.source, (row.get("source") or "").lower()):
             return False
         return all(re.search(pattern, row.get(column) or "", re.IGNORECASE) for column, pattern in self.only.items())
@@ -177,15 +177,15 @@ CONVENTIONS = (
 """In the order in which they are applied."""
 
 
-def conventions_of(row: Text) -> tuple[Convention, ...]:
+def applicable_conventions(row: Text) -> tuple[Convention, ...]:
     """Those that hold for `row`."""
-    return tuple(convention for convention in CONVENTIONS if convention.holds(row))
+    return tuple(convention for convention in CONVENTIONS if convention.applies_to(row))
 
 
-def completed(row: Text) -> tuple[dict[str, str], tuple[str, ...]]:
+def with_conventions(row: Text) -> tuple[dict[str, str], tuple[str, ...]]:
     """`row` with its source's conventions in its cells, and what they changed, each with its reason."""
     cells, said = dict(row), []
-    for convention in conventions_of(row):
+    for convention in applicable_conventions(row):
         blank = {key: value for key, value in convention.blanks.items() if not (cells.get(key) or "").strip()}
         changed = blank | {key: value for key, value in convention.read_as.items() if cells.get(key) != value}
         cells |= changed
@@ -198,6 +198,6 @@ def completed(row: Text) -> tuple[dict[str, str], tuple[str, ...]]:
     return cells, tuple(said)
 
 
-def layout_fields(row: Text) -> dict[str, float]:
+def stated_layout_fields(row: Text) -> dict[str, float]:
     """Fields of `inputs.Layouts` that the source of `row` states and no column has."""
-    return {key: value for convention in conventions_of(row) for key, value in convention.layout.items()}
+    return {key: value for convention in applicable_conventions(row) for key, value in convention.layout.items()}

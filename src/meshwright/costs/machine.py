@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Machine
 from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
-from meshwright.spec.chips import CHIPS, MULTIPROCESSORS, Chip, GiB
+from meshwright.spec.chips import CHIPS, Chip, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec
@@ -97,7 +97,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         per_node=cluster.gpus_per_node,
         oversubscribed=network.oversubscription,
         pod=network.pod_nodes * cluster.gpus_per_node if network.pod_nodes else float("inf"),
-        multiprocessors=float(MULTIPROCESSORS.get(first.name, 0)),
+        multiprocessors=float(first.multiprocessors),
     )
 
 

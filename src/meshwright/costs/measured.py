@@ -19,7 +19,7 @@ from meshwright.costs.compute import in_waves
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Machine
 from meshwright.costs.offload import host_share
-from meshwright.spec.chips import CHIPS, MULTIPROCESSORS, Chip
+from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
 
 BACKWARD = 2.5
@@ -158,7 +158,7 @@ def _base(profile: MachineProfile, number_format: str) -> str:
 
 def _products(rows: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> Fit:
     """`gemm` and `narrow`: seconds × peak ÷ FLOPs is 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
-    slower = np.array([row.seconds * peak / _flops(row, chip) for row in rows])
+    slower = np.array([row.seconds * peak / _flops_in_waves(row, chip) for row in rows])
     inverses = np.array([1 / row.m + 1 / row.k + 1 / row.n for row in rows])
     (constant, slope), residual = _fitted(np.stack([np.ones_like(inverses), inverses], axis=1), slower)
     values = {"gemm": 1 / constant, "narrow": slope / constant, "slow": correction(profile)}
@@ -167,15 +167,15 @@ def _products(rows: Sequence[ProductTime], chip: Chip, peak: float, profile: Mac
 
 def _low_products(rows: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> Fit:
     """`gemm_low`, with the narrowness of the wider format."""
-    slower = np.array([row.seconds * chip.peak_flops["fp8"] / _flops(row, chip) for row in rows])
+    slower = np.array([row.seconds * chip.peak_flops["fp8"] / _flops_in_waves(row, chip) for row in rows])
     factor = np.array([1 + narrow * (1 / row.m + 1 / row.k + 1 / row.n) for row in rows])
     (constant,), residual = _fitted(factor[:, None], slower)
     return Fit({"gemm_low": 1 / (constant * gemm)}, len(rows), residual)
 
 
-def _flops(row: ProductTime, chip: Chip) -> float:
+def _flops_in_waves(row: ProductTime, chip: Chip) -> float:
     """FLOPs of a product in whole waves, as the cost model prices it."""
-    return 2.0 * row.k * float(in_waves(row.m, row.n, MULTIPROCESSORS.get(chip.name, 0)))
+    return 2.0 * row.k * float(in_waves(row.m, row.n, chip.multiprocessors))
 
 
 def _attention(rows: Sequence[AttentionTime], peak: float) -> Fit:

@@ -128,7 +128,7 @@ def memory_by_rank(
     for rank in range(len(table)):
         part = _part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
         held = alive[rank] if alive else times * _left_by(model, train, plan, part.layers)
-        columns.append(_held(model, train, plan, part, held, per_token))
+        columns.append(_bytes_by_kind(model, train, plan, part, held, per_token))
     joined = Held(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
     replicas = plan.axis_size("replicate")
     numbers = formats(
@@ -331,7 +331,7 @@ def block_count(model: ModelSpec, layer: int, width: int, expert: int) -> int:
     return sum(row.count // (expert if row.expert else 1) for row in layer_parameters(model, layer)) // width
 
 
-def _held(
+def _bytes_by_kind(
     model: ModelSpec,
     train: TrainSpec,
     plan: Plan,

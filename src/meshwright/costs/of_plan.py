@@ -28,8 +28,8 @@ from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import slowest_rank
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Linear, Plan, Precision
 
-STACK = "meshwright" if "meshwright" in table()["bands"] else "torchtitan"
-"""Whose constants price a plan: this program's own once constants.yaml has enough of its runs."""
+STACK = OWN
+"""Whose constants price a plan."""
 LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
 """What one emulated node sends when the cluster does not say, in all and by each rank: NCCL's all-reduces over loopback between nodes of
 one and of two H200s (benchmarks/fit_own.py)."""
@@ -105,7 +105,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     def priced(linear: Linear) -> Pricing:
         alike = replace(plan, precision=replace(plan.precision, linear=linear))
         kind = products(alike.precision, cluster)
-        k, machine = as_measured(constants, _machine(cluster, kind), cluster, kind)
+        k, machine = as_measured(constants, _cached_machine(cluster, kind), cluster, kind)
         if kind == "fp8" and linear == "fp8_rowwise":
             machine = replace(machine, low=ROWWISE)
         return Pricing(shape, machine, _layout(model, train, alike), k)
@@ -115,7 +115,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 
 
 @lru_cache(maxsize=64)  # as long as the list of its nodes to make
-def _machine(cluster: ClusterSpec, kind: str) -> Machine:
+def _cached_machine(cluster: ClusterSpec, kind: str) -> Machine:
     return machine_of(cluster, kind)
 
 

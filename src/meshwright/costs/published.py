@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.costs.conventions import Convention, completed, conventions_of, layout_fields
+from meshwright.costs.conventions import Convention, applicable_conventions, stated_layout_fields, with_conventions
 from meshwright.costs.families import by_name, looks_like_gpt, shape
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, Machine, Shape
 from meshwright.costs.unprinted import splits_sequence
-from meshwright.spec.chips import CHIPS, MULTIPROCESSORS, Chip
+from meshwright.spec.chips import CHIPS, Chip
 
 Text = Mapping[str, str]
 PLAN_COLUMNS = ("gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", "seq", "layers", "hidden")
@@ -106,12 +106,12 @@ def measured_seconds(row: Text) -> float | None:
     rate, batch, seq = (number_or_none(row, key) for key in ("tokens_per_s", "global_batch", "seq"))
     if not (batch and seq):
         return None
-    return batch * seq / rate if rate else _seconds_of_flops(row, batch * seq, seq)
+    return batch * seq / rate if rate else _seconds_from_flops(row, batch * seq, seq)
 
 
-def _seconds_of_flops(row: Text, tokens: float, seq: float) -> float | None:
+def _seconds_from_flops(row: Text, tokens: float, seq: float) -> float | None:
     """Seconds of a step whose FLOP/s count 6 FLOPs a parameter and token, and all scores of attention; None where nobody says that."""
-    if not any(convention.attention_counted_in_full for convention in conventions_of(row)):
+    if not any(convention.attention_counted_in_full for convention in applicable_conventions(row)):
         return None
     keys = ("tflops_per_gpu", "gpus", "params", "layers", "hidden")
     rate, gpus, params, layers, hidden = (number_or_none(row, key) or 0.0 for key in keys)
@@ -130,7 +130,7 @@ def number_or_none(row: Text, key: str) -> float | None:
 
 def fully_specified(row: Text) -> bool:
     """Whether the row, or its source, gives its plan and model size and a time."""
-    cells, _ = completed(row)
+    cells, _ = with_conventions(row)
     return all(cells.get(key) for key in PLAN_COLUMNS) and measured_seconds(row) is not None
 
 
@@ -139,12 +139,12 @@ def failed(row: Text) -> bool:
 
 
 def _case(row: Text, assumed: list[str]) -> Case:
-    conventions = conventions_of(row)
+    conventions = applicable_conventions(row)
     if refusal := next((convention.because for convention in conventions if convention.refused), None):
         raise _NotExpressed(refusal)
     stack = stack_of(row.get("source") or "", row.get("note") or "")
     stack = next((convention.stack for convention in conventions if convention.stack), stack)
-    row, said = completed(row)
+    row, said = with_conventions(row)
     assumed += said
     chip = _chip(row, assumed)
     layout = _layout(row, stack, assumed)
@@ -168,11 +168,11 @@ def _case(row: Text, assumed: list[str]) -> Case:
         stack=stack,
         first_stage=stack in FIRST_STAGE,
         may_recompute=not row.get("recompute") and stack not in NEVER_RECOMPUTES,
-        release=_release(row, conventions, assumed),
+        release=_release_year(row, conventions, assumed),
     )
 
 
-def _release(row: Text, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
+def _release_year(row: Text, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
     """As `release_of`; what the source's convention says, else the start of 2025, where the row names none."""
     named = release_of(row.get("source") or "", row.get("note") or "")
     stated = next((convention.release for convention in conventions if convention.release), 0.0)
@@ -334,7 +334,7 @@ def _recipe_experts(shape_: Shape, machine: Machine, layout: Layouts) -> float:
 
 def _with_experts(row: Text, shape_: Shape, layout: Layouts, assumed: list[str]) -> Layouts:
     """`layout` with what the row's source says of it; expert ranks are checked against the model and the ranks of a stage."""
-    stated = layout_fields(row)
+    stated = stated_layout_fields(row)
     experts, ranks = float(shape_.experts), layout.tensor * layout.context * layout.data
     if layout.expert > 1 and not experts:
         raise _NotExpressed(
@@ -419,7 +419,7 @@ def _machine(row: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Mach
         per_node=per_node,
         oversubscribed=float(oversubscription.group(1)) if oversubscription else 1.0,
         pod=3072.0 if oversubscription else float("inf"),
-        multiprocessors=float(MULTIPROCESSORS.get(chip.name, 0)),
+        multiprocessors=float(chip.multiprocessors),
     )
 
 

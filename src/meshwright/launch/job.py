@@ -41,7 +41,8 @@ def run_job(
             f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
-    if run.train.global_batch % run.cluster.ranks:  # else no part of one host is faster
+    if run.train.global_batch % run.cluster.ranks:
+        # Where the batch divides, no part of one host is faster (`planner.devices`), and the launcher is spared the planner's import.
         from meshwright.launch.prepare import on_used_devices
 
         run = on_used_devices(run, note)

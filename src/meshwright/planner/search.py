@@ -38,8 +38,8 @@ from meshwright.planner.sweep import (
     PLAIN,
     Strategy,
     Swept,
-    _fastest,
     leaner_than,
+    lower_bounds,
     smallest,
     strategies_in,
     sweep,
@@ -143,7 +143,7 @@ def seconds_bound(run: RunSpec, *, trainable: bool = True) -> float:
     A hundredth of a search. Raises BadInput where the cost model has no rates for the cluster.
     """
     space = points(run, trainable=trainable)
-    return float(_fastest(run, _pricing(run, space), space).min()) if len(space) else inf
+    return float(lower_bounds(run, _pricing(run, space), space).min()) if len(space) else inf
 
 
 def _pricing(run: RunSpec, space: Points) -> Pricing:

@@ -85,7 +85,7 @@ class Swept:
 def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: int, reach: float = 1.0) -> Swept:
     """The `best` points of each family that fit `room` bytes by the closed form, of those that take up to `reach` times the fastest; with a
     reach of 1 the fastest alone. Empty when none fits."""
-    bound, ways = _fastest(run, pricing, points), _ways(run, points.offloads)
+    bound, ways = lower_bounds(run, pricing, points), _ways(run, points.offloads)
     order = np.argsort(bound, kind="stable")
     found = _Best(best, reach, _families(points))
     priced = len(points)
@@ -189,7 +189,7 @@ def _least_seconds(ways: Sequence[tuple[float, Strategy]]) -> float:
     return min(seconds for seconds, _ in ways)
 
 
-def _fastest(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
+def lower_bounds(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
     """For every point, seconds that no strategy beats."""
     richest = LayerStrategy(reshard=False, recompute=recomputes(run)[0], gradients="whole")
     cost = _cost(pricing, layouts(run, points, richest))

@@ -26,6 +26,10 @@ class Chip:
     per_node: int = 8
     domain: int = 8
     host: float = 25e9
+    multiprocessors: int = 0
+    """Processors that each make one tile of a product's result at a time; 0 where results of any size are priced."""
+    best_bf16_flops: float | None = None
+    """FLOP/s of the fastest bf16 product that was measured, under the chip's power limit."""
 
 
 def _table(*chips: Chip) -> dict[str, Chip]:
@@ -54,40 +58,42 @@ _ETHERNET_10, _CLOUD_100, _CLOUD_400 = 1.25e9, 100e9 / 8 / 8, 400e9 / 8 / 8
 _CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "fp32": 163e12}
 
 CHIPS = _table(
-    Chip("V100", "volta", 32 * GiB, _V100, 0.9e12, 150e9, 12.5e9, host=_PCIE3),
-    Chip("V100-16GB", "volta", 16 * GiB, _V100, 0.9e12, 150e9, 12.5e9, host=_PCIE3),
-    Chip("T4", "turing", 15 * GiB, {"fp16": 65e12, "fp32": 8.1e12}, 0.32e12, _PCIE3, _CLOUD_100, host=_PCIE3),
-    Chip("A100", "ampere", 80 * GiB, _AMPERE, 2.04e12, 300e9, 25e9),
-    Chip("A100-40GB", "ampere", 40 * GiB, _AMPERE, 1.555e12, 300e9, 25e9),
-    Chip("H800", "hopper", 80 * GiB, _HOPPER, 3.35e12, 200e9, 50e9, host=50e9),
-    Chip("H100", "hopper", 80 * GiB, _HOPPER, 3.35e12, 450e9, 50e9, host=50e9),
-    Chip("H100-96GB", "hopper", 96 * GiB, _HOPPER, 2.4e12, 450e9, 50e9, host=50e9),
-    Chip("H200", "hopper", 140 * GiB, _HOPPER, 4.8e12, 450e9, 50e9, host=50e9),
-    Chip("B200", "blackwell", 179 * GiB, _B200, 8e12, 900e9, 50e9, host=50e9),
-    Chip("B300", "blackwell", 268 * GiB, _B300, 8e12, 900e9, 100e9, host=50e9),
-    Chip("GB200", "blackwell", 185 * GiB, _GB200, 8e12, 900e9, 50e9, 4, 64, host=225e9),
-    Chip("GB300", "blackwell", 277 * GiB, _GB300, 8e12, 900e9, 100e9, 4, 64, host=225e9),
-    Chip("H20", "hopper-h20", 96 * GiB, _H20, 4e12, 450e9, 50e9, host=_PCIE5),
-    Chip("RTX3090", "ampere-rtx", 24 * GiB, _GA102, 0.936e12, _PCIE4, _ETHERNET_10, 1, 1),
-    Chip("A10", "ampere-rtx", 22 * GiB, {"bf16": 125e12, "fp32": 31.2e12}, 0.6e12, _PCIE4, _CLOUD_100),
-    Chip("A10G", "ampere-rtx", 22 * GiB, {"bf16": 70e12, "fp32": 31.5e12}, 0.6e12, _PCIE4, _CLOUD_100),
-    Chip("A6000", "ampere-rtx", 48 * GiB, {"bf16": 154.8e12, "fp32": 38.7e12}, 0.768e12, _PCIE4, _ETHERNET_10, 1, 1),
-    Chip("RTX4090", "ada", 24 * GiB, _AD102, 1.008e12, _PCIE4, _ETHERNET_10, 1, 1),
-    Chip("RTX6000-Ada", "ada", 48 * GiB, _RTX6000_ADA, 0.96e12, _PCIE4, _ETHERNET_10, 1, 1),
-    Chip("L4", "ada", 22 * GiB, _L4, 0.3e12, _PCIE4, _CLOUD_100),
-    Chip("L40", "ada", 45 * GiB, _L40, 0.864e12, _PCIE4, _CLOUD_400),
-    Chip("L40S", "ada", 45 * GiB, _L40S, 0.864e12, _PCIE4, _CLOUD_400),
-    Chip("RTX5090", "blackwell-rtx", 32 * GiB, _GB202, 1.792e12, _PCIE5, _ETHERNET_10, 1, 1, host=_PCIE5),
-    Chip("MI300X", "cdna3", 192 * GiB, _CDNA3, 5.3e12, 448e9, 50e9, host=50e9),
+    Chip("V100", "volta", 32 * GiB, _V100, 0.9e12, 150e9, 12.5e9, host=_PCIE3, multiprocessors=80),
+    Chip("V100-16GB", "volta", 16 * GiB, _V100, 0.9e12, 150e9, 12.5e9, host=_PCIE3, multiprocessors=80),
+    Chip("T4", "turing", 15 * GiB, {"fp16": 65e12, "fp32": 8.1e12}, 0.32e12, _PCIE3, _CLOUD_100, host=_PCIE3, multiprocessors=40),
+    Chip("A100", "ampere", 80 * GiB, _AMPERE, 2.04e12, 300e9, 25e9, multiprocessors=108, best_bf16_flops=271e12),
+    Chip("A100-40GB", "ampere", 40 * GiB, _AMPERE, 1.555e12, 300e9, 25e9, multiprocessors=108, best_bf16_flops=271e12),
+    Chip("H800", "hopper", 80 * GiB, _HOPPER, 3.35e12, 200e9, 50e9, host=50e9, multiprocessors=132),
+    Chip("H100", "hopper", 80 * GiB, _HOPPER, 3.35e12, 450e9, 50e9, host=50e9, multiprocessors=132, best_bf16_flops=794.5e12),
+    Chip("H100-96GB", "hopper", 96 * GiB, _HOPPER, 2.4e12, 450e9, 50e9, host=50e9, multiprocessors=132),
+    Chip("H200", "hopper", 140 * GiB, _HOPPER, 4.8e12, 450e9, 50e9, host=50e9, multiprocessors=132, best_bf16_flops=794.5e12),
+    Chip("B200", "blackwell", 179 * GiB, _B200, 8e12, 900e9, 50e9, host=50e9, multiprocessors=148, best_bf16_flops=1745e12),
+    Chip("B300", "blackwell", 268 * GiB, _B300, 8e12, 900e9, 100e9, host=50e9, multiprocessors=148, best_bf16_flops=1745e12),
+    Chip("GB200", "blackwell", 185 * GiB, _GB200, 8e12, 900e9, 50e9, 4, 64, host=225e9, multiprocessors=148, best_bf16_flops=1822e12),
+    Chip("GB300", "blackwell", 277 * GiB, _GB300, 8e12, 900e9, 100e9, 4, 64, host=225e9, multiprocessors=148, best_bf16_flops=1822e12),
+    Chip("H20", "hopper-h20", 96 * GiB, _H20, 4e12, 450e9, 50e9, host=_PCIE5, multiprocessors=78),
+    Chip("RTX3090", "ampere-rtx", 24 * GiB, _GA102, 0.936e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=82),
+    Chip("A10", "ampere-rtx", 22 * GiB, {"bf16": 125e12, "fp32": 31.2e12}, 0.6e12, _PCIE4, _CLOUD_100, multiprocessors=72),
+    Chip("A10G", "ampere-rtx", 22 * GiB, {"bf16": 70e12, "fp32": 31.5e12}, 0.6e12, _PCIE4, _CLOUD_100, multiprocessors=80),
+    Chip("A6000", "ampere-rtx", 48 * GiB, {"bf16": 154.8e12, "fp32": 38.7e12}, 0.768e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=84),
+    Chip("RTX4090", "ada", 24 * GiB, _AD102, 1.008e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=128),
+    Chip("RTX6000-Ada", "ada", 48 * GiB, _RTX6000_ADA, 0.96e12, _PCIE4, _ETHERNET_10, 1, 1, multiprocessors=142),
+    Chip("L4", "ada", 22 * GiB, _L4, 0.3e12, _PCIE4, _CLOUD_100, multiprocessors=58),
+    Chip("L40", "ada", 45 * GiB, _L40, 0.864e12, _PCIE4, _CLOUD_400, multiprocessors=142),
+    Chip("L40S", "ada", 45 * GiB, _L40S, 0.864e12, _PCIE4, _CLOUD_400, multiprocessors=142),
+    Chip("RTX5090", "blackwell-rtx", 32 * GiB, _GB202, 1.792e12, _PCIE5, _ETHERNET_10, 1, 1, host=_PCIE5, multiprocessors=170),
+    Chip("MI300X", "cdna3", 192 * GiB, _CDNA3, 5.3e12, 448e9, 50e9, host=50e9, multiprocessors=304, best_bf16_flops=668e12),
     Chip("Ascend910", "ascend", 32 * GiB, {"fp16": 256e12, "bf16": 256e12}, 1.2e12, 30e9, 12.5e9),
     Chip("Ascend910B", "ascend", 64 * GiB, {"fp16": 313e12, "bf16": 313e12, "fp32": 75e12}, 1.6e12, 196e9, 25e9),
-)
+)  # fmt: skip
 """Sources: NVIDIA's, AMD's and Huawei's datasheets, without sparsity; memory as the driver reports it, in whole GiB.
 
 Host links: PCIe 3, 4 or 5 with 16 lanes; NVLink-C2C, shared by two GPUs, in GB200 and GB300.
 GB200 and GB300 name one GPU of the NVL72 rack; its domain counts the 64 that a power-of-two mesh uses.
 GeForce cards: peaks of products that are summed in fp32, half of what is advertised for sums in fp16; RTX3090 without its optional NVLink.
 V100 and T4 have no bf16. Generations name devices whose shares of these rates may be alike, so graphics cards have their own.
+Fastest products: the search over shapes of Stas Bekman's Machine Learning Engineering, 2025; A100-40GB, H200, B300 and GB300 are
+taken to be as fast as the chip with the same tensor cores.
 """
 
 UNLIKE = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D", "MIG", "3E"})
@@ -97,22 +103,6 @@ _SPELLED = {
     "RTX6000-Ada": "RTX 6000 ADA",
 }  # fmt: skip
 """What drivers call chips whose name in the table is no single word of theirs."""
-
-
-MULTIPROCESSORS = {
-    "V100": 80, "V100-16GB": 80, "T4": 40, "A100": 108, "A100-40GB": 108, "H800": 132, "H100": 132, "H100-96GB": 132, "H200": 132,
-    "H20": 78, "B200": 148, "B300": 148, "GB200": 148, "GB300": 148, "RTX3090": 82, "A10": 72, "A10G": 80, "A6000": 84, "RTX4090": 128,
-    "RTX6000-Ada": 142, "L4": 58, "L40": 142, "L40S": 142, "RTX5090": 170, "MI300X": 304,
-}  # fmt: skip
-"""Processors of a device that each make one tile of a product's result at a time; chips that are not here have results of any size."""
-
-
-BEST_PRODUCTS = {
-    "A100": 271e12, "A100-40GB": 271e12, "H100": 794.5e12, "H200": 794.5e12, "B200": 1745e12, "B300": 1745e12, "GB200": 1822e12,
-    "GB300": 1822e12, "MI300X": 668e12,
-}  # fmt: skip
-"""FLOP/s of the fastest bf16 product that was measured on a chip, under its power limit (the search over shapes of Stas Bekman's Machine
-Learning Engineering, 2025). A100-40GB, H200, B300 and GB300 are taken to be as fast as the chip with the same tensor cores."""
 
 
 def chip_from_device_name(name: str) -> str | None:
