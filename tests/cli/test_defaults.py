@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.options import load
-from meshwright.files.durable import digest
+from meshwright.durable.writes import digest
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import Attempt, Note, Readiness, prepare_run
 from meshwright.models.families import to_hf_config

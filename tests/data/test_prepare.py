@@ -17,7 +17,7 @@ from meshwright.data.indexed import IndexedFile
 from meshwright.data.manifest import Manifest, verify
 from meshwright.data.prepare import prepare
 from meshwright.data.tokenizer import load_tokenizer, train_tokenizer
-from meshwright.files.lock import locked
+from meshwright.durable.lock import locked
 from meshwright.spec.errors import BadInput, OutOfResources
 from tests.data import megatron
 from tests.data.conftest import story

@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 FLOORS = {
-    "spec": 0, "files": 0,
+    "spec": 0, "durable": 0,
     "costs": 1, "schedules": 1, "events": 1, "models": 1, "kernels": 1, "data": 1,
     "simulator": 2, "parallel": 2, "optim": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3,
@@ -19,9 +19,11 @@ FLOORS = {
     "launch": 5,
     "cli": 6,
 }  # fmt: skip
-SAME_FLOOR = {("models", "kernels"), ("files", "spec")}
-TORCH_FREE = ("spec", "files", "costs", "schedules", "events", "simulator", "planner", "launch")
+SAME_FLOOR = {("models", "kernels"), ("durable", "spec")}
+TORCH_FREE = ("spec", "durable", "costs", "schedules", "events", "simulator", "planner", "launch")
 LARGEST_FILE, LONGEST_FUNCTION = 500, 100
+FLUSHES = {"fsync", "fdatasync", "sync", "rename", "renames", "replace"}
+"""Functions of `os` that only the room `durable` calls."""
 
 
 def files() -> list[Path]:
@@ -99,6 +101,27 @@ def test_no_pickle_is_read() -> None:
             if f" {call}" in text
         ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_durable_flushes_and_renames() -> None:
+    wrong = []
+    for path in files():
+        if path.parent.name == "durable":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                wrong += [f"{path}:{node.lineno} {alias.name}" for alias in node.names if alias.name in FLUSHES]
+            elif isinstance(node, ast.Attribute) and node.attr in FLUSHES and ast.unparse(node.value) == "os":
+                wrong.append(f"{path}:{node.lineno} os.{node.attr}")
+            elif isinstance(node, ast.Call) and _renames_path(node):
+                wrong.append(f"{path}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _renames_path(call: ast.Call) -> bool:
+    """Whether this is a call of `Path.rename` or `Path.replace`; `str.replace` takes two values."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else None
+    return name == "rename" or (name == "replace" and len(call.args) == 1 and not call.keywords)
 
 
 def test_rooms_stay_readable() -> None:

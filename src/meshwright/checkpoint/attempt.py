@@ -30,7 +30,7 @@ from meshwright.checkpoint.manifest import (
     step_of,
     steps_in,
 )
-from meshwright.files.durable import sync_folder
+from meshwright.durable.writes import publish_folder, rename, sync_folder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.failures import gone
 
@@ -92,7 +92,9 @@ class Attempt:
         write_file(self.folder / MANIFEST, data)
         write_file(self.folder / COMMITTED, commit_line(data))
         sync_folder(self.folder)
-        self._publish()
+        aside = self.checkpoints / f".replaced-{self.target.name}.{self.name}"
+        publish_folder(self.folder, self.target, aside)
+        _remove(aside)
         return manifest
 
     def abandon(self) -> None:
@@ -103,21 +105,6 @@ class Attempt:
             return
         except OSError as error:
             log.warning("could not remove %s, left by a failed save: %s; the next retention will", self.folder, error)
-
-    def _publish(self) -> None:
-        aside = self.checkpoints / f".replaced-{self.target.name}.{self.name}"
-        replacing = os.path.lexists(self.target)
-        if replacing:
-            os.rename(self.target, aside)
-        try:
-            os.rename(self.folder, self.target)
-        except BaseException:
-            if replacing:
-                os.rename(aside, self.target)
-            raise
-        sync_folder(self.checkpoints)
-        if replacing:
-            _remove(aside)
 
 
 def candidates(checkpoints: Path) -> list[Path]:
@@ -135,7 +122,7 @@ def recover(checkpoints: Path) -> None:
         if os.path.lexists(target):
             _remove(path)
         else:
-            os.rename(path, target)
+            rename(path, target)
             sync_folder(checkpoints)
 
 
@@ -149,7 +136,7 @@ def delete_beyond(checkpoints: Path, keep: int, protected: Path | None) -> list[
     doomed = [path for path in committed[:-keep] if path != protected]
     for path in doomed:
         hidden = checkpoints / f".deleted-{path.name}.{new_attempt()}"
-        os.rename(path, hidden)
+        rename(path, hidden)
         _remove(hidden)
     return doomed
 

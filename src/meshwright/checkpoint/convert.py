@@ -20,7 +20,7 @@ from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.data.tokenizer import KNOWN_ENDS
-from meshwright.files.durable import write_durable
+from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec

@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from meshwright.durable.writes import sync_open_file
 from meshwright.spec.errors import Damaged
 
 BLOCK_BYTES = 16 << 20
@@ -98,11 +99,7 @@ class FileWriter:
     def finish(self) -> FileRecord:
         """Make the contents durable and close."""
         assert self._descriptor is not None
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
+        sync_open_file(self._descriptor, self.path)
         os.close(self._descriptor)
         self._descriptor = None
         if self._bytes % BLOCK_BYTES:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.options import Json, Words, check_place, load, say
-from meshwright.files.durable import write_durable
+from meshwright.durable.writes import write_durable
 
 For = Annotated[
     str | None,

@@ -15,7 +15,7 @@ import typer
 
 from meshwright.cli.options import check_place, split_words
 from meshwright.cli.profile_table import table
-from meshwright.files.durable import write_durable
+from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import typer
 
 from meshwright.cli.options import QuickstartWords, Runs, load
 from meshwright.cli.train import start_ranks
-from meshwright.files.durable import write_durable
+from meshwright.durable.writes import write_durable
 
 PROMPTS = ["def read_lines(path):\n", "class Queue:\n    def __init__(self", "import os\nimport sys\n\n"]
 

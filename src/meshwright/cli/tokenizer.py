@@ -48,7 +48,7 @@ def train_command(
     """
     from meshwright.data.corpus import list_inputs
     from meshwright.data.tokenizer import check_size, parse_tokenizer, sample_texts, train_tokenizer
-    from meshwright.files.durable import write_durable
+    from meshwright.durable.writes import write_durable
     from meshwright.spec.errors import BadInput
 
     check_size(size)

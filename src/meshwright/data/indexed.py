@@ -8,7 +8,6 @@ NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py (the format, not t
 
 from __future__ import annotations
 
-import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import numpy as np
 import xxhash
 
 from meshwright.data.checked import CheckedFile, Entries
-from meshwright.files.durable import PARTIAL, publish
+from meshwright.durable.writes import PARTIAL, publish, sync_open_file
 from meshwright.spec.errors import BadInput, Damaged
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -231,5 +230,5 @@ def _partial(path: Path) -> Path:
 
 def _sync_and_close(file: BinaryIO) -> None:
     file.flush()
-    os.fsync(file.fileno())
+    sync_open_file(file.fileno(), Path(file.name))
     file.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
-from meshwright.files.durable import digest, digest_file, write_durable
+from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 MANIFEST = "manifest.json"

@@ -34,8 +34,8 @@ from meshwright.data.tokenizer import (
     tokenizer_file,
     train_tokenizer,
 )
-from meshwright.files.durable import write_durable
-from meshwright.files.lock import locked
+from meshwright.durable.lock import locked
+from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 
 NAMED = 20

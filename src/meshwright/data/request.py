@@ -14,7 +14,7 @@ from meshwright.data.corpus import InputFile
 from meshwright.data.manifest import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.shards import JOURNAL
 from meshwright.data.tokenizer import TRAIN_PREFIX, load_tokenizer, parse_train_request, tokenizer_file
-from meshwright.files.durable import digest, digest_file, write_durable
+from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput
 
 SHARD_TOKENS = 1 << 27

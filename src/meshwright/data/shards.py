@@ -7,7 +7,6 @@ attempt.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from meshwright.data.encode import EncodedDocument
 from meshwright.data.indexed import IndexedWriter
 from meshwright.data.manifest import Shard, documents_path, shard_files
-from meshwright.files.durable import digest, sync_folder, write_durable
+from meshwright.durable.writes import append_durable, digest, write_durable
 
 JOURNAL = "journal.jsonl"
 
@@ -95,7 +94,8 @@ class SplitWriter:
         sizes = {key: path.stat().st_size for key, path in shard_files(stem).items()}
         digests = {**writer.digests, "documents": digest(names)}
         shard = Shard(stem.name, len(self._lines), writer.tokens, self._text_bytes, sizes, digests)
-        self._record(JournalLine(self.split, self._through, shard))
+        line = JournalLine(self.split, self._through, shard)
+        append_durable(self.out / JOURNAL, json.dumps(asdict(line)).encode() + b"\n")
         self.shards.append(shard)
         self._finished_tokens += shard.tokens
         self._finished_documents += shard.documents
@@ -105,13 +105,3 @@ class SplitWriter:
         """Close the file being written without giving it a name."""
         if self._writer is not None:
             self._writer.abandon()
-
-    def _record(self, line: JournalLine) -> None:
-        path = self.out / JOURNAL
-        fresh = not path.exists()
-        with path.open("ab") as file:
-            file.write(json.dumps(asdict(line)).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if fresh:
-            sync_folder(self.out)

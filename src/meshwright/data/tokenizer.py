@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.corpus import Document, InputFile, read_documents
 from meshwright.data.manifest import TOKENIZER, TokenizerRecord
-from meshwright.files.durable import digest
+from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput, nearest
 
 END_OF_TEXT = "<|endoftext|>"

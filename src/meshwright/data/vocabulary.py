@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.files.durable import digest
+from meshwright.durable.writes import digest
 from meshwright.spec.errors import BadInput
 
 TOKENIZER, VOCABULARY, MERGES, ADDED = "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"

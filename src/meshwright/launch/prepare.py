@@ -16,7 +16,7 @@ from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
-from meshwright.files.durable import remove_partials, write_durable
+from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
 from meshwright.launch.folder import continues, is_finished

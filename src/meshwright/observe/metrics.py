@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.files.durable import write_durable
+from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import Damaged
 from meshwright.spec.failures import GONE, failure_of, gone
 

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from meshwright import __version__
-from meshwright.files.durable import write_durable
+from meshwright.durable.writes import write_durable
 from meshwright.observe import figures, report_parts
 from meshwright.observe.report_account import predicted_and_measured
 from meshwright.observe.report_charts import Sheet, sheet

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meshwright.files.durable import write_durable
+from meshwright.durable.writes import write_durable
 from meshwright.simulator.of_plan import simulate_plan
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan

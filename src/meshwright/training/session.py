@@ -12,8 +12,8 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
 from meshwright.data.verification import ShardVerifier
+from meshwright.durable.writes import write_durable
 from meshwright.events.start import StartClock
-from meshwright.files.durable import write_durable
 from meshwright.observe.environment import environment
 from meshwright.observe.recorder import DetailRecorder, StepRecorder
 from meshwright.optim.adamw import AdamW

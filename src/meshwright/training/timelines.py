@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.files.durable import write_durable
+from meshwright.durable.writes import write_durable
 from meshwright.observe.timeline_files import ALIGNED, Measured, Recording, summary, table, trace_names, trace_spans
 from meshwright.parallel.world import World
 from meshwright.simulator.picture import draw_within

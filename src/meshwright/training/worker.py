@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from meshwright.durable.writes import write_durable
 from meshwright.events.start import StartClock
-from meshwright.files.durable import write_durable
 from meshwright.parallel.world import World, join
 from meshwright.spec.errors import Interrupted
 from meshwright.spec.fields import to_plain

@@ -31,7 +31,7 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
             for piece in pieces:
                 file.write(piece.encode() if isinstance(piece, str) else piece)
             file.flush()
-            os.fsync(file.fileno())
+            sync_open_file(file.fileno(), path)
         publish(partial, path)
     except OSError as error:
         _remove(partial)
@@ -42,16 +42,58 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
         raise
 
 
+def append_durable(path: Path, content: bytes) -> None:
+    """Append `content` to a file, made when missing, and flush it; a crash may leave a part of `content` at the end."""
+    fresh = not path.exists()
+    with path.open("ab") as file:
+        file.write(content)
+        file.flush()
+        sync_open_file(file.fileno(), path)
+    if fresh:
+        sync_folder(path.parent)
+
+
 def publish(partial: Path, path: Path) -> None:
-    """Rename a file or folder whose content is on the disk already, and flush the new name."""
+    """Rename a file or folder whose content is on the disk already, in place of a file at `path`, and flush the new name."""
     os.replace(partial, path)
     sync_folder(path.parent)
+
+
+def publish_folder(partial: Path, path: Path, aside: Path) -> None:
+    """Rename a folder whose content is on the disk already to `path`, and flush the new name.
+
+    What is at `path` is moved to `aside` first, where a crash between the two renames leaves it. A failed rename moves it back.
+    """
+    replacing = os.path.lexists(path)
+    if replacing:
+        os.rename(path, aside)
+    try:
+        os.rename(partial, path)
+    except BaseException:
+        if replacing:
+            os.rename(aside, path)
+        raise
+    sync_folder(path.parent)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Rename a file or folder; a crash may undo it until `sync_folder` has flushed the folder of `target`."""
+    os.rename(path, target)
 
 
 def sync_file(path: Path) -> None:
     """Flush the content of a file, whoever wrote it, to the disk."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        sync_open_file(file.fileno(), path)
+
+
+def sync_open_file(descriptor: int, path: Path) -> None:
+    """Flush the content of an open file; an OSError names `path`."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,0 +1,110 @@
+"""Durable writes: a file or folder is its old self or its new self, and nothing is renamed before it is on the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.durable.writes import (
+    append_durable,
+    publish,
+    publish_folder,
+    remove_partials,
+    rename,
+    sync_folder,
+    write_durable,
+)
+from tests.checkpoint.crash import CALLS, FILES, count, die_at, touched
+
+WRITES = (*CALLS, FILES)
+
+
+def events(work: Callable[[], object]) -> list[tuple[str, str]]:
+    """The flushes and renames that `work` makes, each with the name of the file or folder."""
+    found: list[tuple[str, str]] = []
+
+    def note(_: int, name: str, arguments: tuple[Any, ...]) -> None:
+        path = os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else str(arguments[0])
+        found.append((name, Path(path).name))
+
+    with touched(note, ("fsync", "rename", "replace")):
+        work()
+    return found
+
+
+def test_a_file_is_flushed_then_renamed_then_its_folder_is_flushed(tmp_path: Path) -> None:
+    partial = f"a.{os.getpid()}.partial"
+    write = events(lambda: write_durable(tmp_path / "a", "content"))
+    assert write == [("fsync", partial), ("replace", partial), ("fsync", tmp_path.name)]
+    (tmp_path / "new").mkdir()
+    moved = events(lambda: publish_folder(tmp_path / "new", tmp_path / "run", tmp_path / "old"))
+    assert moved == [("rename", "new"), ("fsync", tmp_path.name)]
+
+
+def test_death_at_any_call_leaves_the_old_or_the_new_content(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+
+    def write() -> None:
+        write_durable(path, ["new ", "content"])
+
+    path.write_text("old content")
+    calls = count(write, WRITES)
+    renamed = calls.index("replace")
+    for k in range(len(calls)):
+        path.write_text("old content")
+        assert die_at(k, write, WRITES)
+        assert path.read_text() == ("old content" if k <= renamed else "new content")
+    remove_partials(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failed_write_leaves_the_old_content_and_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("old content")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with touched(fail, ("fsync",)), pytest.raises(OSError, match="No space left") as caught:
+        write_durable(path, b"new content")
+    assert caught.value.filename == str(path)
+    assert path.read_text() == "old content" and [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_link_stays_and_leads_to_the_new_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old content")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    write_durable(tmp_path / "link", "new content")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "a").read_text() == "new content"
+
+
+def test_what_is_appended_is_flushed_and_so_is_the_name_of_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    assert events(lambda: append_durable(path, b"first\n")) == [("fsync", "journal"), ("fsync", tmp_path.name)]
+    assert events(lambda: append_durable(path, b"second\n")) == [("fsync", "journal")]
+    assert path.read_bytes() == b"first\nsecond\n"
+
+
+def test_a_published_folder_replaces_another_or_leaves_it_there(tmp_path: Path) -> None:
+    run, new, old = tmp_path / "run", tmp_path / "new", tmp_path / "old"
+    run.mkdir()
+    with pytest.raises(FileNotFoundError):
+        publish_folder(new, run, old)
+    assert run.is_dir() and not old.exists()
+    new.mkdir()
+    (new / "file").touch()
+    publish_folder(new, run, old)
+    assert (run / "file").exists() and old.is_dir() and not new.exists()
+
+
+def test_a_renamed_file_and_a_published_one_have_their_new_names(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("content")
+    rename(tmp_path / "a", tmp_path / "b")
+    sync_folder(tmp_path)
+    (tmp_path / "c").write_text("replaced")
+    publish(tmp_path / "b", tmp_path / "c")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"c": "content"}
