@@ -16,7 +16,8 @@ from typing import TextIO
 import pytest
 from tests.training.tiny import make_tiny, tiny_run
 
-from meshwright.launch.folder import continues, held, renamed
+from meshwright.durable.lease import owner_is_alive, read_lease
+from meshwright.launch.folder import continues, held, renamed, take_over
 from meshwright.spec.errors import BadInput
 from meshwright.spec.load import resolved_yaml
 from meshwright.spec.run import RunSpec
@@ -103,15 +104,60 @@ def test_a_start_that_fails_leaves_no_empty_folders(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_where_a_file_system_has_no_locks_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(file: TextIO, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_where_a_file_system_has_no_locks_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with held(tmp_path), held(tmp_path):
         assert "nothing keeps other processes out: No locks available" in caplog.text
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_without_locks_a_living_process_of_this_host_keeps_its_folder(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with held(tmp_path):
+                take_over(tmp_path)
+                os.write(theirs, b"held")
+                signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(ours, 4) == b"held"
+    with pytest.raises(BadInput, match=rf"process {child} on \S+ is writing here"), held(tmp_path):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with held(tmp_path):
+        assert take_over(tmp_path).epoch == 2
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_without_locks_a_job_that_ended_leaves_the_folder_to_the_next_though_its_process_lives(tmp_path: Path) -> None:
+    with held(tmp_path):
+        lease = take_over(tmp_path)
+        assert owner_is_alive(lease)
+    ended = read_lease(tmp_path)
+    assert ended is not None and ended.epoch == lease.epoch and not owner_is_alive(ended)
+
+
+def test_a_holder_that_was_replaced_leaves_the_other_s_lock(tmp_path: Path) -> None:
+    """Its lock was removed by hand, to take over from a process that is stopped."""
+    first = ExitStack()
+    first.enter_context(held(tmp_path))
+    (tmp_path / ".lock").unlink()
+    with held(tmp_path):
+        first.close()
+        with pytest.raises(BadInput, match="is writing here"), held(tmp_path):
+            pass
+    assert not tmp_path.exists()
 
 
 def test_a_run_continues_once_it_has_begun(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from meshwright.spec.load import load_run
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, PlanPins, Precision, Predicted
 from meshwright.spec.presets import MODEL_PRESETS
-from meshwright.spec.run import Assignment, RunSpec
+from meshwright.spec.run import Assignment, Lease, RunSpec
 
 PLAN = Plan(
     mesh=(MeshAxis(axis="replicate", size=2, crosses="node"), MeshAxis(axis="shard", size=4)),
@@ -24,6 +24,7 @@ PLAN = Plan(
     why=("one", "two"),
 )
 PINS = PlanPins(shard=2, reshard=False, layers=(LayerStrategy(range="all", recompute="selective"),))
+LEASE = Lease(run_id="5f2c", epoch=3, host="node0", boot_id="b", pid=7, process_start=99)
 RUN = load_run(
     None, ["plan.shard=2", "cluster.gpus_per_node=2", "model=llama3-8b", "observe.wandb=p", "data.mix={a: 1, b: 0.5}"]
 )
@@ -49,7 +50,7 @@ def test_to_plain_and_back(value: Any) -> None:
 
 
 def test_an_assignment_is_read_as_it_was_written(tmp_path: Any) -> None:
-    assignment = Assignment(run=RUN, plan=PLAN, folder="runs/x")
+    assignment = Assignment(run=RUN, plan=PLAN, folder="runs/x", lease=LEASE)
     (tmp_path / "assignment.json").write_text(json.dumps(to_plain(assignment)))
     assert Assignment.read(tmp_path / "assignment.json") == assignment
 

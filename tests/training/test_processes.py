@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint.manifest import read_manifest, steps_in
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.events.start import PHASES
 from meshwright.observe.metrics import read_metrics, scan_metrics
@@ -182,6 +184,40 @@ def tell(words: list[object], run: Path, jobs: list[Job]) -> Story:
     damage(newest / "tensors-00001.safetensors")
     finished = [job.end(lambda pids: None) for job in [start(place) for place in places_of_a_launcher()]]
     return Story(run, sockets, preempted, interrupted, lost, killed, newest.name, finished)
+
+
+def test_a_job_that_was_stopped_commits_nothing_once_another_took_over(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The lock of a stopped process is removed by hand; the second job's rank is started by a launcher."""
+    tiny, run = make_tiny(tmp_path_factory.getbasetemp() / "tiny"), tmp_path / "tiny"
+    checkpoints = ["checkpoint.every=20", "checkpoint.keep=3"]
+    words = ["train", tiny, "cluster.gpus_per_node=1", "train.steps=200", *checkpoints, "--runs", tmp_path]
+    jobs = [Job(words, run)]
+    try:
+        until(lambda: last_step(run) >= 25, jobs[0])
+        stopping = [jobs[0].process.pid, *jobs[0].ranks().values()]
+        for pid in stopping:
+            os.kill(pid, signal.SIGSTOP)
+        until(lambda: all(stopped(pid) for pid in stopping), jobs[0])
+        kept = intact(run)
+        (run / ".lock").unlink()
+        jobs.append(Job(words, run, {"RANK": "0", "WORLD_SIZE": "1"}))
+        second = jobs[1].end(lambda pids: None)
+        assert second.code == 0 and f"resumed after step {kept[-1]}" in second.said
+        metrics = (run / "metrics.jsonl").read_bytes()
+        for pid in stopping:
+            os.kill(pid, signal.SIGCONT)
+        assert jobs[0].process.wait(180) == 2, jobs[0].said()
+    finally:
+        for job in jobs:
+            job.process.kill()
+            job.process.wait()
+    said = rf"{run} was taken over by process {jobs[1].process.pid} on \S+ \(epoch 2; this job has epoch 1\)"
+    assert re.search(said, jobs[0].said()) and "Traceback" not in jobs[0].said()
+    assert intact(run) == [160, 180, 200] and (run / "metrics.jsonl").read_bytes() == metrics
+    assert [read_manifest(path).epoch for path in steps_in(run / "checkpoints")] == [2, 2, 2]
+    assert not [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
 def interrupt_twice(job: Job, pids: dict[int, int]) -> None:

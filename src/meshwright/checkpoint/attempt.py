@@ -3,6 +3,8 @@
     .step-00000100.<attempt>.partial/   every file is written here and fsynced, manifest.json and COMMITTED last
     step-00000100/                      the same folder, fsynced and renamed; then the parent is fsynced
 
+Where the run's folder has a lease, the attempt is named EPOCH-RANDOM, and the lease is checked immediately before the rename.
+
 A crash at any point leaves either no `step-` folder or a complete one. Torch-free; only the first rank calls this.
 """
 
@@ -13,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,29 +33,31 @@ from meshwright.checkpoint.manifest import (
     step_of,
     steps_in,
 )
+from meshwright.durable.lease import check_lease
 from meshwright.durable.writes import publish_folder, rename, sync_folder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.failures import gone
+from meshwright.spec.run import Lease
 
-_PARTIAL = re.compile(r"\.step-\d{8,12}\.[0-9a-f]+\.partial")
+_PARTIAL = re.compile(r"\.(step-\d{8,12})\.(?:(\d+)-)?([0-9a-f]+)\.partial")
 _DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
 _REPLACED = re.compile(r"\.replaced-(step-\d{8,12})\.[0-9a-f]+")
 
 log = logging.getLogger(__name__)
 
 
-def new_attempt() -> str:
-    """A name no other attempt has."""
-    return secrets.token_hex(4)
+def new_attempt(lease: Lease | None = None) -> str:
+    """A name no other attempt has; it begins with the epoch of the lease."""
+    return secrets.token_hex(4) if lease is None else f"{lease.epoch}-{secrets.token_hex(4)}"
 
 
 class Attempt:
     """The folder of one attempt. Every rank may compute `folder`; `create`, `commit` and `abandon` are the first
-    rank's.
+    rank's. With a `lease` of the run's folder it is committed only while that owns the folder.
     """
 
-    def __init__(self, checkpoints: Path, step: int, name: str) -> None:
-        self.checkpoints, self.step, self.name = checkpoints, step, name
+    def __init__(self, checkpoints: Path, step: int, name: str, lease: Lease | None = None) -> None:
+        self.checkpoints, self.step, self.name, self.lease = checkpoints, step, name, lease
         self.target = checkpoints / step_name(step)
         self.folder = checkpoints / f".{step_name(step)}.{name}.partial"
 
@@ -79,20 +84,37 @@ class Attempt:
         """Make the checkpoint visible: `shards`, durable already, what they hold, and the files of `plain`.
 
         A checkpoint already at the target is moved aside first and removed after; `recover` undoes that after a crash
-        in between. Raises Damaged when the shards do not make up whole tensors.
+        in between. Raises Damaged when the shards do not make up whole tensors, and BadInput when another start of the run has the lease;
+        then nothing becomes visible.
         """
+        try:
+            return self._commit(shards, contents, plain, ranks, torch_version)
+        except FileNotFoundError:  # the start that took the lease has removed the attempt
+            self.check_owner()
+            raise
+
+    def check_owner(self) -> None:
+        """Raise BadInput when another start of the run has the lease."""
+        if self.lease is not None:
+            check_lease(self.checkpoints.parent, self.lease)
+
+    def _commit(
+        self, shards: dict[str, FileRecord], contents: Contents, plain: dict[str, bytes], ranks: int, torch_version: str
+    ) -> Manifest:
         for name, record in contents.items():
             check_record(name, record, self.folder)
         plain = {CONTENTS: encode_contents(contents), **plain}
         files = shards | {name: write_file(self.folder / name, data) for name, data in plain.items()}
         written = datetime.now(UTC).isoformat(timespec="seconds")
         versions = {"meshwright": __version__, "torch": torch_version}
-        manifest = Manifest(self.step, ranks, self.name, written, versions, dict(sorted(files.items())))
+        owner = (None, None) if self.lease is None else (self.lease.run_id, self.lease.epoch)
+        manifest = Manifest(self.step, ranks, self.name, written, versions, dict(sorted(files.items())), *owner)
         data = manifest.encode()
         write_file(self.folder / MANIFEST, data)
         write_file(self.folder / COMMITTED, commit_line(data))
         sync_folder(self.folder)
-        aside = self.checkpoints / f".replaced-{self.target.name}.{self.name}"
+        aside = self.checkpoints / f".replaced-{self.target.name}.{self.name.rpartition('-')[2]}"
+        self.check_owner()
         publish_folder(self.folder, self.target, aside)
         _remove(aside)
         return manifest
@@ -141,13 +163,18 @@ def delete_beyond(checkpoints: Path, keep: int, protected: Path | None) -> list[
     return doomed
 
 
-def remove_stale(checkpoints: Path) -> None:
-    """Remove what dead attempts and interrupted deletions left. Only the one writer of a folder may call this, between
-    saves.
+def remove_stale(checkpoints: Path, epoch: int | None = None) -> None:
+    """Remove what dead attempts of epochs up to `epoch` (None: of all) and interrupted deletions left. Only the one writer of a folder may
+    call this, between saves.
+
+    An attempt is renamed first: a process that was stopped before its commit's rename finds nothing to rename, not half of it.
     """
-    for pattern in (_PARTIAL, _DELETED):
-        for path, _ in _matching(checkpoints, pattern):
-            _remove(path)
+    for path, match in _matching(checkpoints, _PARTIAL):
+        if epoch is None or int(match[2] or 0) <= epoch:
+            with suppress(FileNotFoundError):  # committed meanwhile
+                rename(path, checkpoints / f".deleted-{match[1]}.{match[3]}")
+    for path, _ in _matching(checkpoints, _DELETED):
+        _remove(path)
 
 
 def _matching(checkpoints: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:

@@ -69,6 +69,9 @@ class Manifest:
     written: str
     versions: dict[str, str]
     files: dict[str, FileRecord]
+    run_id: str | None = None
+    """The run that wrote it, and the epoch of the start (`durable.lease`); None where no lease was taken, as before there were leases."""
+    epoch: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -154,12 +157,14 @@ def _parse(data: Any, path: Path) -> Manifest:
         found = data.get("format") if isinstance(data, dict) else data
         raise Damaged(f"{path}: format {found!r:.40} is not one this version reads (expected {FORMAT})")
     step, world_size, rows, versions = (data.get(key) for key in ("step", "world_size", "files", "versions"))
-    attempt, written = data.get("attempt"), data.get("written")
+    attempt, written, run_id, epoch = (data.get(key) for key in ("attempt", "written", "run_id", "epoch"))
     good = _whole(step) and _whole(world_size) and isinstance(rows, dict) and isinstance(versions, dict)
     if not good or not isinstance(attempt, str) or not isinstance(written, str):
         raise Damaged(f"{path}: step, world_size, attempt, written, versions or files is missing or of the wrong kind")
+    if not (run_id is None or plain_name(run_id)) or not (epoch is None or _whole(epoch)):
+        raise Damaged(f"{path}: run_id is not a plain name, or epoch not a whole number")
     files = {name: _record(name, row, path) for name, row in rows.items()}
-    return Manifest(step, world_size, attempt, written, versions, files)
+    return Manifest(step, world_size, attempt, written, versions, files, run_id, epoch)
 
 
 def _record(name: str, row: Any, path: Path) -> FileRecord:

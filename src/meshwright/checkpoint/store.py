@@ -38,8 +38,10 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import decode_state, encode_plain
 from meshwright.checkpoint.storage import BoxPlanner, BoxReader, PiecePlanner, ShardWriter
 from meshwright.checkpoint.verify import Vouched, blocks_to_check, check_blocks, check_sizes, verify
+from meshwright.durable.lease import check_lease
 from meshwright.events.span import NullRecorder, Recorder
 from meshwright.spec.errors import BadInput
+from meshwright.spec.run import Lease
 
 log = logging.getLogger(__name__)
 _STATE_LIMIT = 256 << 20
@@ -62,7 +64,8 @@ class CheckpointStore:
 
     Every method is collective: all ranks of `group` (the default group when None; this process alone when no job was
     joined) call it with the same arguments, and all return the same or raise the same error. On GPU jobs pass a Gloo
-    group. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time.
+    group. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time: with the `lease` of the run's folder
+    (`folder`'s parent), saving and retention raise BadInput once another start of the run has taken it.
 
     Tensors alone may differ: each rank passes those it holds a part of, which may be none, under names that mean the
     same tensor everywhere. They are DTensors, each on a mesh of any of the ranks, plain tensors, or Boxed ones. What several ranks
@@ -76,8 +79,10 @@ class CheckpointStore:
         group: dist.ProcessGroup | None = None,
         recorder: Recorder | None = None,
         progress: Callable[[int], None] | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.folder = folder
+        self._lease = lease
         self._ranks = Ranks(group)
         self._recorder = recorder or NullRecorder()
         self._progress = progress
@@ -191,11 +196,21 @@ class CheckpointStore:
     def _already(self, doing: str, step: int) -> Path | None:
         """The checkpoint of `step` if it is there and good."""
         target = self.folder / step_name(step)
-        committed = self._ranks.from_first(doing, lambda: has_commit(target))
+
+        def look() -> bool:
+            self._check_owner()
+            return has_commit(target)
+
+        committed = self._ranks.from_first(doing, look)
         return target if committed and not self._damage(doing, target) else None
 
+    def _check_owner(self) -> None:
+        if self._lease is not None:
+            check_lease(self.folder.parent, self._lease)
+
     def _begin(self, step: int) -> Attempt:
-        attempt = Attempt(self.folder, step, new_attempt())
+        attempt = Attempt(self.folder, step, new_attempt(self._lease), self._lease)
+        attempt.check_owner()
         recover(self.folder)
         attempt.create()
         return attempt
@@ -213,6 +228,8 @@ class CheckpointStore:
         )
 
         def report() -> dict[str, FileRecord]:
+            if isinstance(writer.failure, FileNotFoundError):
+                attempt.check_owner()
             _reraise(writer.failure)
             return writer.files
 
@@ -258,11 +275,12 @@ class CheckpointStore:
             self._ranks.common(doing, lambda: work(options))
 
     def _retain(self, keep: int) -> list[Path]:
+        self._check_owner()
         recover(self.folder)
         committed = [path for path in reversed(steps_in(self.folder)) if has_commit(path)]
         newest_good = next((path for path in committed if path in self._good or not verify(path)), None)
         deleted = delete_beyond(self.folder, keep, newest_good)
-        remove_stale(self.folder)
+        remove_stale(self.folder, None if self._lease is None else self._lease.epoch)
         return deleted
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint in a run's folder whose names and sizes are right; 0 where there is none."""
     return max((row["step"] for row in list_checkpoints(folder, contents=False) if row["ok"]), default=0)
+
+
+def newest_commit(checkpoints: Path) -> tuple[str, int] | None:
+    """Run id and epoch of the newest checkpoint whose manifest is readable and names them; None where there is none."""
+    for path in reversed(steps_in(checkpoints)):
+        with suppress(DamagedCheckpoint):
+            manifest = read_manifest(path)
+            if manifest.run_id is not None and manifest.epoch is not None:
+                return manifest.run_id, manifest.epoch
+    return None
 
 
 def where_it_continues(folder: Path) -> str:

@@ -1,1 +1,4 @@
-"""Atomic, durable writes and renames, and locks on folders. No other package calls fsync or rename. Torch-free."""
+"""Atomic, durable writes and renames, locks on folders, and the lease of a run's folder. Torch-free.
+
+No other package calls fsync or rename.
+"""

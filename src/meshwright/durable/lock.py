@@ -20,20 +20,22 @@ log = logging.getLogger("meshwright")
 
 
 @contextmanager
-def locked(directory: Path, wait: bool, instead: str = "choose another --out") -> Iterator[None]:
-    """Hold the one lock of `directory` for the length of a `with` block. The directory is made when missing, and removed when it is left
-    empty, with the parents that were made for it.
+def locked(directory: Path, wait: bool, instead: str = "choose another --out") -> Iterator[bool]:
+    """Hold the one lock of `directory` for the length of a `with` block; yields False where the file system has no locks.
+
+    The directory is made when missing, and removed when it is left empty, with the parents that were made for it.
 
     Raises BadInput when another process holds it and `wait` is false, naming that process and what may be done `instead` of waiting.
     """
     path = directory / LOCK
     missing = [parent for parent in directory.parents if not parent.exists()]
     try:
-        file = _acquire(path, wait, instead)
+        file, exclusive = _acquire(path, wait, instead)
         try:
-            yield
+            yield exclusive
         finally:
-            path.unlink(missing_ok=True)
+            if _has_name(file, path):  # else another process has taken over
+                path.unlink(missing_ok=True)
             file.close()
     finally:
         with suppress(OSError):  # not empty: the usual case
@@ -41,8 +43,8 @@ def locked(directory: Path, wait: bool, instead: str = "choose another --out") -
                 empty.rmdir()
 
 
-def _acquire(path: Path, wait: bool, instead: str) -> TextIO:
-    """The lock file, open and locked.
+def _acquire(path: Path, wait: bool, instead: str) -> tuple[TextIO, bool]:
+    """The lock file, open, and whether it is locked.
 
     A lock counts only while its file has the name `path`: a holder removes the file before it releases the lock, so another process can
     lock a file without a name for a moment. Nobody is refused because of such a lock; both processes try again.
@@ -63,12 +65,12 @@ def _acquire(path: Path, wait: bool, instead: str) -> TextIO:
                 file.close()
                 raise
             log.warning("%s: nothing keeps other processes out: %s", path.parent, error.strerror)
-            return file
+            return file, False
         if _has_name(file, path):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
-            return file
+            return file, True
         file.close()
 
 

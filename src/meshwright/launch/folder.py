@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
+from meshwright.checkpoint.attempt import remove_stale
 from meshwright.checkpoint.manifest import step_name, steps_in
-from meshwright.checkpoint.verify import newest_step, verify
+from meshwright.checkpoint.verify import newest_commit, newest_step, verify
+from meshwright.durable.lease import owner_is_alive, read_lease, release_lease, take_lease
 from meshwright.durable.lock import locked
 from meshwright.observe.metrics import scan_metrics
 from meshwright.spec.errors import BadInput
 from meshwright.spec.load import differences, load_resolved
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import Lease, RunSpec
 
+_INSTEAD = "give this run another name (name=…, or --fresh)"
 _SCHEDULE = "it would change the learning rate of steps that are done"
 _POSITION = "the position in the data follows from it"
 _WHY_FIXED = {
@@ -38,10 +42,32 @@ def held(folder: Path) -> Iterator[None]:
     """Keep other jobs out of a run's folder for the length of a `with` block. It is made when missing, and removed when it is left empty.
 
     Taken once a job, by the process that prepares it: the launcher, or rank 0 where another launcher started the ranks. The lock is the
-    process's, so one that was killed leaves none. Raises BadInput when another process has it.
+    process's, so one that was killed leaves none. Raises BadInput when another process has it, or, on a file system without locks, when
+    the folder's lease is that of a living process of this host.
     """
-    with locked(folder, wait=False, instead="give this run another name (name=…, or --fresh)"):
-        yield
+    with locked(folder, wait=False, instead=_INSTEAD) as exclusive:
+        if exclusive:
+            yield
+            return
+        lease = read_lease(folder)
+        if lease is not None and lease.pid != os.getpid() and owner_is_alive(lease):
+            raise BadInput(f"{folder}: process {lease.pid} on {lease.host} is writing here; wait for it, or {_INSTEAD}")
+        try:
+            yield
+        finally:
+            release_lease(folder)
+
+
+def take_over(folder: Path) -> Lease:
+    """Take the lease of a run's folder, which this process holds, and remove the unfinished checkpoints of earlier starts.
+
+    A process of an earlier start that still runs cannot commit from here on: its lease is not the folder's, and its attempt is gone. What
+    it committed before is among the checkpoints that this start resumes from.
+    """
+    checkpoints = folder / "checkpoints"
+    lease = take_lease(folder, lambda: newest_commit(checkpoints))
+    remove_stale(checkpoints, lease.epoch)
+    return lease
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:

@@ -1,6 +1,7 @@
 """From a loaded run file to a run folder its ranks can start from: data resolved, plan chosen, resume decided.
 
-A run folder holds config.yaml (resolved), plan.yaml, environment.json, assignment.json, metrics.jsonl, checkpoints/, logs/, report.html.
+A run folder holds config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json, metrics.jsonl, checkpoints/, logs/
+and report.html.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.durable.writes import remove_partials, write_durable
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
-from meshwright.launch.folder import continues, is_finished
+from meshwright.launch.folder import continues, is_finished, take_over
 from meshwright.launch.machine import host_memory_bytes
 from meshwright.models.families import export_obstacle
 from meshwright.observe.sinks import check_sinks
@@ -357,13 +358,14 @@ def prepare_run(
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):
         (folder / name).mkdir(exist_ok=True)
+    lease = take_over(folder)
     remove_partials(folder)
     write_durable(folder / "config.yaml", resolved_yaml(run))
     write_durable(folder / "plan.yaml", plan_yaml(plan))
     tokenizer = open_run_data(run).tokenizer_file
     if tokenizer is not None:
         write_durable(folder / "tokenizer.json", tokenizer.read_bytes())
-    assignment = Assignment(run=run, plan=plan, folder=str(folder), profile=profile, timeline=timeline)
+    assignment = Assignment(run=run, plan=plan, folder=str(folder), lease=lease, profile=profile, timeline=timeline)
     write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
     return Prepared(assignment, folder, resumes)
 

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.durable.lease import check_lease
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import Damaged
 from meshwright.spec.failures import GONE, failure_of, gone
+from meshwright.spec.run import Lease
 
 STEP_KEYS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
@@ -49,11 +51,12 @@ class MetricsWriter:
     """Appends lines, each flushed; on resume it first drops what an earlier attempt wrote past `resume_from`.
 
     Every `write_` method raises OutOfResources, or what `failure_of` says, when the disk is full or the file is gone. It keeps the line
-    then, and the next call writes it first, so that no line is torn or lost when there is space again.
+    then, and the next call writes it first, so that no line is torn or lost when there is space again. With the `lease` of the run's folder
+    it raises BadInput when another start has taken over and replaced the file.
     """
 
-    def __init__(self, path: Path, resume_from: int = 0) -> None:
-        self._path = path
+    def __init__(self, path: Path, resume_from: int = 0, lease: Lease | None = None) -> None:
+        self._path, self._lease = path, lease
         if path.exists():
             _truncate(path, resume_from)
         self._file = path.open("ab", buffering=0)
@@ -96,6 +99,8 @@ class MetricsWriter:
         self._unwritten += to_line(record).encode()
         try:
             if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                if self._lease is not None:
+                    check_lease(self._path.parent, self._lease)
                 raise gone(self._path)
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]

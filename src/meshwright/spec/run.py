@@ -49,12 +49,30 @@ class RunSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Which start of a run owns the run's folder, and the process that took it (`durable.lease`)."""
+
+    run_id: str
+    """Random name that the run got at its first start and keeps."""
+    epoch: int
+    """1 at the run's first start, and one more at each later one."""
+    host: str
+    boot_id: str
+    """Changes when the host is started again."""
+    pid: int
+    process_start: int
+    """When the process started, in the kernel's ticks since boot; 0 once the job has ended or where the system does not say it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What every rank of a run is handed: the run, its plan, its folder, and what to trace."""
+    """What every rank of a run is handed: the run, its plan, its folder, its lease, and what to trace."""
 
     run: RunSpec
     plan: Plan
     folder: str
+    lease: Lease
+    """The start of the run that these ranks belong to; they commit checkpoints while it owns the folder."""
     profile: tuple[int, int] | None = None
     """First and last step whose trace is written, both included."""
     timeline: tuple[int, int] | None = None

@@ -52,7 +52,7 @@ class Reporter:
             return cls(None, None, None, channel=channel)
         run = session.run
         show_mfu = run.cluster.peak_flops(session.plan.precision.compute) is not None
-        metrics = MetricsWriter(session.folder / "metrics.jsonl", resume_from=session.step)
+        metrics = MetricsWriter(session.folder / "metrics.jsonl", session.step, session.lease)
         progress = Progress(run.train.steps, session.step, session.world.ranks, show_mfu=show_mfu, title=run.name)
         sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
         return cls(metrics, progress, sinks, session.start, channel)

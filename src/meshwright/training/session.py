@@ -22,7 +22,7 @@ from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.world import World
 from meshwright.spec.errors import Damaged
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import Assignment, RunSpec
+from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.training.evaluate import HeldOut
 from meshwright.training.state import load_initial, run_tensors
 
@@ -50,6 +50,7 @@ class Session:
     recorder: StepRecorder
     start: StartClock
     profile: tuple[int, int] | None
+    lease: Lease
     timeline: tuple[int, int] | None = None
     step: int = 0
     tokens: int = 0
@@ -82,12 +83,13 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         mesh=mesh,
         engine=engine,
         optimizer=optimizer,
-        store=CheckpointStore(folder / "checkpoints", group=world.control, recorder=recorder),
+        store=CheckpointStore(folder / "checkpoints", group=world.control, recorder=recorder, lease=assignment.lease),
         data=data,
         held_out=held_out,
         recorder=recorder,
         start=clock,
         profile=assignment.profile,
+        lease=assignment.lease,
         timeline=assignment.timeline,
     )
     if not _resume(session):

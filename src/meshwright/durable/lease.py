@@ -1,0 +1,110 @@
+"""The lease of a run's folder: which start of the run owns it.
+
+Every start writes `RUN/lease.json` with an epoch one above the last. The file stays when the job ends, so no epoch is used twice.
+A process that was stopped (SIGSTOP, a suspended machine) and wakes up after another start took the lease finds that start's lease there,
+and commits nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.durable.writes import write_durable
+from meshwright.spec.errors import BadInput
+from meshwright.spec.failures import gone
+from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.run import Lease
+
+LEASE = "lease.json"
+log = logging.getLogger("meshwright")
+
+
+def take_lease(folder: Path, newest_commit: Callable[[], tuple[str, int] | None] = lambda: None) -> Lease:
+    """Write and return this process's lease of a run's folder, whose lock the caller holds.
+
+    The run keeps its id, and the epoch grows by one. In a folder without a readable lease both follow from `newest_commit`, the run id and
+    epoch of the newest checkpoint; a new run gets a random id and epoch 1.
+    """
+    before = read_lease(folder)
+    earlier = (before.run_id, before.epoch) if before else newest_commit()
+    run_id, epoch = earlier or (secrets.token_hex(8), 0)
+    pid = os.getpid()
+    lease = Lease(
+        run_id=run_id,
+        epoch=epoch + 1,
+        host=socket.gethostname(),
+        boot_id=_boot_id(),
+        pid=pid,
+        process_start=_process_start(pid) or 0,
+    )
+    _write(folder, lease)
+    return lease
+
+
+def read_lease(folder: Path) -> Lease | None:
+    """The lease in a run's folder; None where there is none, or one that makes no sense."""
+    try:
+        lease = from_plain(Lease, json.loads((folder / LEASE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
+        log.warning("%s is damaged: %s", folder / LEASE, error)
+        return None
+    texts = isinstance(lease.run_id, str) and isinstance(lease.host, str) and isinstance(lease.boot_id, str)
+    return lease if texts and all(type(n) is int for n in (lease.epoch, lease.pid, lease.process_start)) else None
+
+
+def check_lease(folder: Path, lease: Lease) -> None:
+    """Raise BadInput unless `lease` is the one in the folder, and OutOfResources when the folder is gone."""
+    found = read_lease(folder)
+    if found == lease:
+        return
+    if not folder.is_dir():
+        raise gone(folder)
+    if found is None:
+        raise BadInput(f"{folder / LEASE} is missing or damaged; without it this job commits nothing")
+    raise BadInput(
+        f"{folder} was taken over by process {found.pid} on {found.host} (epoch {found.epoch}; this job has epoch {lease.epoch}); "
+        "this job commits nothing more"
+    )
+
+
+def release_lease(folder: Path) -> None:
+    """Mark this process's lease as ended, for file systems without locks, where the next start asks whether the owner is alive."""
+    lease = read_lease(folder)
+    if lease is not None and lease.pid == os.getpid() and owner_is_alive(lease):
+        _write(folder, replace(lease, process_start=0))
+
+
+def owner_is_alive(lease: Lease) -> bool:
+    """Whether the process that took the lease still runs on this host; False when it took it on another host or before a reboot."""
+    here = (lease.host, lease.boot_id) == (socket.gethostname(), _boot_id())
+    return here and lease.process_start != 0 and _process_start(lease.pid) == lease.process_start
+
+
+def _write(folder: Path, lease: Lease) -> None:
+    write_durable(folder / LEASE, json.dumps(to_plain(lease)) + "\n")
+
+
+def _boot_id() -> str:
+    """The kernel's name for the time since the host was started; empty where it has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> int | None:
+    """When a process started, in the kernel's ticks since boot; None when there is no such process, or no /proc."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(status.rpartition(")")[2].split()[19])
