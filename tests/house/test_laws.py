@@ -12,15 +12,15 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 FLOORS = {
     "spec": 0, "durable": 0,
-    "costs": 1, "schedules": 1, "events": 1, "models": 1, "kernels": 1, "data": 1,
+    "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1,
     "simulator": 2, "parallel": 2, "optim": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3,
     "training": 4, "serve": 4,
     "launch": 5,
     "cli": 6,
 }  # fmt: skip
-SAME_FLOOR = {("models", "kernels"), ("durable", "spec")}
-TORCH_FREE = ("spec", "durable", "costs", "schedules", "events", "simulator", "planner", "launch")
+SAME_FLOOR = {("models", "kernels"), ("durable", "spec"), ("data", "policies")}
+TORCH_FREE = ("spec", "durable", "costs", "schedules", "events", "policies", "simulator", "planner", "launch")
 LARGEST_FILE, LONGEST_FUNCTION = 500, 100
 FLUSHES = {"fsync", "fdatasync", "sync", "rename", "renames", "replace"}
 """Functions of `os` that only the room `durable` calls."""

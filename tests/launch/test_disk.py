@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.made import save
 
 from meshwright.checkpoint.files import with_reserve
-from meshwright.launch.disk import check_disk, checkpoint_bytes, checkpoints_line, planned_checkpoints
+from meshwright.launch.disk import check_disk, checkpoint_bytes, checkpoints_line
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.job import CheckpointSpec
 from meshwright.spec.load import load_run
@@ -22,28 +22,6 @@ STEPS = 100
 def run_of(**checkpoint: object) -> RunSpec:
     run = load_run(None, ["model=llama-nano", "model.vocab_size=512", f"train.steps={STEPS}"])
     return replace(run, checkpoint=CheckpointSpec(**checkpoint))
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "done", "step_seconds", "count"),
-    [
-        ({"every": 0}, 0, None, 1),
-        ({"every": 0, "at_end": False}, 0, None, 0),
-        ({"every": 30}, 0, None, 4),
-        ({"every": 30}, 60, None, 2),
-        ({"every": 50}, 0, None, 2),  # the last of them is that of the last step
-        ({"every": 50, "at_end": False}, 0, None, 2),
-        ({}, 0, None, 1),
-        ({}, 0, 5.9, 1),  # less than 10 minutes
-        ({}, 0, 6.1, 2),
-        ({}, 0, 24.1, 3),  # after 10 and 40 minutes and the last step
-        ({}, 90, 24.1, 1),
-    ],
-)
-def test_how_many_checkpoints_a_start_writes(
-    checkpoint: dict[str, object], done: int, step_seconds: float | None, count: int
-) -> None:
-    assert planned_checkpoints(run_of(**checkpoint), done, step_seconds) == count
 
 
 def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

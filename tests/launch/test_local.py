@@ -15,8 +15,8 @@ import pytest
 
 from meshwright.events.messages import CHANNEL, Message, Step
 from meshwright.events.start import BEGAN
-from meshwright.launch import local
 from meshwright.launch.local import _environment, _listening_socket, run_ranks, started_ranks
+from meshwright.policies import job_end
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import CommunicationFailure
 from meshwright.spec.network import NetworkSpec
@@ -50,7 +50,7 @@ def test_exit_code_of_the_job(what: str, code: int, tmp_path: Path) -> None:
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are told to end and do not are killed soon."""
-    monkeypatch.setattr(local, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(job_end, "GRACE_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("short_grace")

@@ -1,13 +1,12 @@
-"""The exit code of a job and the lines about its end, from what the launcher knows of its ranks."""
+"""The lines about a job's end, from what the launcher knows of its ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from meshwright.events.messages import Failure
-from meshwright.launch.outcome import RankState, cause, culprit, job_code, outcome_lines
+from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
+from meshwright.policies.job_end import culprit, job_code
 
 LOGS = Path("/run/logs")
 LOST = Failure(5, "communication failed: Connection closed by peer")
@@ -15,30 +14,6 @@ LOST = Failure(5, "communication failed: Connection closed by peer")
 
 def lines(*ends: RankState) -> list[str]:
     return list(outcome_lines(ends, LOGS))
-
-
-@pytest.mark.parametrize(
-    ("ends", "code"),
-    [
-        ([RankState(0, 0), RankState(1, 0)], 0),
-        ([RankState(0, 5), RankState(1, 4)], 4),
-        ([RankState(0, 5), RankState(1, -9)], 5),
-        ([RankState(0, 5, LOST), RankState(1, None, Failure(3, "disk full"))], 3),
-        ([RankState(0, 75), RankState(1, 75)], 75),
-        (
-            [RankState(0, 75), RankState(1, 1)],
-            1,
-        ),  # a rank that crashed while the others saved: no reason to queue again
-        ([RankState(0, -6), RankState(1, 1)], 1),  # NCCL's watchdog aborts the victims
-        (
-            [RankState(0, -6, Failure(3, "out of memory")), RankState(1, 5)],
-            3,
-        ),  # and ranks that report while they clean up
-        ([RankState(0, None), RankState(1, None)], 0),
-    ],
-)
-def test_the_code_is_that_of_the_first_own_failure(ends: list[RankState], code: int) -> None:
-    assert job_code(ends) == code
 
 
 def test_the_same_failure_of_several_ranks_is_one_line() -> None:
@@ -49,9 +24,14 @@ def test_the_same_failure_of_several_ranks_is_one_line() -> None:
 def test_the_culprit_speaks_and_its_victims_do_not() -> None:
     torn = Failure(4, "shard 3 is torn")
     assert lines(RankState(0, 5, LOST), RankState(1, 4, torn)) == ["rank 1: shard 3 is torn"]
-    first = culprit([RankState(0, 5, LOST), RankState(1, 4, torn)])
-    assert first is not None and cause(first) == "rank 1 failed: shard 3 is torn"
-    assert culprit([RankState(0, 0), RankState(1, None)]) is None
+    assert cause(RankState(1, 4, torn)) == "rank 1 failed: shard 3 is torn"
+
+
+def test_what_a_rank_reported_counts_more_than_how_its_process_ended() -> None:
+    """Also of one that reports while it still cleans up."""
+    ends = [RankState(0, -6, Failure(3, "out of memory")), RankState(1, 5), RankState(2, None, LOST)]
+    assert exit_codes(ends) == [3, 5, 5]
+    assert culprit(exit_codes(ends)) == 0 and job_code(exit_codes(ends)) == 3
 
 
 def test_an_internal_error_names_its_log_if_there_is_one() -> None:

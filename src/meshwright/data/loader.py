@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from meshwright.data.source import Batch, DataSource, has_validation, open_data
+from meshwright.policies.sample_order import rank_samples
 from meshwright.spec.errors import BadInput
 
 __all__ = ["Batch", "DataSource", "Loader", "MicroBatch", "has_validation", "open_data"]
@@ -149,9 +150,8 @@ class Loader:
 
     def _read_step(self, sample: int) -> list[MicroBatch]:
         self.source.begin_step(range(sample, sample + self.global_batch))
-        part = self.global_batch // self.data_ranks
-        first = sample + self.data_rank * part
-        starts = range(first, first + part, self.micro_batch)
+        mine = rank_samples(sample, self.global_batch, self.data_rank, self.data_ranks)
+        starts = mine[:: self.micro_batch]
         return [self._micro_batch(self.source.samples(range(start, start + self.micro_batch))) for start in starts]
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:

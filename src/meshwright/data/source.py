@@ -26,9 +26,9 @@ from meshwright.data.manifest import (
     held_out_beside,
     open_directory,
 )
-from meshwright.data.order import Mixture
 from meshwright.data.packing import Packed, TokenStream, pack
 from meshwright.data.verification import ShardVerifier
+from meshwright.policies.sample_order import Mixture
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
 
@@ -193,15 +193,15 @@ class DataSource:
         When a source begins an epoch, the sizes of its files are compared with those at opening. The contents of a shard go to
         the verifier when a step first uses it. Raises Damaged, also for what the verifier has found until now.
         """
-        place = self.mixture.places(np.asarray(indices, dtype=np.int64))
+        draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
         for number, source in enumerate(self._ordered):
-            here = place.source == number
-            epoch = int(place.epoch[here].max(initial=-1))
+            here = draws.source == number
+            epoch = int(draws.epoch[here].max(initial=-1))
             if epoch not in (-1, self._epochs[number]):
                 self._epochs[number] = epoch
                 source.check_sizes()
             if self._verifier is not None:
-                self._verify(number, source.stream.files_of(place.window[here], self.seq_len))
+                self._verify(number, source.stream.files_of(draws.window[here], self.seq_len))
         if self._verifier is not None:
             self._verifier.check()
 
@@ -245,8 +245,8 @@ class DataSource:
         return float(-(shares * np.log(shares)).sum())
 
     def _places(self, indices: Sequence[int] | np.ndarray) -> list[tuple[Source, int]]:
-        place = self.mixture.places(np.asarray(indices, dtype=np.int64))
-        return [(self._ordered[s], int(w)) for s, w in zip(place.source, place.window, strict=True)]
+        draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
+        return [(self._ordered[s], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
 
     def _sample(self, source: Source, window: int) -> Packed:
         start, stop = window * self.seq_len, (window + 1) * self.seq_len + 1

@@ -9,6 +9,7 @@ from meshwright.checkpoint.files import with_reserve
 from meshwright.checkpoint.manifest import steps_in
 from meshwright.checkpoint.verify import newest_step
 from meshwright.observe.figures import size
+from meshwright.policies.checkpoint_times import planned_checkpoints
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS
 from meshwright.spec.model import ModelSpec, parameter_count
@@ -30,7 +31,7 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
     `checkpoint.every: auto` their number follows from the predicted `step_seconds`; without a prediction one counts.
     """
     existing = steps_in(folder / "checkpoints")
-    planned = planned_checkpoints(run, newest_step(folder) if existing else 0, step_seconds)
+    planned = planned_checkpoints(run.checkpoint, run.train.steps, newest_step(folder) if existing else 0, step_seconds)
     count = min(planned, max(1, run.checkpoint.keep + 1 - len(existing)))
     disk = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     each, free = with_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
@@ -45,17 +46,6 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
             f"{folder}: {several} bytes and {free:,} are free; {lower}choose another disk with --runs DIR, or write none with "
             "checkpoint.every=0 checkpoint.at_end=false"
         )
-
-
-def planned_checkpoints(run: RunSpec, done: int, step_seconds: float | None) -> int:
-    """Checkpoints that a start after step `done` writes if nothing stops it."""
-    every, steps = run.checkpoint.every, run.train.steps
-    if every == "auto":
-        seconds = (steps - done) * (step_seconds or 0.0)
-        timed = 0 if seconds < AUTO_FIRST_SECONDS else 1 + int((seconds - AUTO_FIRST_SECONDS) / AUTO_SECONDS)
-        return timed + run.checkpoint.at_end
-    periodic = steps // every - done // every if every else 0
-    return periodic + (run.checkpoint.at_end and not (every and steps % every == 0))
 
 
 def checkpoints_line(run: RunSpec) -> str | None:

@@ -2,8 +2,8 @@
 
 The parent makes a listening socket on 127.0.0.1 that rank 0's store serves, so no port is open beyond loopback. Ranks run in sessions of
 their own: Ctrl-C reaches only the parent, which passes it on once and kills at the second. When a rank fails, the parent tells the others
-to end, gives them `GRACE_SECONDS` to write their report and close their files, and kills what still runs then. Ranks do not depend on the
-parent being scheduled: while it is stopped (SIGSTOP, Ctrl-Z) they train on.
+to end, gives them some seconds (`policies.job_end`) to write their report and close their files, and kills what still runs then. Ranks do
+not depend on the parent being scheduled: while it is stopped (SIGSTOP, Ctrl-Z) they train on.
 """
 
 from __future__ import annotations
@@ -24,21 +24,14 @@ from types import FrameType
 from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
 from meshwright.events.start import BEGAN, process_began
 from meshwright.events.terminal import write_line
-from meshwright.launch.outcome import PEER_LOSS_CODES, STOP_CODES, RankState, cause, culprit, job_code, outcome_lines
+from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
+from meshwright.policies.job_end import culprit, ending_act, job_code
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 from meshwright.spec.place import stop_signals
 
-CULPRIT_SECONDS = 2.0
-"""How long to wait, after a rank reports a lost peer, for the rank that caused it."""
-AGREEMENT_SECONDS = 0.5
-"""How long to wait for the other ranks to report the same failure, as they do where they have agreed on it."""
-STOP_SECONDS = 30.0
-"""How long the other ranks may take after one has stopped on request."""
-GRACE_SECONDS = 12.0
-"""How long ranks that were told to end may take for it; more than `training.lifecycle.FINISH_SECONDS`."""
 KILL_SECONDS = 30.0
 """How long the kernel may take to end a killed process."""
 POLL_SECONDS = 0.05
@@ -134,7 +127,7 @@ class Ranks:
         self._read(listener)
         for line in () if quiet else outcome_lines(self._states, logs):
             write_line(line if line.startswith("  ") else f"meshwright: {line}")
-        return job_code(self._states)
+        return job_code(exit_codes(self._states))
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send a stop signal to every running rank: they end together after the running step, with a checkpoint."""
@@ -182,13 +175,14 @@ class Ranks:
             now = time.monotonic()
             if any(state.failed for state in self._states):
                 failed_at = failed_at or now
-                if told_at is None and now - failed_at >= self._patience():
-                    told_at = now
-                    first = culprit(self._states)
-                    assert first is not None, "a rank has failed"
-                    self._send(End(cause(first)))
-                elif told_at is not None and now - told_at > GRACE_SECONDS:
+                codes = exit_codes(self._states)
+                act = ending_act(codes, now - failed_at, None if told_at is None else now - told_at)
+                if act == "kill":
                     return
+                if act == "order the end":
+                    told_at, first = now, culprit(codes)
+                    assert first is not None, "a rank has failed"
+                    self._send(End(cause(self._states[first])))
             elif enough is not None and enough():
                 return
             self._await_message()
@@ -200,13 +194,6 @@ class Ranks:
             if reader.open:
                 poll.register(reader, select.POLLIN)
         poll.poll(POLL_SECONDS * 1000)
-
-    def _patience(self) -> float:
-        """Seconds between the first failure and the order to end: time for the others to stop too, or for the culprit to show."""
-        codes = [state.exit_code for state in self._states if state.failed]
-        if all(code in STOP_CODES for code in codes):
-            return STOP_SECONDS
-        return CULPRIT_SECONDS if all(code in PEER_LOSS_CODES for code in codes) else AGREEMENT_SECONDS
 
     def _read(self, listener: Listener | None) -> None:
         for state, reader in zip(self._states, self._readers, strict=True):

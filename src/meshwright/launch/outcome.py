@@ -1,4 +1,4 @@
-"""How a job ended, from its ranks' exit codes and last messages: one exit code, and the lines that say why."""
+"""How a job ended, from its ranks' exit codes and last messages: the lines that say why."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.events.messages import Failure
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED
-
-PEER_LOSS_CODES = (EXIT_COMMUNICATION, -signal.SIGABRT)
-"""Exit codes of a rank that lost a peer: its own report, or the abort of NCCL's watchdog."""
-STOP_CODES = (EXIT_PREEMPTED, EXIT_INTERRUPTED)
+from meshwright.policies.job_end import PEER_LOSS_CODES
+from meshwright.spec.errors import EXIT_DONE, EXIT_INTERNAL
 
 
 @dataclass
@@ -34,26 +31,13 @@ class RankState:
         return self.failure.exit_code if self.failure else self.code
 
 
-def culprit(ranks: Sequence[RankState]) -> RankState | None:
-    """The rank whose failure decides the job's exit code, None when no rank failed.
-
-    The lowest rank that failed by itself; else the lowest that ended as asked; else the lowest that lost a peer.
-    """
-    failed = [rank for rank in ranks if rank.failed]
-    by_itself = [rank for rank in failed if rank.exit_code not in PEER_LOSS_CODES]
-    unasked = [rank for rank in by_itself if rank.exit_code not in STOP_CODES]
-    return next(iter(unasked or by_itself or failed), None)
-
-
-def job_code(ranks: Sequence[RankState]) -> int:
-    """The exit code of the culprit; a rank killed by a signal counts as a communication failure."""
-    rank = culprit(ranks)
-    code = EXIT_DONE if rank is None or rank.exit_code is None else rank.exit_code
-    return EXIT_COMMUNICATION if code < 0 else code
+def exit_codes(ranks: Sequence[RankState]) -> list[int | None]:
+    """The ranks' exit codes as `policies.job_end` takes them."""
+    return [rank.exit_code for rank in ranks]
 
 
 def cause(rank: RankState) -> str:
-    """Why the other ranks have to end, in one sentence about the `culprit`."""
+    """Why the other ranks have to end, in one sentence about the rank that is to blame (`policies.job_end.culprit`)."""
     if rank.failure:
         return f"rank {rank.rank} failed: {rank.failure.message}"
     return f"rank {rank.rank} {_death(rank.code)}"

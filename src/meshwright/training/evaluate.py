@@ -47,7 +47,7 @@ class HeldOut:
     def indices_by_source(self) -> dict[str, np.ndarray]:
         """Global indices of the samples, by the name of their source."""
         indices = np.arange(self.samples)
-        numbers = self.source.mixture.places(indices).source
+        numbers = self.source.mixture.draws(indices).source
         parts = {name: indices[numbers == number] for number, name in enumerate(self.source.mixture.names)}
         return {name: part for name, part in parts.items() if len(part)}
 

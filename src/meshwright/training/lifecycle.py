@@ -31,7 +31,7 @@ from meshwright.training.stop import StopRequest
 log = logging.getLogger("meshwright")
 
 FINISH_SECONDS = 8.0
-"""How long the cleanups of a rank that failed may take together; launch.local.GRACE_SECONDS is longer."""
+"""How long the cleanups of a rank that failed may take together; policies.job_end.GRACE_SECONDS is longer."""
 DONE_SECONDS = 120.0
 """The same after the rank's work is done."""
 

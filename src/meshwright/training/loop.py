@@ -12,6 +12,7 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
 from meshwright.observe.account import Account
 from meshwright.optim.schedule import learning_rate
+from meshwright.policies.checkpoint_times import due_after_step
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
 from meshwright.training.accounting import Accounting
 from meshwright.training.evaluate import Evaluation, evaluate
@@ -64,7 +65,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
             accounting.end_step(step, timelines.summary)
             ends = step == run.train.steps
             validates = ends or _due(run.train.validate_every, step)
-            saves = (ends and run.checkpoint.at_end) or _due(run.checkpoint.every, step) or figures.stop_flag == SAVE
+            saves = due_after_step(run.checkpoint, step, run.train.steps) or figures.stop_flag == SAVE
             if validates or saves or timelines.writes_after(step) or figures.stop_flag:
                 _read(session, figures, accounting)
             if figures.stop_flag > SAVE:
@@ -113,9 +114,9 @@ def _note_new_length(session: Session, reporter: Reporter) -> None:
     )
 
 
-def _due(every: int | str, step: int) -> bool:
-    """Whether what is done every so many steps (0 and auto: never) is due after `step`."""
-    return isinstance(every, int) and every > 0 and step % every == 0
+def _due(every: int, step: int) -> bool:
+    """Whether what is done every so many steps (0: never) is due after `step`."""
+    return every > 0 and step % every == 0
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS, CheckpointSpec
+from meshwright.policies.checkpoint_times import due_by_clock
+from meshwright.spec.job import CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.session import Session
 from meshwright.training.state import run_state, run_tensors
@@ -17,15 +18,14 @@ class CheckpointTimer:
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
-        self._next = time.monotonic() + AUTO_FIRST_SECONDS if spec.every == "auto" else None
+        self._spec, self._since, self._written = spec, time.monotonic(), 0
 
     def due(self) -> bool:
-        return self._next is not None and time.monotonic() >= self._next
+        return due_by_clock(self._spec, time.monotonic() - self._since, self._written)
 
     def restart(self) -> None:
-        """A checkpoint was written."""
-        if self._next is not None:
-            self._next = time.monotonic() + AUTO_SECONDS
+        """Count a checkpoint that was written."""
+        self._since, self._written = time.monotonic(), self._written + 1
 
 
 def save_checkpoint(session: Session, reporter: Reporter) -> None:

@@ -22,12 +22,18 @@ FEWEST_HALF_BITS = 3
 MASK64 = 2**64 - 1
 
 
-class Place(NamedTuple):
-    """Where global samples lie: source numbers, windows within them, and epochs of their source, all `(samples,)`."""
+class Draws(NamedTuple):
+    """What is drawn for global samples: source numbers, windows within them, and epochs of their source, all `(samples,)`."""
 
     source: np.ndarray
     window: np.ndarray
     epoch: np.ndarray
+
+
+def rank_samples(first: int, global_batch: int, data_rank: int, data_ranks: int) -> range:
+    """Global samples of one data rank in the step whose batch begins at sample `first`: ranks take equal runs, in their order."""
+    count = global_batch // data_ranks
+    return range(first + data_rank * count, first + (data_rank + 1) * count)
 
 
 class Mixture:
@@ -48,7 +54,7 @@ class Mixture:
         self.counts = quantise([weights[name] for name in self.names], self.names)
         self._block = lru_cache(maxsize=4)(self._make_block)
 
-    def places(self, indices: np.ndarray) -> Place:
+    def draws(self, indices: np.ndarray) -> Draws:
         """Source and window of each global sample index; `indices` is `(samples,)`, not negative."""
         indices = np.asarray(indices, dtype=np.int64)
         source, index = self._within_sources(indices)
@@ -57,7 +63,7 @@ class Mixture:
         for number, name in enumerate(self.names):
             mine = source == number
             window[mine] = self._windows_of(name, self.windows[number], epoch[mine], within[mine])
-        return Place(source, window, epoch)
+        return Draws(source, window, epoch)
 
     def _within_sources(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if len(self.names) == 1:

@@ -1,0 +1,63 @@
+"""How a job of several ranks ends: whose exit code counts, and when the ranks that still run are told to end or are killed.
+
+Ranks are given by their exit codes, in rank order: the code that a rank reported, else that of its process (a signal's negative number when
+one killed it), None while it runs.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Literal
+
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+
+PEER_LOSS_CODES = (EXIT_COMMUNICATION, -signal.SIGABRT)
+"""Exit codes of a rank that lost a peer: its own report, or the abort of NCCL's watchdog."""
+STOP_CODES = (EXIT_PREEMPTED, EXIT_INTERRUPTED)
+CULPRIT_SECONDS = 2.0
+"""How long to wait, after a rank reports a lost peer, for the rank that caused it."""
+AGREEMENT_SECONDS = 0.5
+"""How long to wait for the other ranks to report the same failure, as they do where they have agreed on it."""
+STOP_SECONDS = 30.0
+"""How long the other ranks may take after one has stopped on request."""
+GRACE_SECONDS = 12.0
+"""How long ranks that were told to end may take for it; more than `training.lifecycle.FINISH_SECONDS`."""
+
+ExitCodes = Sequence[int | None]
+
+
+def culprit(codes: ExitCodes) -> int | None:
+    """The rank whose failure decides the job's exit code, None when no rank failed.
+
+    The lowest rank that failed by itself; else the lowest that ended as asked; else the lowest that lost a peer.
+    """
+    failed = [rank for rank, code in enumerate(codes) if code not in (None, EXIT_DONE)]
+    by_itself = [rank for rank in failed if codes[rank] not in PEER_LOSS_CODES]
+    unasked = [rank for rank in by_itself if codes[rank] not in STOP_CODES]
+    return next(iter(unasked or by_itself or failed), None)
+
+
+def job_code(codes: ExitCodes) -> int:
+    """The exit code of the culprit; a rank killed by a signal counts as a communication failure."""
+    rank = culprit(codes)
+    code = EXIT_DONE if rank is None else codes[rank] or EXIT_DONE
+    return EXIT_COMMUNICATION if code < 0 else code
+
+
+def ending_act(
+    codes: ExitCodes, since_failure: float, since_order: float | None
+) -> Literal["wait", "order the end", "kill"]:
+    """What to do with the ranks that still run once another has failed.
+
+    `since_failure` is the seconds since the first failure was seen, `since_order` those since the ranks were told to end, None before that.
+    The wait before the order gives the others time to stop too, or the culprit time to show.
+    """
+    if since_order is not None:
+        return "kill" if since_order > GRACE_SECONDS else "wait"
+    failed = [code for code in codes if code not in (None, EXIT_DONE)]
+    if all(code in STOP_CODES for code in failed):
+        patience = STOP_SECONDS
+    else:
+        patience = CULPRIT_SECONDS if all(code in PEER_LOSS_CODES for code in failed) else AGREEMENT_SECONDS
+    return "order the end" if since_failure >= patience else "wait"
