@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.checkpoint.manifest import CONTENTS
+from meshwright.checkpoint.store import CheckpointStore
 from meshwright.models.decoder import Decoder
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.optim.fused import MOMENTS
-from meshwright.optim.host import MASTER
-from meshwright.optim.shards import like
+from meshwright.parallel.apply import held_weights
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.model import ModelSpec
@@ -150,7 +151,7 @@ def initial(world: World, assignment: Assignment) -> tuple[Seen, list[tuple[str,
 def refusal(world: World, spec: ModelSpec, init: str) -> str:
     """What `load_initial` says to weights that are not the model's."""
     try:
-        load_initial(Decoder(spec), spec, init)
+        load_initial(held_weights(Decoder(spec)), spec, init)
     except MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -207,16 +208,36 @@ def _recorded(session: Session) -> list[list[int]]:
 
 def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Weights and moments of this rank's stages, gathered over its shards and tensor ranks; collective, also where they are not kept."""
-    weights = {f"model.{name}": weight.detach() for name, weight in session.engine.model.named_parameters()}
-    moments = {f"optimizer.{moment}.{name}": part for (moment, name), part in session.optimizer.moments().items()}
-    prefixes = {kind: f"optimizer.{kind}" for kind in MOMENTS} | {MASTER: "model"}
-    away = {
-        f"{prefixes[kind]}.{name}": like(part, session.engine.model.get_parameter(name))
-        for (kind, name), part in session.optimizer.on_host().items()
-    }
-    everything = weights | moments | away
-    whole = {name: assembled(name, tensor, session.run.model, session.mesh) for name, tensor in everything.items()}
+    state = as_dtensors(session).items()
+    whole = {name: assembled(name, tensor, session.run.model, session.mesh) for name, tensor in state}
     return whole if keep else {}
+
+
+def as_dtensors(session: Session) -> dict[str, torch.Tensor]:
+    """The session's state, each tensor with the layout of its parameter; they share the state's memory."""
+    parameters = dict(session.engine.model.named_parameters())
+    prefixes = ["model.", *(f"optimizer.{moment}." for moment in MOMENTS)]
+    found = {}
+    for name, parts in session.state().items():
+        prefix = next(each for each in prefixes if name.startswith(each))
+        whole, part = parameters[name.removeprefix(prefix)].detach(), parts.local
+        if isinstance(whole, DTensor):
+            layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+            part = DTensor.from_local(part, whole.device_mesh, whole.placements, **layout)
+        found[name] = part
+    return found
+
+
+def saved_both_ways(world: World, assignment: Assignment, folder: str) -> dict[str, list[bytes]]:
+    """The files that a checkpoint has of the session's state as it is, and of the same tensors as DTensors; collective."""
+    session = open_session(assignment, world)
+    files: dict[str, list[bytes]] = {}
+    for name, tensors in (("parts", session.state()), ("dtensors", as_dtensors(session))):
+        path = CheckpointStore(Path(folder) / name, group=world.control).save(1, tensors, {}, {}).path
+        for file in sorted(path.iterdir()):
+            if file.suffix == ".safetensors" or file.name == CONTENTS:
+                files.setdefault(file.name, []).append(file.read_bytes())
+    return files
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

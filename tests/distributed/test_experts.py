@@ -226,7 +226,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     plan = case.plan
     mesh = build_mesh(plan, world)
     engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
-    optimizer, share = AdamW(engine.model, SHARED, TRAIN), BATCH // mesh.data_ranks
+    optimizer, share = AdamW(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
     first = mesh.data_rank * share
     mine = [tensor[first : first + share].split(plan.batch.micro_batch) for tensor in batch(0, SHARED)]
     batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]

@@ -73,20 +73,18 @@ def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> N
 
 def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.Tensor], int]:
     """What a few steps with clipping leave on this rank: figures, weights and moments; and bytes of weights that are on the device."""
-    from meshwright.checkpoint.boxed import Boxed
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.optim.adamw import AdamW
     from meshwright.optim.shards import local
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.training.state import run_tensors
     from meshwright.training.step import train_step
     from tests.distributed.test_equality import BATCH, CLIP, RATE, TRAIN, batch
 
     mesh = build_mesh(chosen, world)
     engine = build_engine(spec, chosen, mesh, loss_chunk=5, seed=0)
-    optimizer = AdamW(engine.model, spec, TRAIN, engine.away)
+    optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.away)
     optimizer.leave_device()
     share = BATCH // mesh.data_ranks
     left: dict[str, torch.Tensor] = {}
@@ -96,8 +94,7 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
         batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
         options = {"learning_rate": RATE, "clip_norm": CLIP, "recorder": NullRecorder()}
         left[f"figures {step}"] = train_step(engine, optimizer, mesh, batches, **options).values
-    held = run_tensors(engine, optimizer).items()
-    left |= {name: (one.local if isinstance(one, Boxed) else local(one)).clone() for name, one in held}
+    left |= {parts.name: parts.local.clone() for parts in optimizer.state()}
     here = sum(local(weight).untyped_storage().nbytes() for weight in engine.model.parameters())
     return left, here
 

@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 FLOORS = {
     "spec": 0, "durable": 0,
-    "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1,
+    "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
     "simulator": 2, "parallel": 2, "optim": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3,
     "training": 4, "serve": 4,

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Contents
 from meshwright.checkpoint.shards import dtype_name
 from meshwright.spec.errors import BadInput, nearest
+from meshwright.state.parts import StateParts
 
 
-def check_storable(tensors: Mapping[str, Tensor | Boxed]) -> None:
+def check_storable(tensors: Mapping[str, Tensor | StateParts]) -> None:
     """Raise BadInput for what is not a tensor with values of a dtype that safetensors knows."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, (Tensor, Boxed)):
+        if not isinstance(tensor, (Tensor, StateParts)):
             raise BadInput(
                 f"{name} is a {type(tensor).__name__}; only tensors are stored so, plain values belong in the state"
             )
@@ -27,7 +27,7 @@ def check_storable(tensors: Mapping[str, Tensor | Boxed]) -> None:
         dtype_name(tensor.dtype)
 
 
-def check_fit(contents: Contents, tensors: Mapping[str, Tensor | Boxed], prefix: str, convert: bool) -> set[str]:
+def check_fit(contents: Contents, tensors: Mapping[str, Tensor | StateParts], prefix: str, convert: bool) -> set[str]:
     """Compare the names, shapes and dtypes one rank asks for with those stored, and return the names.
 
     Raises BadInput for the first that does not fit.

@@ -237,7 +237,7 @@ class BoxReader(StorageReader):
 
 def _box_of(tensors: dict[str, Any], index: MetadataIndex) -> torch.Tensor | None:
     tensor = tensors[index.fqn]
-    return tensor.box(index.offset or ()) if isinstance(tensor, Boxed) else None
+    return tensor.parts.piece(index.offset or ()) if isinstance(tensor, Boxed) else None
 
 
 def _data(item: WriteItem) -> Any:

@@ -42,10 +42,11 @@ from meshwright.durable.lease import check_lease
 from meshwright.events.span import NullRecorder, Recorder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.run import Lease
+from meshwright.state.parts import StateParts
 
 log = logging.getLogger(__name__)
 _STATE_LIMIT = 256 << 20
-Held = Tensor | Boxed
+Held = Tensor | StateParts
 """How a rank gives its part of a tensor."""
 
 
@@ -68,7 +69,7 @@ class CheckpointStore:
     (`folder`'s parent), saving and retention raise BadInput once another start of the run has taken it.
 
     Tensors alone may differ: each rank passes those it holds a part of, which may be none, under names that mean the
-    same tensor everywhere. They are DTensors, each on a mesh of any of the ranks, plain tensors, or Boxed ones. What several ranks
+    same tensor everywhere. They are DTensors, each on a mesh of any of the ranks, plain tensors, or StateParts. What several ranks
     hold, such as replicas or an embedding tied across two pipeline stages, is equal on all of them, in the same pieces.
     """
 
@@ -304,7 +305,7 @@ class _Opened:
 
 def _detached(tensors: Mapping[str, Held]) -> dict[str, Any]:
     """The same memory without gradients, so that filling it in place is no operation of autograd's."""
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+    return {name: tensor.detach() if isinstance(tensor, Tensor) else Boxed(tensor) for name, tensor in tensors.items()}
 
 
 def _device(tensors: Mapping[str, Held]) -> torch.device:

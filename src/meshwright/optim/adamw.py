@@ -7,6 +7,7 @@ the device itself: no value is fetched to decide it. Parameters whose state wait
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -14,16 +15,17 @@ from torch import nn
 
 from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
 from meshwright.optim.host import MASTER, Aside, HostAdamW, Release
-from meshwright.optim.shards import like, local
+from meshwright.optim.shards import local
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
+from meshwright.state.parts import StateParts, moment_name
 
 
 class AdamW:
     """Optimizer of a (sharded) model; weight decay applies to the parameters whose table row says so.
 
     `away` names the parameters whose state is in host memory, with how their master weights leave the device (None: they stay). These
-    leave with `leave_device`, once the weights have their values.
+    leave with `leave_device`, once the weights have their values. `weights` says what this rank holds of each parameter.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class AdamW:
         model: nn.Module,
         spec: ModelSpec,
         train: TrainSpec,
+        weights: Mapping[str, StateParts],
         away: Mapping[str, Release | None] = MappingProxyType({}),
     ) -> None:
         self._parameters = dict(model.named_parameters())
-        self._parts = {name: local(parameter.detach()) for name, parameter in self._parameters.items()}
+        self._weights = dict(weights)
+        self._parts = {name: held.local for name, held in weights.items()}
         decayed = {row.name for row in parameters(spec) if row.decay}
         self._decays = {name: train.weight_decay if name in decayed else 0.0 for name in self._parts}
         self._coefficients = Coefficients((train.beta1, train.beta2), train.epsilon)
@@ -86,26 +90,27 @@ class AdamW:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def moments(self) -> dict[tuple[str, str], torch.Tensor]:
-        """The moments on the device by their own name and their parameter's, laid out like it and sharing the optimizer's memory."""
-        return {
-            (moment, name): like(part, self._parameters[name])
-            for moment, parts in self._moments.items()
-            for name, part in parts.items()
-        }
+    def state(self) -> list[StateParts]:
+        """This rank's pieces of every master weight and moment after the last update, as live memory to copy from or to load into.
 
-    def on_host(self) -> dict[tuple[str, str], torch.Tensor]:
-        """What is in host memory, by its kind (a moment's name, or `weight`) and its parameter's name: this rank's parts as plain tensors
-        that share the optimizer's memory. Waits for the device's last update."""
-        if self._host is None:
-            return {}
-        kinds = (*MOMENTS, MASTER) if self._host.keeps_masters else MOMENTS
-        return {
-            (kind, name): self._host.state(kind, name)
-            for kind in kinds
-            for name in self._parts
-            if name not in self._here
-        }
+        Waits for the device's last update of what is in host memory.
+        """
+        return [
+            *(self._weight(name) for name in self._weights),
+            *(self._moment(moment, name) for moment in MOMENTS for name in self._weights),
+        ]
+
+    def _weight(self, name: str) -> StateParts:
+        weight = self._weights[name]
+        if name in self._here or self._host is None or not self._host.keeps_masters:
+            return weight
+        return replace(weight, local=self._host.state(MASTER, name), place="host")
+
+    def _moment(self, moment: str, name: str) -> StateParts:
+        weight, called = self._weights[name], moment_name(moment, name)
+        if self._host is None or name in self._here:
+            return replace(weight, name=called, local=self._moments[moment][name])
+        return replace(weight, name=called, local=self._host.state(moment, name), place="host")
 
     @property
     def host_bytes(self) -> int:

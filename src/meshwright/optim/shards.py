@@ -1,7 +1,7 @@
 """A model's sharded parameters as the plain tensors an optimizer works on.
 
 FSDP2 keeps each parameter as a DTensor. Optimizers and clipping work element by element, so they take this rank's part directly and pay
-nothing for dispatch; a tensor that leaves (for a checkpoint) is wrapped back with its parameter's layout.
+nothing for dispatch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,6 @@ from torch.distributed.tensor import DTensor
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of `tensor`, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """`part` laid out as `whole` is: a DTensor when `whole` is one. Shares memory, communicates nothing."""
-    if not isinstance(whole, DTensor):
-        return part
-    return DTensor.from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
 
 
 def local_gradients(

@@ -41,6 +41,7 @@ from meshwright.schedules.schedule import Schedule
 from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, held_boxes, held_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
+from meshwright.state.parts import StateParts, weight_name
 
 COMPILER: dict[str, Any] = {"unroll_reductions_threshold": 17}
 """How blocks are compiled. Sums over a token's experts, up to 16, are written out as additions, which torch does below 8 by itself: as a
@@ -51,17 +52,18 @@ reduction over 8 copies a kernel read single numbers of rows far apart, at 0.7 T
 class Engine:
     """A model under a plan on one rank: the part of it the rank holds, and what runs it.
 
-    `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches. `division` says which parts
-    the rank holds of what tensor and expert ranks divide. `copied` lists by parameter the rows of this rank's tensor whose gradients
-    another rank counts in the norm: the second end's copy of a tied weight, and what tensor ranks hold alike on all of them but the first.
-    `away` names the parameters whose optimizer is in host memory, each with what lets its master weight leave the device, or None.
+    `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches. `weights` has this rank's
+    pieces of each parameter, on the device (`AdamW.state` knows which of them it has moved to host memory). `copied` lists by parameter
+    the rows of this rank's tensor whose gradients another rank counts in the norm: the second end's copy of a tied weight, and what tensor
+    ranks hold alike on all of them but the first. `away` names the parameters whose optimizer is in host memory, each with what lets its
+    master weight leave the device, or None.
     """
 
     model: Decoder
     executor: Executor
     training: Schedule
     evaluating: Callable[[int], Schedule]
-    division: Division
+    weights: Mapping[str, StateParts]
     copied: Mapping[str, Sequence[range]]
     away: Mapping[str, Callable[[], torch.Tensor] | None]
 
@@ -119,7 +121,7 @@ def build_engine(
     initialise_shards(model, seed, division)
     passed("weights")
     tied = _tied_sum(model, table, mesh)
-    held = {name: holding.boxes for name, holding in holdings(model, division).items()}
+    held = {name: parts.boxes for name, parts in held_weights(model, division).items()}
     copies = CopySums(model, held, mesh) if division.tensor.of > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for row in units for unit in row))
     streams = Streams((part for unit in sharded for part in unit.parts), mesh.device)
@@ -155,7 +157,7 @@ def build_engine(
         executor,
         training,
         partial(evaluation_schedule, plan, spec.layers),
-        division,
+        held_weights(model, division),
         _copied(held, tied),
         _away(model, plan, sharded),
     )
@@ -222,25 +224,15 @@ def _call(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: A
     return recomputing(partial(forward, block), mode, block.routed)(*inputs)
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What a rank holds of one parameter: its own tensor, and where in the whole that lies."""
-
-    row: ParameterSpec
-    local: torch.Tensor
-    boxes: tuple[Box, ...]
-
-
-def holdings(model: Decoder, division: Division = UNDIVIDED) -> dict[str, Holding]:
+def held_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:
     """By name, what this rank holds of each parameter of a model that was divided and sharded, or was not."""
     rows = {row.name: row for row in parameters(model.spec)}
-    return {name: holding(model.spec, rows[name], weight, division) for name, weight in model.named_parameters()}
+    return {name: _held(model.spec, rows[name], weight, division) for name, weight in model.named_parameters()}
 
 
-def holding(spec: ModelSpec, row: ParameterSpec, weight: torch.Tensor, division: Division) -> Holding:
-    """The same of one parameter, or of a tensor laid out like it."""
-    local, shard = local_part(weight)
-    return Holding(row, local, held_boxes(spec, row, division, shard))
+def _held(spec: ModelSpec, row: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
+    local, shard = local_part(weight.detach())
+    return StateParts(weight_name(row.name), row.shape, held_boxes(spec, row, division, shard), local)
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
@@ -255,9 +247,10 @@ def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
 @torch.no_grad()
 def initialise_shards(model: Decoder, seed: int, division: Division = UNDIVIDED) -> None:
     """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
-    for held in holdings(model, division).values():
-        for box in held.boxes:
-            _fill(held.local.detach()[box.first_row :][: box.sizes[0]], held.row, seed, box)
+    held = held_weights(model, division)
+    for row in parameters(model.spec):
+        for box, elements in held[row.name].pieces() if row.name in held else ():
+            _fill(elements, row, seed, box)
 
 
 def _fill(local: torch.Tensor, row: ParameterSpec, seed: int, box: Box) -> None:

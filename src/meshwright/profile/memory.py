@@ -12,6 +12,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.presets import MODEL_PRESETS
+from meshwright.state.parts import StateParts
 
 ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}
 """Of one tensor: far more than any cache holds."""
@@ -37,7 +38,9 @@ def adamw_rate(team: Team, clock: Clock, budget: float) -> float:
     model = nn.ParameterList([nn.Parameter(torch.zeros(size, device=team.device)) for _ in range(count)])
     gradients = [torch.full((size,), 1e-3, device=team.device) for _ in range(count)]
     spec = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 256})
-    optimizer, norm = AdamW(model, spec, TrainSpec(steps=1, global_batch=1)), torch.ones((), device=team.device)
+    weights = {name: StateParts.of_whole(name, weight) for name, weight in model.named_parameters()}
+    optimizer = AdamW(model, spec, TrainSpec(steps=1, global_batch=1), weights)
+    norm = torch.ones((), device=team.device)
 
     def step() -> None:
         for parameter, gradient in zip(model, gradients, strict=True):

@@ -8,7 +8,7 @@ from meshwright.policies.checkpoint_times import due_by_clock
 from meshwright.spec.job import CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.session import Session
-from meshwright.training.state import run_state, run_tensors
+from meshwright.training.state import run_state
 
 
 class CheckpointTimer:
@@ -34,7 +34,7 @@ def save_checkpoint(session: Session, reporter: Reporter) -> None:
     run = session.run
     state = run_state(session.step, run.train, session.tokens, session.data.record())
     with session.recorder.span("checkpoint"):
-        saved = session.store.save(session.step, run_tensors(session.engine, session.optimizer), state, _texts(session))
+        saved = session.store.save(session.step, session.state(), state, _texts(session))
         session.store.retain(run.checkpoint.keep)
     if saved.written:
         seconds = time.perf_counter() - started

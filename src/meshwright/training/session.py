@@ -23,8 +23,9 @@ from meshwright.parallel.world import World
 from meshwright.spec.errors import Damaged
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, Lease, RunSpec
+from meshwright.state.parts import StateParts
 from meshwright.training.evaluate import HeldOut
-from meshwright.training.state import load_initial, run_tensors
+from meshwright.training.state import load_initial
 
 log = logging.getLogger("meshwright")
 
@@ -56,6 +57,10 @@ class Session:
     tokens: int = 0
     steps_before: int | None = None
 
+    def state(self) -> dict[str, StateParts]:
+        """This rank's tensors of the run's state by logical name; waits for the last update of what is in host memory."""
+        return {parts.name: parts for parts in self.optimizer.state()}
+
 
 def open_session(assignment: Assignment, world: World, clock: StartClock | None = None) -> Session:
     """Build model, optimizer and data on the plan's mesh, and resume from the newest good checkpoint if there is one.
@@ -72,7 +77,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
-    optimizer = AdamW(engine.model, run.model, run.train, engine.away)
+    optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.away)
     clock.end("optimizer")
     recorder = (StepRecorder if run.observe.phases else DetailRecorder)(world.device, world.rank)
     session = Session(
@@ -93,7 +98,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         timeline=assignment.timeline,
     )
     if not _resume(session):
-        load_initial(engine.model, run.model, run.model.init, engine.division)
+        load_initial(engine.weights, run.model, run.model.init)
     optimizer.leave_device()
     clock.end("load")
     if world.leads:
@@ -115,7 +120,7 @@ def _resume(session: Session) -> bool:
     if newest is None:
         _refuse_if_all_damaged(session.folder)
         return False
-    state = session.store.load(newest, run_tensors(session.engine, session.optimizer))
+    state = session.store.load(newest, session.state())
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.optimizer.set_steps(session.step)
     log.info("resumed from %s", newest)

@@ -76,7 +76,7 @@ def answered(job: SpreadJob, world: World) -> Answer:
     plan = replace(job.plan, compile=False)
     mesh = build_mesh(plan, world)
     engine = build_engine(job.model, plan, mesh, loss_chunk=4096, seed=0)
-    load_initial(engine.model, job.model, job.weights, engine.division)
+    load_initial(engine.weights, job.model, job.weights)
     tokens = measured = None
 
     def told(made: int, end: str = "") -> None:

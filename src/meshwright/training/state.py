@@ -6,46 +6,18 @@ Learning rate and data order are functions of the step, and nothing is drawn at 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.initial import Initial, initial_weights
-from meshwright.models.decoder import Decoder
-from meshwright.optim.adamw import AdamW
-from meshwright.optim.fused import MOMENTS
-from meshwright.optim.host import MASTER
-from meshwright.parallel.apply import Engine, holding, holdings
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import UNDIVIDED, Division
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.layout import Box
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.state.parts import StateParts
 
 log = logging.getLogger("meshwright")
-
-
-def run_tensors(engine: Engine, optimizer: AdamW) -> dict[str, torch.Tensor | Boxed]:
-    """Weights and moments by checkpoint name, wherever they are; waits for the last update of what is in host memory."""
-    spec, division = engine.model.spec, engine.division
-    rows = {row.name: row for row in parameters(spec)}
-    held = holdings(engine.model, division)
-
-    def given(name: str, mine: torch.Tensor) -> torch.Tensor | Boxed:
-        if division.tensor.of == 1 and not (rows[name].expert and division.expert.of > 1):
-            return mine
-        part = holding(spec, rows[name], mine, division)
-        return Boxed(part.local, part.boxes, torch.Size(part.row.shape))
-
-    weights = {f"model.{name}": given(name, parameter.detach()) for name, parameter in engine.model.named_parameters()}
-    moments = {
-        f"optimizer.{moment}.{name}": given(name, state) for (moment, name), state in optimizer.moments().items()
-    }
-    prefix = {kind: f"optimizer.{kind}" for kind in MOMENTS} | {MASTER: "model"}
-    away = {
-        f"{prefix[kind]}.{name}": Boxed(part, held[name].boxes, torch.Size(rows[name].shape))
-        for (kind, name), part in optimizer.on_host().items()
-    }
-    return weights | moments | away
 
 
 def run_state(step: int, train: TrainSpec, tokens: int, data: dict[str, Any]) -> dict[str, Any]:
@@ -55,21 +27,22 @@ def run_state(step: int, train: TrainSpec, tokens: int, data: dict[str, Any]) ->
     return {"step": step, "samples": samples, "tokens": tokens, "train_steps": train.steps, "data": data}
 
 
-def load_initial(model: Decoder, spec: ModelSpec, init: str, division: Division = UNDIVIDED) -> None:
-    """Start from what `init` names (`checkpoint.initial`), if anything; each rank reads only the rows it holds."""
+def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) -> None:
+    """Start from what `init` names (`checkpoint.initial`), if anything; each rank reads only the rows it holds into its `weights`."""
     with initial_weights(spec, init) as found:
         if found is None:
             return
         for note in found.notes:
             log.warning("%s", note)
-        _fill(model, division, found)
+        rows = {row.name: row for row in parameters(spec)}
+        for name, held in weights.items():
+            for box, elements in held.pieces():
+                _fill(elements, box, rows[name], found)
 
 
 @torch.no_grad()
-def _fill(model: Decoder, division: Division, weights: Initial) -> None:
-    for held in holdings(model, division).values():
-        for box in held.boxes:
-            values = weights.read_rows(held.row, box.offsets[0], box.offsets[0] + box.sizes[0])
-            for dim in range(1, values.dim()):
-                values = values.narrow(dim, box.offsets[dim], box.sizes[dim])
-            held.local.detach()[box.first_row :][: box.sizes[0]].copy_(values)
+def _fill(elements: torch.Tensor, box: Box, row: ParameterSpec, weights: Initial) -> None:
+    values = weights.read_rows(row, box.offsets[0], box.offsets[0] + box.sizes[0])
+    for dim in range(1, values.dim()):
+        values = values.narrow(dim, box.offsets[dim], box.sizes[dim])
+    elements.copy_(values)

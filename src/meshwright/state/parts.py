@@ -1,0 +1,67 @@
+"""`StateParts`: this rank's pieces of one logical tensor of training state, for optimizers, offload and checkpoints alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.layout import Box
+
+
+def weight_name(parameter: str) -> str:
+    """The logical name of a parameter's master weight."""
+    return f"model.{parameter}"
+
+
+def moment_name(moment: str, parameter: str) -> str:
+    """The logical name of an optimizer's moment of a parameter."""
+    return f"optimizer.{moment}.{parameter}"
+
+
+@dataclass(frozen=True)
+class StateParts:
+    """This rank's pieces of the logical tensor `name` of `shape`.
+
+    The pieces lie one after another along dimension 0 of `local`; `boxes` says where in the whole each begins and how large it is. A rank
+    without a piece has no boxes and an empty `local`. `local` is the live memory of the state: reading it snapshots, writing it loads.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    local: Tensor
+    place: Literal["device", "host"] = "device"
+    """Whether the rank computes with this memory, or an optimizer keeps it in the memory of the host (`plan.offload`)."""
+
+    @classmethod
+    def of_whole(cls, name: str, tensor: Tensor) -> StateParts:
+        """A tensor that this rank holds whole."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, (Box((0,) * len(shape), shape),), tensor.detach())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def is_meta(self) -> bool:
+        return self.local.is_meta
+
+    def pieces(self) -> Iterator[tuple[Box, Tensor]]:
+        """Each box with its elements, which share the memory of `local`."""
+        return ((box, self._elements(box)) for box in self.boxes)
+
+    def piece(self, offsets: Sequence[int]) -> Tensor:
+        """The elements of the box that begins at `offsets` in the whole, sharing the memory of `local`."""
+        return self._elements(next(box for box in self.boxes if box.offsets == tuple(offsets)))
+
+    def _elements(self, box: Box) -> Tensor:
+        return self.local.narrow(0, box.first_row, box.sizes[0]) if box.sizes else self.local

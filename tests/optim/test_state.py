@@ -1,0 +1,65 @@
+"""An optimizer lists all state of its rank, wherever it is, and what is written there is what it steps next."""
+
+from __future__ import annotations
+
+import torch
+from tests.models.tiny import LLAMA
+
+from meshwright.models.decoder import Decoder
+from meshwright.optim.adamw import AdamW
+from meshwright.optim.fused import MOMENTS
+from meshwright.parallel.apply import held_weights
+from meshwright.spec.job import TrainSpec
+
+TRAIN = TrainSpec(steps=4, global_batch=4, seq_len=8)
+AWAY = ("embed.weight", "layers.0.mlp.down.weight")
+
+
+def made(seed: int, *, releases: bool = True) -> tuple[Decoder, AdamW]:
+    """A model, of which two parameters are stepped in host memory, and their master weights kept there too if it `releases` them."""
+    torch.manual_seed(seed)
+    model = Decoder(LLAMA)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    named = dict(model.named_parameters())
+    away = {name: (lambda name=name: named[name].detach().to(torch.bfloat16)) if releases else None for name in AWAY}
+    return model, AdamW(model, LLAMA, TRAIN, held_weights(model), away)
+
+
+def step(model: Decoder, optimizer: AdamW) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) * 0.1
+    one = torch.ones((), dtype=torch.float64)
+    optimizer.step(1e-2, one, one)
+
+
+def test_every_weight_and_moment_is_listed_with_its_place() -> None:
+    model, optimizer = made(0)
+    before = {parts.name: parts.place for parts in optimizer.state()}
+    optimizer.leave_device()
+    state = {parts.name: parts for parts in optimizer.state()}
+    names = [name for name, _ in model.named_parameters()]
+    kinds = ["model", *(f"optimizer.{moment}" for moment in MOMENTS)]
+    assert set(before) == set(state) == {f"{kind}.{name}" for kind in kinds for name in names}
+    for kind in kinds:
+        for name in names:
+            parts, away = state[f"{kind}.{name}"], name in AWAY
+            assert parts.shape == tuple(model.get_parameter(name).shape) == parts.boxes[0].sizes
+            assert parts.place == ("host" if away else "device") and parts.dtype == torch.float32
+            assert before[parts.name] == ("host" if away and kind != "model" else "device")
+
+
+def test_state_that_is_copied_from_one_optimizer_to_another_is_stepped_alike() -> None:
+    for releases in (True, False):
+        (model, optimizer), (other, restored) = made(0, releases=releases), made(1, releases=releases)
+        optimizer.leave_device()
+        restored.leave_device()
+        step(model, optimizer)
+        for theirs, ours in zip(optimizer.state(), restored.state(), strict=True):
+            assert theirs.name == ours.name
+            ours.local.copy_(theirs.local)
+        restored.set_steps(1)
+        step(model, optimizer)
+        step(other, restored)
+        for theirs, ours in zip(optimizer.state(), restored.state(), strict=True):
+            assert torch.equal(theirs.local, ours.local), theirs.name
