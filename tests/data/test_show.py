@@ -107,7 +107,7 @@ def test_the_tokenizer_command(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_preparing_and_showing_never_import_torch() -> None:
-    modules = ("order", "indexed", "packing", "prepare", "manifest", "source", "show", "stdlib", "tokenizer")
+    modules = ("indexed", "packing", "prepare", "manifest", "source", "show", "stdlib", "tokenizer")
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import meshwright.data.{name}" for name in modules)
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr

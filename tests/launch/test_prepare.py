@@ -13,6 +13,7 @@ from tests.checkpoint.made import save
 from tests.training.tiny import make_tiny, prepared
 
 from meshwright.data.stdlib import VOCABULARY
+from meshwright.durable.lease import read_lease
 from meshwright.launch import prepare
 from meshwright.launch.prepare import Prepared
 from meshwright.planner.candidate import peak_bytes
@@ -114,11 +115,12 @@ def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_pat
             return prepared(tiny, runs, "train.steps=7")
 
     calls = count(lambda: start(tmp_path / "count"), names)
-    assert calls.count("replace") == calls.count(FILES) == 4
+    assert calls.count("replace") == calls.count(FILES) == 5
     for k in range(len(calls)):
         runs = tmp_path / str(k)
         shutil.copytree(tmp_path / "begun", runs)
         assert die_at(k, lambda runs=runs: start(runs), names)
         made = start(runs)
         assert made.resumes and load_resolved(made.folder / "config.yaml") == made.assignment.run
+        assert made.assignment.lease == read_lease(made.folder) and made.assignment.lease.epoch in (2, 3)
         assert not list(made.folder.glob("*.partial"))

@@ -33,9 +33,9 @@ def step(model: Decoder, optimizer: AdamW) -> None:
     optimizer.step(1e-2, one, one)
 
 
-def test_every_weight_and_moment_is_listed_with_its_place() -> None:
+def test_every_weight_and_moment_is_listed_with_the_memory_it_is_in() -> None:
     model, optimizer = made(0)
-    before = {parts.name: parts.place for parts in optimizer.state()}
+    before = {parts.name: parts.memory for parts in optimizer.state()}
     optimizer.leave_device()
     state = {parts.name: parts for parts in optimizer.state()}
     names = [name for name, _ in model.named_parameters()]
@@ -45,7 +45,7 @@ def test_every_weight_and_moment_is_listed_with_its_place() -> None:
         for name in names:
             parts, away = state[f"{kind}.{name}"], name in AWAY
             assert parts.shape == tuple(model.get_parameter(name).shape) == parts.boxes[0].sizes
-            assert parts.place == ("host" if away else "device") and parts.dtype == torch.float32
+            assert parts.memory == ("host" if away else "device") and parts.dtype == torch.float32
             assert before[parts.name] == ("host" if away and kind != "model" else "device")
 
 

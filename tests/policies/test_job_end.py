@@ -12,8 +12,8 @@ from meshwright.policies.job_end import (
     GRACE_SECONDS,
     STOP_SECONDS,
     culprit,
-    ending_act,
     job_code,
+    next_action,
 )
 
 CODES = st.lists(st.sampled_from([None, 0, 1, 2, 3, 4, 5, 6, 75, 130, -6, -9, -15]), min_size=1, max_size=6)
@@ -56,11 +56,11 @@ def test_a_job_fails_exactly_if_a_rank_does(codes: list[int | None]) -> None:
     ],
 )
 def test_the_others_have_time_to_stop_or_the_culprit_to_show(codes: list[int | None], patience: float) -> None:
-    assert ending_act(codes, patience - 0.01, None) == "wait"
-    assert ending_act(codes, patience, None) == "order the end"
+    assert next_action(codes, patience - 0.01, None) == "wait"
+    assert next_action(codes, patience, None) == "request end"
 
 
 @given(CODES, st.floats(0, 100))
 def test_ranks_that_were_told_to_end_have_their_grace(codes: list[int | None], since_failure: float) -> None:
-    assert ending_act(codes, since_failure, GRACE_SECONDS) == "wait"
-    assert ending_act(codes, since_failure, GRACE_SECONDS + 0.01) == "kill"
+    assert next_action(codes, since_failure, GRACE_SECONDS) == "wait"
+    assert next_action(codes, since_failure, GRACE_SECONDS + 0.01) == "kill"

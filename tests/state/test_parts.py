@@ -18,7 +18,7 @@ def test_pieces_are_views_of_the_memory_that_holds_them() -> None:
     ]
     parts.piece((10, 0)).zero_()
     assert local.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0], [0, 0]]
-    assert (parts.dtype, parts.device.type, parts.place) == (torch.float32, "cpu", "device")
+    assert (parts.dtype, parts.device.type, parts.memory) == (torch.float32, "cpu", "device")
 
 
 def test_a_whole_tensor_is_one_piece_also_without_dimensions() -> None:

@@ -25,7 +25,7 @@ from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, Me
 from meshwright.events.start import BEGAN, process_began
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
-from meshwright.policies.job_end import culprit, ending_act, job_code
+from meshwright.policies.job_end import culprit, job_code, next_action
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
@@ -176,10 +176,10 @@ class Ranks:
             if any(state.failed for state in self._states):
                 failed_at = failed_at or now
                 codes = exit_codes(self._states)
-                act = ending_act(codes, now - failed_at, None if told_at is None else now - told_at)
-                if act == "kill":
+                action = next_action(codes, now - failed_at, None if told_at is None else now - told_at)
+                if action == "kill":
                     return
-                if act == "order the end":
+                if action == "request end":
                     told_at, first = now, culprit(codes)
                     assert first is not None, "a rank has failed"
                     self._send(End(cause(self._states[first])))

@@ -104,13 +104,13 @@ class AdamW:
         weight = self._weights[name]
         if name in self._here or self._host is None or not self._host.keeps_masters:
             return weight
-        return replace(weight, local=self._host.state(MASTER, name), place="host")
+        return replace(weight, local=self._host.state(MASTER, name), memory="host")
 
     def _moment(self, moment: str, name: str) -> StateParts:
         weight, called = self._weights[name], moment_name(moment, name)
         if self._host is None or name in self._here:
             return replace(weight, name=called, local=self._moments[moment][name])
-        return replace(weight, name=called, local=self._host.state(moment, name), place="host")
+        return replace(weight, name=called, local=self._host.state(moment, name), memory="host")
 
     @property
     def host_bytes(self) -> int:

@@ -45,19 +45,19 @@ def job_code(codes: ExitCodes) -> int:
     return EXIT_COMMUNICATION if code < 0 else code
 
 
-def ending_act(
-    codes: ExitCodes, since_failure: float, since_order: float | None
-) -> Literal["wait", "order the end", "kill"]:
+def next_action(
+    codes: ExitCodes, since_failure: float, since_request: float | None
+) -> Literal["wait", "request end", "kill"]:
     """What to do with the ranks that still run once another has failed.
 
-    `since_failure` is the seconds since the first failure was seen, `since_order` those since the ranks were told to end, None before that.
-    The wait before the order gives the others time to stop too, or the culprit time to show.
+    `since_failure` is the seconds since the first failure was seen, `since_request` those since the ranks were told to end, None before
+    that. The wait before the request gives the others time to stop too, or the culprit time to show.
     """
-    if since_order is not None:
-        return "kill" if since_order > GRACE_SECONDS else "wait"
+    if since_request is not None:
+        return "kill" if since_request > GRACE_SECONDS else "wait"
     failed = [code for code in codes if code not in (None, EXIT_DONE)]
     if all(code in STOP_CODES for code in failed):
         patience = STOP_SECONDS
     else:
         patience = CULPRIT_SECONDS if all(code in PEER_LOSS_CODES for code in failed) else AGREEMENT_SECONDS
-    return "order the end" if since_failure >= patience else "wait"
+    return "request end" if since_failure >= patience else "wait"

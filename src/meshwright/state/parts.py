@@ -34,7 +34,7 @@ class StateParts:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     local: Tensor
-    place: Literal["device", "host"] = "device"
+    memory: Literal["device", "host"] = "device"
     """Whether the rank computes with this memory, or an optimizer keeps it in the memory of the host (`plan.offload`)."""
 
     @classmethod
