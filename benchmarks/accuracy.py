@@ -29,6 +29,7 @@ from unittest import mock
 import yaml
 from sides import KERNELS
 
+from meshwright.config.load import load_run
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
 from meshwright.costs.memory import fullest
@@ -36,7 +37,6 @@ from meshwright.costs.of_plan import STACK, band, plan_time
 from meshwright.simulator.of_plan import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.fields import from_plain
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.profile_file import to_json
 from meshwright.costs.constants import NAMES, constants
 from meshwright.costs.machine import as_measured, chip_of, is_guessed, machine_of, unpredicted
 from meshwright.costs.measured import correction, fits, with_profile
@@ -16,7 +17,7 @@ from meshwright.costs.sources import sources
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.profile import Correction, MachineProfile, ProductTime, to_json
+from meshwright.spec.profile import Correction, MachineProfile, ProductTime
 from tests.profile.made import NODES, TRUE, made_profile, number
 
 FITTED = constants("hopper", "torchtitan")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.collectives import group
 from meshwright.costs.constants import OWN, table
 from meshwright.costs.of_plan import (
@@ -35,7 +36,6 @@ from meshwright.spec.plan import (
     ScheduleName,
     SchedulePlan,
 )
-from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 NODE = ClusterSpec(gpu="H200", gpus_per_node=8)

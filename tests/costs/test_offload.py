@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
 from meshwright.costs.families import by_name, shape
@@ -20,7 +21,6 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Recompute
-from meshwright.spec.presets import MODEL_PRESETS
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 MODEL = shape(by_name("Llama-3-8B"))

@@ -9,6 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.footprint import planned
 from meshwright.costs.inputs import Layouts, side_by_side
 from meshwright.costs.memory import formats
@@ -29,7 +30,6 @@ from meshwright.spec.plan import (
     ReduceEngine,
     SchedulePlan,
 )
-from meshwright.spec.presets import MODEL_PRESETS
 
 AXES = ("pipeline", "replicate", "shard", "context_ring", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "breadth_first")

@@ -16,9 +16,9 @@ from typing import TextIO
 import pytest
 from tests.training.tiny import make_tiny, tiny_run
 
+from meshwright.config.load import resolved_yaml
 from meshwright.launch.folder import continues, held, renamed
 from meshwright.spec.errors import BadInput
-from meshwright.spec.load import resolved_yaml
 from meshwright.spec.run import RunSpec
 
 

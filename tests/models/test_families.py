@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.families import FAMILY_VALUES, MIXTURES
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.models.families import (
     FAMILIES,
     export_obstacle,
@@ -20,10 +22,8 @@ from meshwright.models.families import (
     to_hf_config,
 )
 from meshwright.spec.errors import BadInput, Damaged
-from meshwright.spec.families import FAMILY_VALUES, MIXTURES
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.presets import MODEL_PRESETS
 from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, QWEN3_MOE, SCALED, SLIDING
 
 

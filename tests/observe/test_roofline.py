@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.work import Work, step_work
 from meshwright.observe.kernel_trace import kernels_of
 from meshwright.observe.kernels import breakdown
@@ -15,7 +16,6 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, Operation, ProductTime
 from tests.observe.test_kernels import two_steps
 

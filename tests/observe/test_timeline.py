@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.config.load import load_run
 from meshwright.events.span import Span, StepSpans
 from meshwright.launch.prepare import plan_for
 from meshwright.observe.timeline import measured_timeline
@@ -28,7 +29,6 @@ from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Link, Timing
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
-from meshwright.spec.load import load_run
 from meshwright.spec.run import Assignment
 from meshwright.training.loop import train
 from meshwright.training.reporting import Reporter

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.clock import played_by_stages, played_by_units
 from meshwright.planner.search import search
@@ -17,7 +18,6 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import PlanPins
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 NODE = ClusterSpec(gpu="H200", gpus_per_node=8)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.collectives import Group, group
 from meshwright.costs.constants import constants
 from meshwright.costs.machine import machine_of
@@ -20,7 +21,6 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.network import NetworkSpec, NodeGroup
 from meshwright.spec.nodes import kinds_by_rank
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 PODS = NetworkSpec(fabric="roce", port_gb_per_s=50, pod_nodes=2, oversubscription=4)

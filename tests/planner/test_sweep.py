@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.of_plan import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
@@ -21,7 +22,6 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 

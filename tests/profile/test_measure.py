@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.profile_file import load_profile, to_json
 from meshwright.costs.constants import constants
 from meshwright.costs.measured import chip_of_profile, fits
 from meshwright.costs.work import step_work
@@ -20,8 +22,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
-from meshwright.spec.presets import MODEL_PRESETS
-from meshwright.spec.profile import MachineProfile, load_profile, to_json
+from meshwright.spec.profile import MachineProfile
 from tests.profile.cases import measured, tiny
 
 

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.memory import activation_bytes
 from meshwright.costs.of_plan import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, number, plan_time, pricing
 from meshwright.schedules.check import check
@@ -31,7 +32,6 @@ from meshwright.spec.plan import (
     Recompute,
     SchedulePlan,
 )
-from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 NARROW = replace(LLAMA, vocab_size=128)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.spec.fields import from_plain
 from meshwright.spec.fp8 import fits_fp8, unlike_fp8
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, LayerStrategy, Linear, MeshAxis, Plan, Precision
-from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 

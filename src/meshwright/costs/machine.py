@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Machine
 from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
@@ -13,7 +14,6 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import node_kinds
-from meshwright.spec.profile import load_profile
 
 FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp8": 2.0, "nvfp4": 3.0}
 """Number format of matrix products → Machine.low."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import OWN, constants, is_measured, table
 from meshwright.costs.machine import as_measured, chip_of, is_guessed, machine_of
 from meshwright.costs.measured import fits
@@ -9,7 +10,6 @@ from meshwright.costs.of_plan import STACK, as_nodes, doubt
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import Plan
-from meshwright.spec.profile import load_profile
 
 GROUPS = (
     "matrix products", "attention", "device memory", "optimizer", "links inside a node", "network", "overlap", "host link", "software",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from meshwright.checkpoint.manifest import step_name, steps_in
 from meshwright.checkpoint.verify import newest_step, verify
+from meshwright.config.load import differences, load_resolved
 from meshwright.files.lock import locked
 from meshwright.observe.metrics import scan_metrics
 from meshwright.spec.errors import BadInput
-from meshwright.spec.load import differences, load_resolved
 from meshwright.spec.run import RunSpec
 
 _SCHEDULE = "it would change the learning rate of steps that are done"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
@@ -41,7 +42,6 @@ from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, about
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.spec.place import started_by_launcher
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.optim.adamw import AdamW
 from meshwright.profile.clock import Clock
 from meshwright.profile.team import Team
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.presets import MODEL_PRESETS
 
 ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}
 """Of one tensor: far more than any cache holds."""

@@ -10,8 +10,8 @@ import torch
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.verify import newest_checkpoint
+from meshwright.config.load import load_resolved
 from meshwright.models.decoder import Decoder
-from meshwright.spec.load import load_resolved
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.cluster import EXAMPLES, cluster_names
+from meshwright.config.presets import CLUSTER_PRESETS, MODEL_PRESETS, cluster_names, run_preset
+from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, parse_yaml, read_yaml, say
 from meshwright.spec.errors import nearest_file
-from meshwright.spec.presets import MODEL_PRESETS, run_preset
-from meshwright.spec.yaml_positions import Document, KeyPath, Place, dotted, parse_yaml, read_yaml, say
 
 COMMAND_LINE = "command line"
 QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
@@ -199,7 +198,7 @@ def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
         return
     file = folder / os.path.expanduser(given)
     if given in cluster_names() and not os.path.isfile(file):
-        file = EXAMPLES / f"{given}.yaml"
+        file = CLUSTER_PRESETS / f"{given}.yaml"
     if not os.path.isfile(file):
         close = nearest_file(given, ["auto", *cluster_names(), *_yaml_files(folder)])
         document.reject(("cluster",), "auto, a built-in cluster, an existing cluster file, or a section", nearest=close)

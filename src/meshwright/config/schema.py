@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, TypeGuard, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
 
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.yaml_positions import KeyPath
 from meshwright.spec.fields import Bound, describe_type, field_docs, hints_of, to_plain
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
-from meshwright.spec.yaml_positions import KeyPath
 
 _ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
 _LIST: Any = list

@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.checks import cross_checks, plan_file_checks
+from meshwright.config.checks import cross_checks, plan_file_checks
+from meshwright.config.complete import ModelReader, complete
+from meshwright.config.mistakes import schema_mistakes
+from meshwright.config.plan_file import plan_rules
+from meshwright.config.profile_file import load_profile
+from meshwright.config.reading import Reading, in_reading_order
+from meshwright.config.schema import validate
+from meshwright.config.sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
+from meshwright.config.yaml_positions import Document, KeyPath, dotted, dump_yaml, read_yaml
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.complete import ModelReader, complete
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.layout import placed
-from meshwright.spec.mistakes import schema_mistakes
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_file import plan_rules
-from meshwright.spec.profile import load_profile
-from meshwright.spec.reading import Reading, in_reading_order
 from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import validate
-from meshwright.spec.sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
-from meshwright.spec.yaml_positions import Document, KeyPath, dotted, dump_yaml, read_yaml
 
 _SAME_TRAINING_SECTIONS = ("seed", "model", "data", "train")
 _NOT_COMPARED = {

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.families import DIMENSIONS, EXPERT_DIMENSIONS, FAMILY_VALUES, ffn_width
+from meshwright.config.presets import MODEL_PRESETS, run_preset
+from meshwright.config.sources import EMBEDDED, Detect, merged
+from meshwright.config.yaml_positions import Document, KeyPath, Place, read_yaml, say
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, nearest
-from meshwright.spec.families import DIMENSIONS, EXPERT_DIMENSIONS, FAMILY_VALUES, ffn_width
 from meshwright.spec.fields import to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.presets import MODEL_PRESETS, run_preset
-from meshwright.spec.sources import EMBEDDED, Detect, merged
-from meshwright.spec.yaml_positions import Document, KeyPath, Place, read_yaml, say
 
 ModelReader = Callable[[Path], dict[str, Any]]
 _DERIVED = ("ffn_hidden", "kv_heads", "head_dim")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.spec.errors import BadConfig, Mistake
-from meshwright.spec.load import load_run
 
 BASE = "model: {preset: llama-nano}\ntrain: {steps: 10, global_batch: 8}\ncluster: {gpus_per_node: 4}\n"
 MIXTURE = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]

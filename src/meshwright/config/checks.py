@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshwright.config.divisors import divisors, nearest_divisor
+from meshwright.config.schema import annotation_at, literal_options, section_of
+from meshwright.config.yaml_positions import Document, KeyPath, say
 from meshwright.spec.chips import CHIPS, chip_from_device_name, formats_on
-from meshwright.spec.divisors import divisors, nearest_divisor
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.fp8 import MULTIPLE, WIDTHS, sides
@@ -20,8 +22,6 @@ from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfi
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_numbers, layer_range
 from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import annotation_at, literal_options, section_of
-from meshwright.spec.yaml_positions import Document, KeyPath, say
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spec.yaml_positions import MAX_DEPTH, Place, dump_yaml, parse_yaml, read_yaml
+from meshwright.config.yaml_positions import MAX_DEPTH, Place, dump_yaml, parse_yaml, read_yaml
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.config.load import differences, load_cluster, load_plan, load_resolved, load_run, resolved_yaml
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.sources import QUICKSTART
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.load import differences, load_cluster, load_plan, load_resolved, load_run, resolved_yaml
 from meshwright.spec.model import RopeScaling
 from meshwright.spec.plan import LayerStrategy, PlanPins, Recompute
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import RunSpec
-from meshwright.spec.sources import QUICKSTART
 
 SMALL = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "ffn_hidden": 64}
 PLAN = """\
@@ -455,8 +455,8 @@ def test_every_section_of_a_run_is_a_frozen_dataclass() -> None:
 def test_loading_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
-        "from meshwright.spec.load import load_run, resolved_yaml\n"
-        "from meshwright.spec.schema import json_schema\nfrom meshwright.spec.reference import reference_markdown\n"
+        "from meshwright.config.load import load_run, resolved_yaml\n"
+        "from meshwright.config.schema import json_schema\nfrom meshwright.config.reference import reference_markdown\n"
         "print(len(resolved_yaml(load_run(None))), len(json_schema()), len(reference_markdown()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}

@@ -1,13 +1,13 @@
-"""What must hold inside a plan file, whatever run it is for; `spec/checks.py` holds it against a run."""
+"""What must hold inside a plan file, whatever run it is for; `config/checks.py` holds it against a run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
 from meshwright.spec.plan import DATA_AXES, SHARD_AXES
-from meshwright.spec.yaml_positions import Document
 
 
 def plan_rules(plan: Document) -> list[Mistake]:

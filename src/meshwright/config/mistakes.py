@@ -7,12 +7,9 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
-from meshwright.spec.families import required_dimensions
-from meshwright.spec.fields import LARGEST_COUNT, hints_of
-from meshwright.spec.presets import MODEL_PRESETS
-from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import (
+from meshwright.config.families import required_dimensions
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.schema import (
     all_keys,
     annotation_at,
     expected_text,
@@ -21,8 +18,11 @@ from meshwright.spec.schema import (
     takes,
     validate,
 )
-from meshwright.spec.sources import COMMAND_LINE
-from meshwright.spec.yaml_positions import Document, KeyPath, Place, dotted, say
+from meshwright.config.sources import COMMAND_LINE
+from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, say
+from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
+from meshwright.spec.fields import LARGEST_COUNT, hints_of
+from meshwright.spec.run import RunSpec
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"

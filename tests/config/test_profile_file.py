@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.profile.made import made_profile
 
+from meshwright.config.load import load_cluster, load_resolved, load_run, resolved_yaml
+from meshwright.config.profile_file import load_profile, to_json
 from meshwright.spec.errors import BadConfig, BadInput
-from meshwright.spec.load import load_cluster, load_resolved, load_run, resolved_yaml
-from meshwright.spec.profile import load_profile, to_json
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.config.load import load_run, mistakes_as_json, resolved_yaml
+from meshwright.config.schema import all_keys
+from meshwright.config.yaml_positions import MAX_BYTES, MAX_VALUES, dump_yaml
 from meshwright.spec.errors import MOST_LISTED, BadConfig, Mistake
-from meshwright.spec.load import load_run, mistakes_as_json, resolved_yaml
 from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import all_keys
-from meshwright.spec.yaml_positions import MAX_BYTES, MAX_VALUES, dump_yaml
 
 MANY = """\
 name: .secret run

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.load import load_run
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.reference import reference_markdown
+from meshwright.config.schema import docs_of, section_of
 from meshwright.spec.fields import hints_of
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
-from meshwright.spec.presets import MODEL_PRESETS
-from meshwright.spec.reference import reference_markdown
 from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import docs_of, section_of
 
 PAGE = reference_markdown()
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.config.schema import annotation_at, literal_options, takes, validate
+from meshwright.config.sources import COMMAND_LINE
+from meshwright.config.yaml_positions import Document, KeyPath
 from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal
 from meshwright.spec.fields import from_plain
 from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import annotation_at, literal_options, takes, validate
-from meshwright.spec.sources import COMMAND_LINE
-from meshwright.spec.yaml_positions import Document, KeyPath
 
 
 @dataclass(frozen=True)

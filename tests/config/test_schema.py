@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from meshwright.config.load import load_run
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.schema import annotation_at, docs_of, expected_text, json_schema, section_of, validate
 from meshwright.spec.fields import hints_of, to_plain
 from meshwright.spec.job import CheckpointSpec, TrainSpec
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan, PlanPins
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
-from meshwright.spec.schema import annotation_at, docs_of, expected_text, json_schema, section_of, validate
 
 
 def sections(cls: type) -> set[type]:

@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.config.families import DIMENSIONS
+from meshwright.config.presets import MODEL_PRESETS, run_preset
+from meshwright.config.schema import docs_of, expected_text, section_of
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.families import DIMENSIONS
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import Plan, PlanPins
-from meshwright.spec.presets import MODEL_PRESETS, run_preset
 from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import docs_of, expected_text, section_of
 
 _INTRODUCTION = """\
 # Run file reference

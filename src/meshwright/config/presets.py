@@ -1,4 +1,5 @@
-"""Public models by name, with the dimensions their authors published, and the training settings each is started from.
+"""Models and clusters by name: public models with the dimensions their authors published and the training settings each is started from;
+example clusters.
 
 Sources: GPT-2 and GPT-3 (Brown et al. 2020, table 2.1; 13B at width 5120, which its 40 heads of 128 need), Megatron-Turing NLG 530B
 (Smith et al. 2022), Megatron 1T (Narayanan et al. 2021, table 1), Llama 3.x (Grattafiori et al. 2024 and the released config files),
@@ -8,7 +9,11 @@ Qwen3 and Mixtral (released config files), PanGu-α 200B (Zeng et al. 2021, tabl
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+CLUSTER_PRESETS = Path(__file__).with_name("clusters")
+"""Folder of the example clusters, one file each."""
 
 _LLAMA3 = {
     "family": "llama", "kv_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_seq_len": 131072, "rope_theta": 500000.0,
@@ -73,3 +78,8 @@ def run_preset(name: str) -> dict[str, Any]:
     """The run-file layer that `extends: NAME` stands for: the model and training defaults to start from."""
     seq_len = _SEQUENCE_LENGTHS.get(name, 2048 if name.startswith("gpt") else 8192)
     return {"model": {"preset": name}, "train": {"seq_len": seq_len, "learning_rate": _LEARNING_RATES[name]}}
+
+
+def cluster_names() -> list[str]:
+    """The built-in example clusters, for `cluster: NAME`."""
+    return sorted(file.stem for file in CLUSTER_PRESETS.glob("*.yaml"))
