@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
+from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
-from meshwright.costs.families import by_name, shape
 from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import FULL, Layouts
 from meshwright.costs.machine import machine_of

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.costs.collectives import all_to_all, by_copies, gather, group
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, Constants, aged, constants
-from meshwright.costs.families import by_name, shape
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, side_by_side
 from meshwright.costs.machine import machine_of
 from meshwright.costs.stages import dealt_layers

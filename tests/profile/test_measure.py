@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from roofline import needed
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.profile_file import load_profile, to_json
 from meshwright.costs.constants import constants
 from meshwright.costs.measured import chip_of_profile, fits
 from meshwright.costs.work import step_work
-from meshwright.observe.roofline import needed
 from meshwright.profile.collectives import kinds
 from meshwright.profile.measure import cases_of
 from meshwright.profile.team import Team

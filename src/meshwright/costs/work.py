@@ -3,7 +3,7 @@
 It is the least that any implementation with these layers and formats must do: nothing recomputed, no copy that a better buffer would
 save, and every element-wise chain in one kernel that reads each tensor it needs once and writes each that it makes once. Experts get equal
 numbers of rows, and a ring's ranks equal shares of a causal attention. Over measured rates it gives the time that the device needs
-(`observe.roofline`).
+(`benchmarks/roofline.py`).
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kernel_times import Breakdown, KindTime, Product
+from kernel_trace import KINDS
+
 from meshwright.costs.work import LinearWork, Work
 from meshwright.observe import figures
-from meshwright.observe.kernel_trace import KINDS
-from meshwright.observe.kernels import Breakdown, KindTime, Product
 from meshwright.spec.errors import BadInput
 from meshwright.spec.profile import CollectiveTime, MachineProfile, ProductTime
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kernel_times import breakdown
+from kernel_trace import kernels_of
+from roofline import bare_communication, needed, roofline, told
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.work import Work, step_work
-from meshwright.observe.kernel_trace import kernels_of
-from meshwright.observe.kernels import breakdown
-from meshwright.observe.roofline import bare_communication, needed, roofline, told
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, Operation, ProductTime
-from tests.observe.test_kernels import two_steps
+from tests.benchmarks.test_kernel_times import two_steps
 
 MODEL = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 512, "layers": 2})
 TRAIN = TrainSpec(steps=1, global_batch=4, seq_len=64, loss_chunk=32)

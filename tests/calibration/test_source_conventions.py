@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.costs.conventions import CONVENTIONS, applicable_conventions, with_conventions
+from meshwright.calibration.published_rows import measured_seconds, read_row
+from meshwright.calibration.row_predictions import price
+from meshwright.calibration.source_conventions import CONVENTIONS, applicable_conventions, with_conventions
 from meshwright.costs.inputs import Layouts
-from meshwright.costs.predict import price
-from meshwright.costs.published import measured_seconds, read_row
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 ROW = {

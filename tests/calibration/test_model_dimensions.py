@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.costs.families import by_name, shape
+from meshwright.calibration.model_dimensions import by_name, shape
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.calibration.nanotron_sweep import splits_sequence
+from meshwright.calibration.published_rows import read_row
 from meshwright.costs.constants import constants
-from meshwright.costs.families import by_name, shape
 from meshwright.costs.footprint import footprint, keeping
 from meshwright.costs.inputs import Layouts
 from meshwright.costs.machine import machine_of
-from meshwright.costs.published import read_row
 from meshwright.costs.stages import stage_layers
 from meshwright.costs.step import step_cost
-from meshwright.costs.unprinted import splits_sequence
 from meshwright.spec.cluster import ClusterSpec
 
 MODEL = shape(by_name("Llama-like-8.86B"))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_times import breakdown
+from kernel_trace import KINDS, kernels_of, kind_of, read_trace
 
-from meshwright.observe.kernel_trace import KINDS, kernels_of, kind_of, read_trace
-from meshwright.observe.kernels import breakdown
 from meshwright.spec.errors import BadInput
 
 GEMM, ADAM, NCCL = (

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.costs.predict import predict_rows
-from meshwright.costs.published import PLAN_COLUMNS, fully_specified, measured_seconds, port_bandwidth, read_row
+from meshwright.calibration.published_rows import (
+    PLAN_COLUMNS,
+    fully_specified,
+    measured_seconds,
+    port_bandwidth,
+    read_row,
+)
+from meshwright.calibration.row_predictions import predict_rows
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"

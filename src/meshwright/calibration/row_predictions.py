@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.calibration.published_rows import Case, Reading, read_row
 from meshwright.costs.constants import aged, per_row, table
 from meshwright.costs.footprint import footprint, keeping
 from meshwright.costs.inputs import FULL, Layouts, Machine, Shape, side_by_side
-from meshwright.costs.published import Case, Reading, read_row
 from meshwright.costs.step import StepCost, step_cost
 
 FITS = 0.89

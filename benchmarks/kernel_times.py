@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.observe.kernel_trace import KINDS, Kernel, Kind, Shape, read_trace
+from kernel_trace import KINDS, Kernel, Kind, Shape, read_trace
+
 from meshwright.spec.errors import BadInput
 
 __all__ = ["Breakdown", "breakdown", "read_trace"]

@@ -7,13 +7,13 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from stragglers import expected_slowest
 
+from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.costs.constants import constants
-from meshwright.costs.families import by_name, shape
 from meshwright.costs.inputs import Layouts
 from meshwright.costs.machine import machine_of
 from meshwright.costs.step import step_cost
-from meshwright.costs.stragglers import expected_slowest
 from meshwright.spec.cluster import ClusterSpec
 
 MODEL = shape(by_name("GPT-175B"))

@@ -9,10 +9,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.costs.conventions import Convention, applicable_conventions, stated_layout_fields, with_conventions
-from meshwright.costs.families import by_name, looks_like_gpt, shape
+from meshwright.calibration.model_dimensions import by_name, looks_like_gpt, shape
+from meshwright.calibration.nanotron_sweep import splits_sequence
+from meshwright.calibration.source_conventions import (
+    Convention,
+    applicable_conventions,
+    stated_layout_fields,
+    with_conventions,
+)
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, Machine, Shape
-from meshwright.costs.unprinted import splits_sequence
 from meshwright.spec.chips import CHIPS, Chip
 
 Text = Mapping[str, str]
