@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from meshwright.config.load import differences, load_cluster, load_plan, load_resolved, load_run, resolved_yaml
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.config.sources import QUICKSTART
+from meshwright.config.value_sources import QUICKSTART
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.fields import from_plain, to_plain

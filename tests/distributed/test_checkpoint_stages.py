@@ -19,7 +19,7 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.run import ModelSection, RunSpec
-from meshwright.training.state import load_initial
+from meshwright.training.run_state import load_initial
 from tests.distributed import cases_checkpoint_stages as cases
 from tests.distributed.pool import Pool
 

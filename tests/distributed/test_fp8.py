@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.kernels.fp8 import low as rounded_whole
 from meshwright.models.decoder import Decoder
-from meshwright.models.initial import initialise
+from meshwright.models.initial_values import initialise
 from meshwright.spec.plan import LayerStrategy, Plan, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, GPT, LLAMA, batch, compare, plan, sharded

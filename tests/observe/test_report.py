@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.observe.account import account, typical
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
+from meshwright.observe.prediction_account import account, typical
 from meshwright.observe.report import _figures, render, write_report
 from meshwright.observe.report_charts import Sheet
 from meshwright.observe.report_parts import plan_section

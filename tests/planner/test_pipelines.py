@@ -8,9 +8,9 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.planner.candidate import untrainable
-from meshwright.planner.clock import played_by_stages, played_by_units
 from meshwright.planner.search import search
-from meshwright.schedules.of_plan import training_schedule
+from meshwright.planner.step_estimate import played_by_stages, played_by_units
+from meshwright.schedules.plan_schedule import training_schedule
 from meshwright.simulator.of_plan import simulate_plan
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput

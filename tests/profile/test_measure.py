@@ -15,7 +15,7 @@ from meshwright.config.profile_file import load_profile, to_json
 from meshwright.costs.constants import constants
 from meshwright.costs.measured import chip_of_profile, fits
 from meshwright.costs.work import step_work
-from meshwright.profile.collectives import kinds
+from meshwright.profile.collective_times import kinds
 from meshwright.profile.measure import cases_of
 from meshwright.profile.team import Team
 from meshwright.spec.fields import from_plain

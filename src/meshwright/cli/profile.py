@@ -214,7 +214,7 @@ def _correct(folder: Path, out: Path | None) -> None:
 
 def _measured_step(folder: Path) -> float:
     """Median seconds of the run's steps behind the warm-up."""
-    from meshwright.observe.account import FEWEST, WARM_UP, typical
+    from meshwright.observe.prediction_account import FEWEST, WARM_UP, typical
     from meshwright.observe.runfolder import read_run
 
     run = read_run(folder)

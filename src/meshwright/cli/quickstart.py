@@ -35,7 +35,7 @@ def quickstart(
 
         meshwright quickstart train.steps=50 cluster.gpus_per_node=1
     """
-    from meshwright.config.sources import QUICKSTART
+    from meshwright.config.value_sources import QUICKSTART
     from meshwright.launch.folder import renamed
 
     started = time.perf_counter()

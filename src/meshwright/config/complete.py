@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.families import DIMENSIONS, EXPERT_DIMENSIONS, FAMILY_VALUES, ffn_width
+from meshwright.config.family_dimensions import DIMENSIONS, EXPERT_DIMENSIONS, FAMILY_VALUES, ffn_width
 from meshwright.config.presets import MODEL_PRESETS, run_preset
-from meshwright.config.sources import EMBEDDED, Detect, merged
+from meshwright.config.value_sources import EMBEDDED, Detect, merged
 from meshwright.config.yaml_positions import Document, KeyPath, Place, read_yaml, say
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, nearest

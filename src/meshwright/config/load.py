@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.checks import cross_checks, plan_file_checks
 from meshwright.config.complete import ModelReader, complete
+from meshwright.config.key_rules import cross_checks, plan_file_checks
 from meshwright.config.mistakes import schema_mistakes
 from meshwright.config.plan_file import plan_rules
 from meshwright.config.profile_file import load_profile
 from meshwright.config.reading import Reading, in_reading_order
 from meshwright.config.schema import validate
-from meshwright.config.sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
+from meshwright.config.value_sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
 from meshwright.config.yaml_positions import Document, KeyPath, dotted, dump_yaml, read_yaml
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest

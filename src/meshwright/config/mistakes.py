@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from meshwright.config.families import required_dimensions
+from meshwright.config.family_dimensions import required_dimensions
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.schema import (
     all_keys,
@@ -18,7 +18,7 @@ from meshwright.config.schema import (
     takes,
     validate,
 )
-from meshwright.config.sources import COMMAND_LINE
+from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, say
 from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
 from meshwright.spec.fields import LARGEST_COUNT, hints_of

@@ -1,4 +1,4 @@
-"""What must hold inside a plan file, whatever run it is for; `config/checks.py` holds it against a run."""
+"""What must hold inside a plan file, whatever run it is for; `config/key_rules.py` holds it against a run."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.config.schema import annotation_at, literal_options, takes, validate
-from meshwright.config.sources import COMMAND_LINE
+from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath
 from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal
 from meshwright.spec.fields import from_plain

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.config.families import DIMENSIONS
+from meshwright.config.family_dimensions import DIMENSIONS
 from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.schema import docs_of, expected_text, section_of
 from meshwright.spec.cluster import ClusterSpec

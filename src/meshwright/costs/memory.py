@@ -115,7 +115,7 @@ def memory_by_rank(
 ) -> tuple[dict[str, int], ...]:
     """Bytes by kind of every pipeline rank.
 
-    `alive` says by pipeline rank how many bytes of `activation_bytes` the schedule holds at once (`schedules.memory.peak_in_flight`).
+    `alive` says by pipeline rank how many bytes of `activation_bytes` the schedule holds at once (`peak_in_flight`).
     Left out, a rank holds all micro-batches of all its stages, or one when it runs them one after another.
 
     A layer with `offload: activations` (or `both`) leaves nothing on the device between its forward and its backward but two layers of one

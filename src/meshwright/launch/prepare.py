@@ -37,7 +37,7 @@ from meshwright.planner.devices import choose_devices
 from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import predicted
-from meshwright.schedules.of_plan import stage_schedule
+from meshwright.schedules.plan_schedule import stage_schedule
 from meshwright.simulator.of_plan import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, about

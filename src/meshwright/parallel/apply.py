@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.costs.memory import summed_by_products
 from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Block, Decoder
-from meshwright.models.initial import initial_values
+from meshwright.models.initial_values import initial_values
 from meshwright.parallel.channels import open_channels
 from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import gather_by_copies
@@ -35,7 +35,7 @@ from meshwright.parallel.routing import Routing
 from meshwright.parallel.stages import keep_only, keep_parts, make_units
 from meshwright.parallel.tensor import CopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedSum
-from meshwright.schedules.of_plan import evaluation_schedule, training_schedule
+from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, held_boxes, held_parameters, stage_table

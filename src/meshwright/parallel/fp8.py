@@ -22,7 +22,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.fsdp import ShardedUnit
 from meshwright.parallel.joint import JointUnit
 from meshwright.spec.errors import BadInput
-from meshwright.spec.fp8 import unlike_fp8
+from meshwright.spec.fp8_limits import unlike_fp8
 from meshwright.spec.plan import Plan
 
 CAPABILITY = (8, 9)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from meshwright.costs.machine import is_guessed
 from meshwright.costs.memory import fullest
 from meshwright.costs.of_plan import band, pricing
-from meshwright.planner.clock import played_by_stages, played_by_units
+from meshwright.planner.step_estimate import played_by_stages, played_by_units
 from meshwright.simulator.of_plan import memory_of, timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.model import flops_per_token

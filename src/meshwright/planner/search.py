@@ -27,12 +27,12 @@ from meshwright.planner.candidate import (
     pins_of,
     untrainable,
 )
-from meshwright.planner.clock import STAGES
 from meshwright.planner.finalists import Judge, improved, in_turn, judged, plan_at, simplest, with_kernels
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import repriced, without_guess
 from meshwright.planner.robust import FRAGILE, losses, why_robust
 from meshwright.planner.space import Points, by_kernels, points
+from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.sweep import (
     MOVING,
     PLAIN,

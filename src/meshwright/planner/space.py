@@ -19,7 +19,7 @@ from meshwright.costs.of_plan import as_nodes
 from meshwright.planner.candidate import formats_of, gathers_by_kernels, pins_of, tokens_by_kernels
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
-from meshwright.spec.fp8 import fp8_alone
+from meshwright.spec.fp8_limits import fp8_alone
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_misfit, stage_table
 from meshwright.spec.plan import (
     DATA_AXES,

@@ -24,7 +24,7 @@ from meshwright.planner.sweep import strategies_in
 from meshwright.simulator.of_plan import priced_or_refused
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.fp8 import fits_fp8, unlike_fp8
+from meshwright.spec.fp8_limits import fits_fp8, unlike_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
 from meshwright.spec.plan_name import mesh_name

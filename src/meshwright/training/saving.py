@@ -6,8 +6,8 @@ import time
 
 from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.reporting import Reporter
+from meshwright.training.run_state import run_state, run_tensors
 from meshwright.training.session import Session
-from meshwright.training.state import run_state, run_tensors
 
 
 class CheckpointTimer:

@@ -24,7 +24,7 @@ from meshwright.spec.errors import Damaged
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec
 from meshwright.training.evaluate import HeldOut
-from meshwright.training.state import load_initial, run_tensors
+from meshwright.training.run_state import load_initial, run_tensors
 
 log = logging.getLogger("meshwright")
 

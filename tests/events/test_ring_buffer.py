@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.events.ring import Ring
+from meshwright.events.ring_buffer import Ring
 
 
 @given(st.lists(st.integers()), st.integers(1, 8))

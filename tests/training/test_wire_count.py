@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright.observe import traffic
+from meshwright.observe import interface_counters as traffic
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.training.traffic import WireCount, interface_between_nodes
+from meshwright.training.wire_count import WireCount, interface_between_nodes
 from tests.slow import quick_first
 from tests.training.tiny import make_tiny
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.spec.fields import from_plain
-from meshwright.spec.fp8 import fits_fp8, unlike_fp8
+from meshwright.spec.fp8_limits import fits_fp8, unlike_fp8
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, LayerStrategy, Linear, MeshAxis, Plan, Precision
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.observe import traffic
-from meshwright.observe.traffic import Traffic, sent_bytes
+from meshwright.observe import interface_counters as traffic
+from meshwright.observe.interface_counters import Traffic, sent_bytes
 
 COUNTERS = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed

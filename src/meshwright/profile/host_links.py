@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from meshwright.profile.clock import Clock
+from meshwright.profile.call_timing import Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import HostLink
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.profile.clock import Clock
+from meshwright.profile.call_timing import Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import ProductTime
 

@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshwright.schedules.action import parse_all
-from meshwright.schedules.check import check
 from meshwright.schedules.expand import expand
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.schedules.schedule import Schedule, looped, vee
+from meshwright.schedules.validity import check
 from meshwright.spec.errors import BadInput
 
 

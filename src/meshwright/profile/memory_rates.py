@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.optim.adamw import AdamW
-from meshwright.profile.clock import Clock
+from meshwright.profile.call_timing import Clock
 from meshwright.profile.team import Team
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec

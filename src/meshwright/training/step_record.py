@@ -16,8 +16,8 @@ from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
-from meshwright.training.step import StepFigures
-from meshwright.training.traffic import WireCount
+from meshwright.training.train_step import StepFigures
+from meshwright.training.wire_count import WireCount
 
 
 @dataclass(frozen=True)

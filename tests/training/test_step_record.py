@@ -11,8 +11,8 @@ from meshwright.spec.cluster import CHIPS, ClusterSpec
 from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
-from meshwright.training.figures import FigureReader, _Pending, check_finite
-from meshwright.training.step import StepFigures
+from meshwright.training.step_record import FigureReader, _Pending, check_finite
+from meshwright.training.train_step import StepFigures
 from tests.training.tiny import make_tiny, prepared
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from meshwright.schedules.of_plan import training_schedule, unit_strategies
+from meshwright.schedules.plan_schedule import training_schedule, unit_strategies
 from meshwright.simulator.of_plan import stage_program, timing_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.stage_play import Totals, play_stages

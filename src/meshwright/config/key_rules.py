@@ -17,7 +17,7 @@ from meshwright.config.yaml_positions import Document, KeyPath, say
 from meshwright.spec.chips import CHIPS, chip_from_device_name, formats_on
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
-from meshwright.spec.fp8 import MULTIPLE, WIDTHS, sides
+from meshwright.spec.fp8_limits import MULTIPLE, WIDTHS, sides
 from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfit, stage_table, tensor_misfit
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_numbers, layer_range

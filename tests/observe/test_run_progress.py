@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.observe.progress import Progress
+from meshwright.observe.run_progress import Progress
 
 
 class Time:

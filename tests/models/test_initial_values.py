@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.models.initial import initial_values
+from meshwright.models.initial_values import initial_values
 from meshwright.spec.model import ParameterSpec, parameters
 from tests.models.tiny import LLAMA, built
 

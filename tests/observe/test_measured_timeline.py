@@ -16,12 +16,12 @@ import torch
 from meshwright.config.load import load_run
 from meshwright.events.span import Span, StepSpans
 from meshwright.launch.prepare import plan_for
-from meshwright.observe.timeline import measured_timeline
+from meshwright.observe.measured_timeline import measured_timeline
 from meshwright.observe.timeline_files import Measured, Recording, on_one_clock, summary, table, trace_spans
 from meshwright.parallel.world import World
 from meshwright.schedules.action import COMPUTE
 from meshwright.schedules.expand import expand
-from meshwright.schedules.of_plan import training_schedule
+from meshwright.schedules.plan_schedule import training_schedule
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.schedules.schedule import Schedule
 from meshwright.simulator.simulate import simulate

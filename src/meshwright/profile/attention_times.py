@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from meshwright.kernels.attention import attention, make_mask
-from meshwright.profile.clock import Call, Clock
+from meshwright.profile.call_timing import Call, Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime
 

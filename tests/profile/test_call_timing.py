@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.profile import clock as clock_room
-from meshwright.profile.clock import LARGEST_BATCH, LEAST, MOST, TICK, Clock, _cut
+from meshwright.profile import call_timing as clock_room
+from meshwright.profile.call_timing import LARGEST_BATCH, LEAST, MOST, TICK, Clock, _cut
 from meshwright.profile.team import Team
 
 ALONE = Team(torch.device("cpu"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.observe.account import Typical, account, lines, read_account, typical
 from meshwright.observe.metrics import to_line
+from meshwright.observe.prediction_account import Typical, account, lines, read_account, typical
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Breakdown, Predicted
 

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from meshwright.profile.clock import Call, Clock
+from meshwright.profile.call_timing import Call, Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import CollectiveTime, Operation
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.traffic import Traffic
+from meshwright.observe.interface_counters import Traffic
 from meshwright.schedules.counts import collectives_of
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.training.session import Session
