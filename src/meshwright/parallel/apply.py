@@ -23,7 +23,7 @@ from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import gather_by_copies
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_whole_sequences, spread_experts
-from meshwright.parallel.fp8 import WeightScales, multiply_low
+from meshwright.parallel.fp8_weights import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, ShardedUnit, Streams
 from meshwright.parallel.gradient_exchange import GradientExchange
 from meshwright.parallel.joint import JointUnit

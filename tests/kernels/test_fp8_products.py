@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels import fp8
-from meshwright.kernels.fp8 import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
+from meshwright.kernels import fp8_products as fp8
+from meshwright.kernels.fp8_products import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
 from meshwright.kernels.linear import Linear, WeightQueue, deferring
 from meshwright.spec.plan import Recompute
 from tests.kernels.test_linear import SLOWLY, Layer, gradients, wrap

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.kernels.assembler import VARIABLE
-from meshwright.kernels.fp8 import E4M3, inverse, scale_of
+from meshwright.kernels.fp8_products import E4M3, inverse, scale_of
 from meshwright.kernels.gated import miscompiled
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder

@@ -10,8 +10,8 @@ import torch
 
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
-from meshwright.parallel import fp8
-from meshwright.parallel.fp8 import multiply_low
+from meshwright.parallel import fp8_weights as fp8
+from meshwright.parallel.fp8_weights import multiply_low
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import LayerStrategy, Plan, Precision
 from tests.parallel.test_apply import SPEC, plan
