@@ -23,7 +23,7 @@ import yaml
 
 from meshwright.calibration.published_rows import Case, failed, measured_seconds, read_row
 from meshwright.calibration.row_predictions import memory
-from meshwright.costs.collectives import MOST_OF_LINE
+from meshwright.costs.collective_costs import MOST_OF_LINE
 from meshwright.costs.compute import MOST_OF_PEAK
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
 from meshwright.costs.footprint import Keeping, footprint

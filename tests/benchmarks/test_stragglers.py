@@ -12,7 +12,7 @@ from stragglers import expected_slowest
 from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.costs.constants import constants
 from meshwright.costs.inputs import Layouts
-from meshwright.costs.machine import machine_of
+from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 

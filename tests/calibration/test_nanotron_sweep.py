@@ -12,8 +12,8 @@ from meshwright.calibration.published_rows import read_row
 from meshwright.costs.constants import constants
 from meshwright.costs.footprint import footprint, keeping
 from meshwright.costs.inputs import Layouts
-from meshwright.costs.machine import machine_of
-from meshwright.costs.stages import stage_layers
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.stage_layers import stage_layers
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 

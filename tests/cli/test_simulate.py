@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.costs.of_plan import STACK
+from meshwright.costs.plan_costs import STACK
 from meshwright.launch.folder import continues
 from tests.cli.command import meshwright
 

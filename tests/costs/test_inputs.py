@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.constants import constants
 from meshwright.costs.inputs import Layouts
-from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import _layout, _shape
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.plan_costs import _layout, _shape
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain

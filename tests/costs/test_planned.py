@@ -15,7 +15,7 @@ from meshwright.costs.inputs import Layouts, side_by_side
 from meshwright.costs.memory import formats
 from meshwright.schedules.in_flight import NAMES, in_flight
 from meshwright.schedules.registry import refusal
-from meshwright.simulator.of_plan import memory_of
+from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import STAGES_PER_RANK, V_SCHEDULES

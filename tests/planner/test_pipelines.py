@@ -11,7 +11,7 @@ from meshwright.planner.candidate import untrainable
 from meshwright.planner.search import search
 from meshwright.planner.step_estimate import played_by_stages, played_by_units
 from meshwright.schedules.plan_schedule import training_schedule
-from meshwright.simulator.of_plan import simulate_plan
+from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.collectives import Group, group
+from meshwright.costs.collective_costs import Group, group
 from meshwright.costs.constants import constants
-from meshwright.costs.machine import machine_of
+from meshwright.costs.machine_rates import machine_of
 from meshwright.planner.placement import INNER, OUTER, ground_of, orders
 from meshwright.planner.search import search
 from meshwright.spec.cluster import ClusterSpec

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.finalists import simplest
 from meshwright.planner.robust import FRAGILE, SLOWER, losses, slowed, why_robust

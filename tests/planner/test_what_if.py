@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if

@@ -8,8 +8,8 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
-from meshwright.costs.of_plan import plan_time, pricing
-from meshwright.simulator.of_plan import inside_compute, memory_of, simulate_plan, timing_of
+from meshwright.costs.plan_costs import plan_time, pricing
+from meshwright.simulator.step_simulation import inside_compute, memory_of, simulate_plan, timing_of
 from meshwright.simulator.units import UnitCosts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.costs.account import KINDS, LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.inputs import Array
-from meshwright.costs.of_plan import context_size, experts_over, shard_size, state_bytes
+from meshwright.costs.plan_costs import context_size, experts_over, shard_size, state_bytes
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_stay, held_parameters, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters

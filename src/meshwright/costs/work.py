@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.costs.memory import added_up, bytes_of, sent_width
-from meshwright.costs.of_plan import context_size, experts_over, shard_size
+from meshwright.costs.plan_costs import context_size, experts_over, shard_size
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_stay, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters

@@ -38,7 +38,7 @@ from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import predicted
 from meshwright.schedules.plan_schedule import stage_schedule
-from meshwright.simulator.of_plan import host_bytes
+from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, about
 from meshwright.spec.fields import to_plain

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import as_nodes, number
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.plan_costs import as_nodes, number
 from meshwright.planner.candidate import HEADROOM, Candidate, moves_activations, peak_bytes, pins_of, usable_by_rank
 from meshwright.planner.finalists import ALIKE
 from meshwright.planner.reprice import repriced
-from meshwright.simulator.of_plan import memory_of
+from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout

@@ -10,13 +10,13 @@ from dataclasses import replace
 from itertools import groupby
 from math import inf
 
-from meshwright.costs.of_plan import shard_size
+from meshwright.costs.plan_costs import shard_size
 from meshwright.planner.candidate import Candidate, compiles, fits, over_by_rank, peak_bytes, pins_of, precision_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.sweep import Strategy
-from meshwright.simulator.of_plan import timing_of
+from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan

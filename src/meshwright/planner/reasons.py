@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from meshwright.costs.machine import is_guessed
-from meshwright.costs.of_plan import shard_size
+from meshwright.costs.machine_rates import is_guessed
+from meshwright.costs.plan_costs import shard_size
 from meshwright.planner.candidate import (
     HEADROOM,
     HOST_HEADROOM,
@@ -24,7 +24,7 @@ from meshwright.planner.candidate import (
 )
 from meshwright.planner.explain import SIMPLER, alike, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
-from meshwright.simulator.of_plan import host_bytes
+from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec

@@ -16,7 +16,7 @@ from math import inf
 
 import numpy as np
 
-from meshwright.costs.of_plan import Pricing
+from meshwright.costs.plan_costs import Pricing
 from meshwright.planner.candidate import (
     Answer,
     Candidate,
@@ -44,7 +44,7 @@ from meshwright.planner.sweep import (
     strategies_in,
     sweep,
 )  # fmt: skip
-from meshwright.simulator.of_plan import priced_or_refused
+from meshwright.simulator.step_simulation import priced_or_refused
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec

@@ -14,8 +14,8 @@ from typing import get_args
 
 import numpy as np
 
-from meshwright.costs.machine import fast_domain
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.machine_rates import fast_domain
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import formats_of, gathers_by_kernels, pins_of, tokens_by_kernels
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal

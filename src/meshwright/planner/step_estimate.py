@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.schedules.plan_schedule import training_schedule, unit_strategies
-from meshwright.simulator.of_plan import stage_program, timing_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.stage_play import Totals, play_stages
+from meshwright.simulator.step_simulation import stage_program, timing_of
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Timing
 from meshwright.spec.plan import Plan

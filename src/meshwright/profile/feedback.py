@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshwright.config.profile_file import to_json
 from meshwright.files.durable import write_durable
-from meshwright.simulator.of_plan import simulate_plan
+from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Correction, MachineProfile

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.costs.work import Work
 from meshwright.profile import attention_times as attention
 from meshwright.profile import product_times as products

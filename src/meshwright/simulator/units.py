@@ -15,12 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
+from meshwright.costs.collective_costs import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width, summed_by_products
-from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
-from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate, late_copies
+from meshwright.costs.offload_costs import copied_bytes, host_optimizer, host_rate, late_copies
+from meshwright.costs.plan_costs import Pricing, experts_over, number, shard_size, state_bytes
 from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.layout import gradients_stay, stage_table
 from meshwright.spec.model import ModelSpec, layer_parameters, parameters

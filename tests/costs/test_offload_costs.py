@@ -13,9 +13,9 @@ from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
 from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import FULL, Layouts
-from meshwright.costs.machine import machine_of
+from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.memory import kept_per_token
-from meshwright.costs.offload import HOST_SHARE, copied_bytes, host_share, rate_both_ways
+from meshwright.costs.offload_costs import HOST_SHARE, copied_bytes, host_share, rate_both_ways
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain

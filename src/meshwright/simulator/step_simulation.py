@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import TypeVar
 
 from meshwright.costs.memory import activation_bytes, memory_by_rank, optimizer_on_host
-from meshwright.costs.of_plan import Pricing, as_nodes, number, pricing, shard_size
+from meshwright.costs.plan_costs import Pricing, as_nodes, number, pricing, shard_size
 from meshwright.schedules.activation_residency import Counts, fullest_moments
 from meshwright.schedules.plan_schedule import kept_order, schedule_key, stages_of, training_schedule, unit_strategies
 from meshwright.schedules.schedule import Placement, channels, rank_of

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.collectives import group
+from meshwright.costs.collective_costs import group
 from meshwright.costs.constants import OWN, table
-from meshwright.costs.of_plan import (
+from meshwright.costs.plan_costs import (
     LOOPBACK_GB_PER_S,
     LOOPBACK_PORT_GB_PER_S,
     as_nodes,

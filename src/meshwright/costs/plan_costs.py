@@ -2,7 +2,7 @@
 
 Constants and band are this program's own (costs/own.yaml), fitted on its runs on H200; on other generations they are a guess
 (docs/cost-model.md). A plan's `layers` may differ; `plan_time` takes the mean of their steps, and
-a pipeline's fill is 1F1B's times a factor of the schedule. `simulator.of_plan` plays the schedule itself, unit by unit.
+a pipeline's fill is 1F1B's times a factor of the schedule. `simulator.step_simulation` plays the schedule itself, unit by unit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ import numpy as np
 from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table, unmeasured
 from meshwright.costs.idle import NAMES, fill
 from meshwright.costs.inputs import ROWWISE, Array, Layouts, Machine, Shape, usual_imbalance
-from meshwright.costs.machine import FORMATS, GUESSED_SPREAD, as_measured, chip_of, machine_of, measured_port, spread
+from meshwright.costs.machine_rates import (
+    FORMATS,
+    GUESSED_SPREAD,
+    as_measured,
+    chip_of,
+    machine_of,
+    measured_port,
+    spread,
+)
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec

@@ -11,10 +11,10 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.memory import activation_bytes
-from meshwright.costs.of_plan import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, number, plan_time, pricing
+from meshwright.costs.plan_costs import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, number, plan_time, pricing
 from meshwright.schedules.plan_schedule import stages_of, training_schedule
 from meshwright.schedules.validity import check
-from meshwright.simulator.of_plan import memory_of, simulate_plan, timing_of
+from meshwright.simulator.step_simulation import memory_of, simulate_plan, timing_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.costs.constants import constants
-from meshwright.costs.machine import machine_of, with_latencies
+from meshwright.costs.machine_rates import machine_of, with_latencies
 from meshwright.costs.sources import sources
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
