@@ -6,9 +6,11 @@ explicit plans (`finalists`), and why (`reasons`).
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -71,10 +73,25 @@ KEEPING = 1.06
 """The same of a plan that moves activations, up to which the one that keeps them is estimated too."""
 Ways = Callable[[int], Iterator[Strategy]]
 """Strategies of a point, by its row."""
+COLLECTED = 1_000_000
+"""Objects made between two scans of Python's garbage collector during a search."""
 NAMED = 3
 """Plans that are written out where none fits."""
 
 
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Make Python's garbage collector scan rarely: schedules are hundreds of thousands of tuples, and scanning them took a fifth of a
+    search."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(COLLECTED, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@_rare_collections()
 def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
     """The best plan for `run` around its pins, over what this release can train, or without `trainable` over all it can plan.
 
