@@ -45,6 +45,11 @@ def played_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -> P
     return {name: max(0.0, seconds + by_units[name] - by_stages[name]) for name, seconds in whole.items()}
 
 
+def most_played(ranks: int) -> int:
+    """Micro-batches that are played unit by unit at most, in all, on so many pipeline ranks."""
+    return (STAGES[0] if ranks >= DEEP else sum(UNITS)) * ranks
+
+
 def played_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
     """Whole stages, with what their units' collectives show. Raises as `played_by_units`."""
     timing = timing or timing_of(run.model, run.train, plan, run.cluster)
