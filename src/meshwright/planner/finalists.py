@@ -33,8 +33,6 @@ NEAR = 1.05
 HOPE = 0.95
 """Of an estimate by whole stages, what a kind of plans that was not played yet may take: of 175 drawn plans nine in ten took 0.99 to
 1.01, of 120 on networks that show all of their traffic 0.96 to 1.04."""
-WITHIN = 0.97
-"""Of what its wider kind took, what a kind of plans that was not tried yet may take."""
 ROOMY = 0.93
 """Of the memory that may be filled, for pipelines with virtual stages, which leave an eighth to fragments (4 H200s: 107 of 95 GiB).
 Others filled all of it at full speed."""
@@ -106,12 +104,14 @@ def in_turn(
     seconds: Callable[[int], float],
     hope: float,
     least: float = inf,
+    within: float = 1.0,
 ) -> Iterator[int]:
     """Places of `guesses`, what promises most first, each once its `seconds` are known: infinite where there is no such plan. When there
     are `least`, the others end with the first that does not promise to be as fast as the fastest, as far as can be told.
 
     A guess is wrong about all of a kind alike, so it is corrected by what the last one tried of its kind took. `kinds` are the kind of each
-    and a wider one; a kind of which none was tried may take `hope` times its guess, or `WITHIN` what the wider one took.
+    and a wider one; a kind of which none was tried may take `hope` times its guess, or `within` times what the wider one
+    took if that is not more.
     """
     strays: dict[object, float] = {}
     wider: dict[object, float] = {}
@@ -120,7 +120,7 @@ def in_turn(
 
     def promised(place: int) -> float:
         kind, wide = kinds[place]
-        return guesses[place] * strays.get(kind, WITHIN * wider[wide] if wide in wider else hope)
+        return guesses[place] * strays.get(kind, within * wider[wide] if wide in wider else hope)
 
     while left:
         place = min(left, key=promised)
@@ -247,14 +247,14 @@ def simplest(
     def crowded(plan: Plan) -> bool:
         return peak_bytes(plan) > roomy and any(len(row) > 1 for row in plan.schedule.stages)
 
-    return min(alike, key=lambda one: (fragile(one.plan), crowded(one.plan), _parts(one.plan), one.seconds))
+    return min(alike, key=lambda one: (fragile(one.plan), crowded(one.plan), complexity(one.plan), one.seconds))
 
 
 def _seconds(candidate: Candidate) -> float:
     return candidate.seconds
 
 
-def _parts(plan: Plan) -> int:
+def complexity(plan: Plan) -> int:
     """Things that a person has to understand: axes in use, kinds of layers, and what is done beside plain training."""
     axes = sum(axis.size > 1 for axis in plan.mesh)
     special = sum(
