@@ -22,7 +22,7 @@ from meshwright.planner.candidate import (
     tokens_because,
     untrainable,
 )
-from meshwright.planner.explain import SIMPLER, alike, seconds_text, shortfall
+from meshwright.planner.explain import alike, reason_for, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
@@ -111,8 +111,8 @@ def _beside(
     apart: dict[str, list[str]] = {}
     for theirs, other in shown:
         if why := alike(best, other):
-            apart.setdefault(why, []).append(_with(name, theirs))
-    texts += [f"{' and '.join(ways)} {why}: {SIMPLER}" for why, ways in apart.items()]
+            apart.setdefault(f"{why}: {reason_for(best.plan, other.plan)}", []).append(_with(name, theirs))
+    texts += [f"{' and '.join(ways)} {why}" for why, ways in apart.items()]
     return f"{_chosen(name, mine)}: the best plan {'; '.join(texts)}"
 
 

@@ -117,12 +117,13 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     made = {id(one): UnitCosts(model, plan, one, tied_apart=held[0] != held[-1]) for one in prices}
     ranks = [made[id(one)] for one in prices]  # one object for all ranks on nodes alike
 
-    kinds = {unit: ranks[0].alike(unit) for row in stages for unit in row}
+    kinds = [tuple(map(ranks[0].alike, stage)) for stage in stages]
 
     def table(price: Callable[[UnitCosts, Unit], T]) -> list[list[T]]:
         """Of every unit; units alike on ranks alike are priced once."""
-        known = cache(lambda costs, unit: price(costs, unit))
-        return [[known(ranks[rank], kinds[unit]) for unit in row] for rank, row in zip(held, stages, strict=True)]
+        known = cache(price)
+        row = cache(lambda costs, units: [known(costs, unit) for unit in units])
+        return [list(row(ranks[rank], units)) for rank, units in zip(held, kinds, strict=True)]
 
     compute = table(UnitCosts.compute)
     # A rank's host time of one micro-batch is booked where its first stage begins.
