@@ -12,10 +12,10 @@ from math import inf
 
 from meshwright.costs.plan_costs import shard_size
 from meshwright.planner.candidate import Candidate, compiles, fits, over_by_rank, peak_bytes, pins_of, precision_of
-from meshwright.planner.clock import most_played
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
+from meshwright.planner.step_estimate import most_played
 from meshwright.planner.sweep import Strategy
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
