@@ -29,14 +29,14 @@ from unittest import mock
 import yaml
 from sides import KERNELS
 
+from meshwright.config.load import load_run
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
 from meshwright.costs.memory import fullest
-from meshwright.costs.of_plan import STACK, band, plan_time
-from meshwright.simulator.of_plan import memory_of, simulate_plan
+from meshwright.costs.plan_costs import STACK, band, plan_time
+from meshwright.simulator.step_simulation import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.fields import from_plain
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 

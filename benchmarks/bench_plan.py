@@ -29,14 +29,14 @@ from fit_costs import (
     widths,
     with_memory,
 )
+from stragglers import expected_slowest
 
+from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.calibration.published_rows import Case, failed, fully_specified, measured_seconds
+from meshwright.calibration.row_predictions import Prediction, half_width, predict_rows, price
 from meshwright.costs.constants import constants, table
-from meshwright.costs.families import by_name, shape
 from meshwright.costs.inputs import Layouts, Machine
-from meshwright.costs.predict import Prediction, half_width, predict_rows, price
-from meshwright.costs.published import Case, failed, fully_specified, measured_seconds
 from meshwright.costs.step import step_cost
-from meshwright.costs.stragglers import expected_slowest
 from meshwright.spec.chips import CHIPS
 
 RESULTS = Path(__file__).parent / "results" / "plan-accuracy.json"

@@ -14,8 +14,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from meshwright.config.load import load_run
 from meshwright.planner.search import search
-from meshwright.spec.load import load_run
 
 LARGE = "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=2048"
 PINNED = (

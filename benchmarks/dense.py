@@ -41,16 +41,16 @@ from pathlib import Path
 from dense_rows import Row, Visit, read_rows, visits
 from dense_runs import LEAST_SECONDS, made, tell
 from dense_table import OURS, PEER, Line, show
+from kernel_times import Breakdown
+from roofline import roofline
 from sides import KERNELS, MESHWRIGHT, SAID, TORCHTITAN, run_logged
 
+from meshwright.config.load import load_plan, load_resolved
+from meshwright.config.profile_file import load_profile
 from meshwright.costs.work import step_work
 from meshwright.observe.environment import environment
-from meshwright.observe.kernels import Breakdown
-from meshwright.observe.roofline import roofline
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.load import load_plan, load_resolved
-from meshwright.spec.profile import load_profile
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import yaml
 from dense_table import OURS, PEER
 from sides import HERE
 
+from meshwright.config.load import load_run
 from meshwright.launch.machine import found_cluster
-from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
 
 TRACED = 2

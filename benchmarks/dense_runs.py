@@ -11,9 +11,9 @@ from pathlib import Path
 
 from dense_rows import TRACED, WARMED, Row, Visit
 from dense_table import ENOUGH, PEER, Line
+from kernel_times import breakdown, read_trace
 from sides import MESHWRIGHT, SAID, TitanStep, our_figures, run_ours, run_torchtitan
 
-from meshwright.observe.kernels import breakdown, read_trace
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.fields import to_plain

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.observe.roofline import Roofline, told
+from roofline import Roofline, told
+
 from meshwright.spec.fields import from_plain
 
 PEER, OURS = "torchtitan", "meshwright"

@@ -21,13 +21,13 @@ from zlib import crc32
 import numpy as np
 import yaml
 
-from meshwright.costs.collectives import MOST_OF_LINE
+from meshwright.calibration.published_rows import Case, failed, measured_seconds, read_row
+from meshwright.calibration.row_predictions import memory
+from meshwright.costs.collective_costs import MOST_OF_LINE
 from meshwright.costs.compute import MOST_OF_PEAK
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
 from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import Layouts, Machine, Shape, side_by_side
-from meshwright.costs.predict import memory
-from meshwright.costs.published import Case, failed, measured_seconds, read_row
 from meshwright.costs.step import step_cost
 
 RUNS = tuple(sorted((Path(__file__).parent / "data").glob("*-runs.csv")))

@@ -22,8 +22,8 @@ import yaml
 from accuracy import Row, kernels_of, own_rows
 
 from meshwright.costs.constants import OWN_FILE
-from meshwright.costs.of_plan import never_measured
-from meshwright.simulator.of_plan import simulate_plan
+from meshwright.costs.plan_costs import never_measured
+from meshwright.simulator.step_simulation import simulate_plan
 
 CHIP = "hopper"
 GUESSES: dict[str, tuple[str, float, float]] = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.fp8 import E4M3, E5M2, inverse, low, low_both, product, scale_of
+from meshwright.kernels.fp8_products import E4M3, E5M2, inverse, low, low_both, product, scale_of
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
 from meshwright.observe.environment import environment

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from meshwright.config.load import load_run
 from meshwright.launch.prepare import plan_yaml
 from meshwright.planner.search import search
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
 
 FOLDER = Path(__file__).resolve().parent / "plans"

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.config.load import load_run
 from meshwright.planner.search import search
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_name import plan_name
 

@@ -19,10 +19,10 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
+from meshwright.config.load import load_run
 from meshwright.planner.candidate import counts, untrainable
 from meshwright.planner.search import search
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.load import load_run
 
 ASKED = {
     "model": (

@@ -46,9 +46,9 @@ def load_run(
 
     `runs` is the folder in which `model.init: checkpoint:NAME` looks for runs. Raises BadConfig with every mistake.
     """
+    from meshwright.config.load import load_run
     from meshwright.launch.machine import found_cluster
     from meshwright.models.families import folder_spec
-    from meshwright.spec.load import load_run
 
     path = None if file is None else Path(file)
     return load_run(path, list(overrides), runs=Path(runs), detect=found_cluster, model_reader=folder_spec)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
+from kernel_times import breakdown
+from kernel_trace import kernels_of
+from roofline import roofline
 
 from meshwright.costs.work import step_work
-from meshwright.observe.kernel_trace import kernels_of
-from meshwright.observe.kernels import breakdown
-from meshwright.observe.roofline import roofline
 from meshwright.spec.fields import to_plain
-from tests.observe.test_kernels import two_steps
-from tests.observe.test_roofline import MODEL as SMALL
-from tests.observe.test_roofline import PLAN, TRAIN, profile_for
+from tests.benchmarks.test_kernel_times import two_steps
+from tests.benchmarks.test_roofline import MODEL as SMALL
+from tests.benchmarks.test_roofline import PLAN, TRAIN, profile_for
 
 ROOT = Path(__file__).parents[2]
 MODEL = "model={preset: llama-nano, layers: 1, hidden: 32, heads: 1, kv_heads: 1, head_dim: 32, ffn_hidden: 64, vocab_size: 4096}"

@@ -17,11 +17,11 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import verify
 from meshwright.cli.checkpoint import app
+from meshwright.config.load import load_run, resolved_yaml
 from meshwright.data.tokenizer import END_OF_TEXT, train_tokenizer
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.load import load_run, resolved_yaml
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.run import ModelSection, RunSpec
 from tests.checkpoint.made import save, tensors

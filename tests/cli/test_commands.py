@@ -19,9 +19,9 @@ from meshwright import __version__
 from meshwright.cli import generate, main
 from meshwright.cli.main import COMMANDS as COMMAND_MODULES
 from meshwright.cli.main import app_for
+from meshwright.config.load import load_run
 from meshwright.data.source import open_data
 from meshwright.launch.prepare import prepare_run
-from meshwright.spec.load import load_run
 from meshwright.training.generate import _Text
 from tests.cli.command import meshwright
 from tests.cli.conftest import ONE

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.options import load
+from meshwright.config.load import load_run
 from meshwright.durable.writes import digest
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import Attempt, Note, Readiness, prepare_run
 from meshwright.models.families import to_hf_config
 from meshwright.spec.errors import BadInput
-from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
 from tests.cli.command import meshwright, train_here
 from tests.cli.conftest import ONE

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.check import find_mistakes
+from meshwright.config.load import read_run
+from meshwright.config.schema import all_keys, annotation_at, section_of, takes
 from meshwright.spec.fields import LARGEST_COUNT
-from meshwright.spec.load import read_run
 from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import all_keys, annotation_at, section_of, takes
 from tests.cli.command import meshwright
 
 BROKEN = """\

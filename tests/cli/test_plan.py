@@ -14,11 +14,11 @@ import pytest
 from meshwright.cli.plan_answer import Wishes, answer_of
 from meshwright.cli.plan_text import two_digits
 from meshwright.cli.plan_words import facts, layers_line, machines_line
+from meshwright.config.load import load_run
 from meshwright.launch import machine, prepare
 from meshwright.launch.prepare import prepare_run
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan
 from tests.cli.command import meshwright
 from tests.training.tiny import cpu_profile

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.load import resolved_yaml
+from meshwright.config.profile_file import load_profile, to_json
+from meshwright.config.yaml_positions import dump_yaml
 from meshwright.profile.feedback import predicted_seconds
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import resolved_yaml
-from meshwright.spec.profile import load_profile, to_json
-from meshwright.spec.yaml_positions import dump_yaml
 from tests.cli.command import meshwright
 from tests.profile.made import made_profile
 from tests.profile.test_feedback import PLAN, RUN

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.costs.of_plan import STACK
+from meshwright.config.load import load_run
+from meshwright.costs.plan_costs import STACK
 from meshwright.launch.folder import continues
-from meshwright.spec.load import load_run
 from tests.cli.command import meshwright
 
 NODE = ["model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=8", "train.seq_len=4096", "train.global_batch=32"]

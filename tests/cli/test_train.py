@@ -13,14 +13,14 @@ from statistics import median
 import pytest
 
 from meshwright.cli.train import announce
+from meshwright.config.load import load_plan, load_run
 from meshwright.launch import machine
 from meshwright.launch.folder import held
 from meshwright.launch.prepare import Prepared, on_used_devices, plan_yaml, prepare_run
-from meshwright.observe.account import read_account
 from meshwright.observe.closing import closing_lines, command_to_continue
 from meshwright.observe.metrics import read_metrics
+from meshwright.observe.prediction_account import read_account
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import load_plan, load_run
 from meshwright.spec.plan import Predicted
 from meshwright.spec.run import Assignment
 from tests.cli.command import meshwright, train_here

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
-from meshwright.costs.collectives import MOST_OF_LINE, group, port_rate
+from meshwright.calibration.row_predictions import predict_rows
+from meshwright.costs.collective_costs import MOST_OF_LINE, group, port_rate
 from meshwright.costs.compute import MOST_OF_PEAK, product_rate
 from meshwright.costs.constants import FILE, OWN, OWN_FILE, constants, is_measured, table, unmeasured, with_own
-from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import STACK
-from meshwright.costs.predict import predict_rows
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.plan_costs import STACK
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 

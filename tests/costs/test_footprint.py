@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.costs.families import by_name, shape
+from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.costs.footprint import Keeping, footprint
 from meshwright.costs.inputs import Layouts
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.constants import constants
 from meshwright.costs.inputs import Layouts
-from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import _layout, _shape
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.plan_costs import _layout, _shape
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -20,7 +21,6 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import AxisName, BatchPlan, MeshAxis, Plan
-from meshwright.spec.presets import MODEL_PRESETS
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 SHAPE, K = _shape(LLAMA, 8192), constants("hopper", "default")

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.profile_file import to_json
 from meshwright.costs.constants import NAMES, constants
-from meshwright.costs.machine import as_measured, chip_of, is_guessed, machine_of, unpredicted
+from meshwright.costs.machine_rates import as_measured, chip_of, is_guessed, machine_of, unpredicted
 from meshwright.costs.measured import correction, fits, with_profile
-from meshwright.costs.of_plan import as_nodes
-from meshwright.costs.offload import HOST_SHARE
+from meshwright.costs.offload_costs import HOST_SHARE
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.costs.sources import sources
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.profile import Correction, MachineProfile, ProductTime, to_json
+from meshwright.spec.profile import Correction, MachineProfile, ProductTime
 from tests.profile.made import NODES, TRUE, made_profile, number
 
 FITTED = constants("hopper", "torchtitan")

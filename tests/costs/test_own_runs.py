@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.costs.constants import OWN, table
-from meshwright.costs.of_plan import doubt
+from meshwright.costs.plan_costs import doubt
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEP, CLOSED = 0.05, 0.1

@@ -9,12 +9,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.footprint import planned
 from meshwright.costs.inputs import Layouts, side_by_side
 from meshwright.costs.memory import formats
 from meshwright.schedules.in_flight import NAMES, in_flight
 from meshwright.schedules.registry import refusal
-from meshwright.simulator.of_plan import memory_of
+from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import STAGES_PER_RANK, V_SCHEDULES
@@ -29,7 +30,6 @@ from meshwright.spec.plan import (
     ReduceEngine,
     SchedulePlan,
 )
-from meshwright.spec.presets import MODEL_PRESETS
 
 AXES = ("pipeline", "replicate", "shard", "context_ring", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "breadth_first")

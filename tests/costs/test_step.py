@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costs.collectives import all_to_all, by_copies, gather, group
+from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.costs.collective_costs import all_to_all, by_copies, gather, group
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, Constants, aged, constants
-from meshwright.costs.families import by_name, shape
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, side_by_side
-from meshwright.costs.machine import machine_of
-from meshwright.costs.stages import dealt_layers
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.stage_layers import dealt_layers
 from meshwright.costs.step import context_traffic, step_cost, waits
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import balanced_stages

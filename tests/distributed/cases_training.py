@@ -27,8 +27,8 @@ from meshwright.training.evaluate import Evaluation, evaluate
 from meshwright.training.join import agreed_assignment
 from meshwright.training.loop import train
 from meshwright.training.reporting import Reporter
+from meshwright.training.run_state import load_initial
 from meshwright.training.session import Session, open_session
-from meshwright.training.state import load_initial
 from meshwright.training.stop import StopRequest
 from tests.distributed.test_equality import whole as assembled
 

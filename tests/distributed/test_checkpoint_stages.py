@@ -13,14 +13,14 @@ from meshwright.checkpoint.convert import export_checkpoint
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.verify import verify
 from meshwright.cli.checkpoint import app
+from meshwright.config.load import resolved_yaml
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import held_weights
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.load import resolved_yaml
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.run import ModelSection, RunSpec
-from meshwright.training.state import load_initial
+from meshwright.training.run_state import load_initial
 from tests.distributed import cases_checkpoint_stages as cases
 from tests.distributed.pool import Pool
 

@@ -16,7 +16,7 @@ import torch
 
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
-from meshwright.models.initial import initial_values
+from meshwright.models.initial_values import initial_values
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
@@ -104,7 +104,7 @@ def sharded(
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.training.step import count_valid
+    from meshwright.training.train_step import count_valid
 
     if plan.compile:
         torch._dynamo.reset()  # what other cases compiled counts against a limit

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.checkpoint.convert import export_checkpoint
 from meshwright.checkpoint.hf import import_hf
-from meshwright.models.initial import initial_values
+from meshwright.models.initial_values import initial_values
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec.errors import BadConfig
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
@@ -220,7 +220,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     from meshwright.optim.adamw import AdamW
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.training.step import train_step
+    from meshwright.training.train_step import train_step
     from tests.distributed.test_equality import TRAIN
 
     plan = case.plan

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.fp8 import low as rounded_whole
+from meshwright.kernels.fp8_products import low as rounded_whole
 from meshwright.models.decoder import Decoder
-from meshwright.models.initial import initialise
+from meshwright.models.initial_values import initialise
 from meshwright.spec.plan import LayerStrategy, Plan, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, GPT, LLAMA, batch, compare, plan, sharded
 from tests.distributed.test_schedules import DEEP, Case
-from tests.kernels.test_fp8 import Emulated
+from tests.kernels.test_fp8_products import Emulated
 from tests.slow import quick_first
 
 MICRO = 2

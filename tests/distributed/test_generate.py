@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.models.decoder import Decoder
-from meshwright.models.initial import initial_values
+from meshwright.models.initial_values import initial_values
 from meshwright.parallel.world import World
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan

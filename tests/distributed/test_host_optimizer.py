@@ -79,7 +79,7 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
     from meshwright.optim.shards import local
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.training.step import train_step
+    from meshwright.training.train_step import train_step
     from tests.distributed.test_equality import BATCH, CLIP, RATE, TRAIN, batch
 
     mesh = build_mesh(chosen, world)

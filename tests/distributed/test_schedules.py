@@ -216,7 +216,7 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
     from meshwright.optim.adamw import AdamW
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.training.step import train_step
+    from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
     engine = build_engine(DEEP, plan, mesh, loss_chunk=5, seed=0, plain=True)

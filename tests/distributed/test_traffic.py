@@ -12,8 +12,8 @@ import torch.distributed as dist
 from meshwright.costs.traffic import cross_node_bytes
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import NullRecorder
-from meshwright.observe import traffic
-from meshwright.observe.traffic import Traffic
+from meshwright.observe import interface_counters as traffic
+from meshwright.observe.interface_counters import Traffic
 from meshwright.parallel.apply import build_engine
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.world import World

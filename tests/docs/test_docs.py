@@ -26,18 +26,18 @@ from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, codes, inline_
 from tests.house.test_laws import FLOORS, TORCH_FREE
 
 from meshwright.cli.main import app_for
+from meshwright.config.load import load_plan, load_run
+from meshwright.config.presets import MODEL_PRESETS, run_preset
+from meshwright.config.reference import reference_markdown
+from meshwright.config.schema import all_keys
 from meshwright.data.stdlib import VOCABULARY, stdlib_folder
 from meshwright.events.start import PHASES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
 from meshwright.spec import errors
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
-from meshwright.spec.load import load_plan, load_run
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
-from meshwright.spec.presets import MODEL_PRESETS, run_preset
-from meshwright.spec.reference import reference_markdown
 from meshwright.spec.run import RunSpec
-from meshwright.spec.schema import all_keys
 
 TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1 train.validate_batches=1 checkpoint.every=3"
 ONCE = "meshwright quickstart"

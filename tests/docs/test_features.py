@@ -8,9 +8,9 @@ import pytest
 from tests.docs.features import FEATURES, PAGE, Feature, compared, rewritten
 from tests.docs.pages import codes, table, text_of
 
+from meshwright.config.load import load_run
 from meshwright.launch.prepare import training_plan
 from meshwright.spec.errors import BadInput
-from meshwright.spec.load import load_run
 
 BASE = [
     "model=llama-nano", "model.layers=8", "model.vocab_size=512", "train.steps=100", "train.global_batch=8", "cluster.gpu=cpu",

@@ -17,9 +17,10 @@ import torch
 from tests.gpu.runs import LLAMA, RUNS_LIMIT, figures, needs, trained
 from torch import Tensor, nn
 
-from meshwright.kernels import fp8, gated
+from meshwright.kernels import fp8_products as fp8
+from meshwright.kernels import gated
 from meshwright.kernels.assembler import VARIABLE
-from meshwright.kernels.fp8 import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
+from meshwright.kernels.fp8_products import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
 

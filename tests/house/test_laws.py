@@ -12,15 +12,27 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 FLOORS = {
     "spec": 0, "durable": 0,
-    "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
-    "simulator": 2, "parallel": 2, "optim": 2,
+    "config": 1, "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
+    "simulator": 2, "parallel": 2, "optim": 2, "calibration": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3,
     "training": 4, "serve": 4,
     "launch": 5,
     "cli": 6,
 }  # fmt: skip
-SAME_FLOOR = {("models", "kernels"), ("durable", "spec"), ("data", "policies")}
-TORCH_FREE = ("spec", "durable", "costs", "schedules", "events", "policies", "simulator", "planner", "launch")
+SAME_FLOOR = {("models", "kernels"), ("durable", "spec"), ("data", "policies"), ("costs", "config")}
+TORCH_FREE = (
+    "spec",
+    "config",
+    "durable",
+    "costs",
+    "schedules",
+    "events",
+    "policies",
+    "simulator",
+    "planner",
+    "calibration",
+    "launch",
+)
 LARGEST_FILE, LONGEST_FUNCTION = 500, 100
 FLUSHES = {"fsync", "fdatasync", "sync", "rename", "renames", "replace"}
 """Functions of `os` that only the room `durable` calls."""
@@ -57,6 +69,16 @@ def test_imports_run_down_only() -> None:
             if FLOORS[other] >= FLOORS[room]:
                 wrong.append(f"{path.relative_to(SOURCE)}:{line} ({room}, floor {FLOORS[room]}) imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_predict_imports_calibration() -> None:
+    users = {
+        str(path.relative_to(SOURCE))
+        for path in files()
+        if path.parent.name != "calibration"
+        and any(module.startswith("meshwright.calibration") for _, module in imports(path))
+    }
+    assert users == {"cli/predict.py"}
 
 
 def test_every_room_has_a_floor() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.kernels import assembler, gated
-from meshwright.kernels.fp8 import Low
+from meshwright.kernels.fp8_products import Low
 
 
 @pytest.mark.parametrize(

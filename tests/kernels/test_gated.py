@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import gated
-from meshwright.kernels.fp8 import E4M3, Low, low
+from meshwright.kernels.fp8_products import E4M3, Low, low
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear, WeightQueue, deferring
 from meshwright.kernels.swiglu import swiglu
 from meshwright.spec.plan import Recompute
-from tests.kernels.test_fp8 import numbers, relative
+from tests.kernels.test_fp8_products import numbers, relative
 from tests.kernels.test_linear import SLOWLY, gradients, wrap
 
 WIDTH, HIDDEN, TOKENS = 32, 48, 32

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.fp8 import E4M3
+from meshwright.kernels.fp8_products import E4M3
 from meshwright.kernels.gated import _swiglu, _swiglu_gradient
 from meshwright.kernels.pack import pack
 from meshwright.kernels.sums import add, scaled
 from meshwright.kernels.swiglu import swiglu
 from meshwright.optim import fused
 from tests.gpu.test_loss import slopes_agree
-from tests.kernels.test_fp8 import numbers
+from tests.kernels.test_fp8_products import numbers
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")

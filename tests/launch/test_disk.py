@@ -10,10 +10,10 @@ import pytest
 from tests.checkpoint.made import save
 
 from meshwright.checkpoint.files import with_reserve
+from meshwright.config.load import load_run
 from meshwright.launch.disk import check_disk, checkpoint_bytes, checkpoints_line
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.job import CheckpointSpec
-from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
 
 STEPS = 100

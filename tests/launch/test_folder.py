@@ -16,10 +16,10 @@ from typing import TextIO
 import pytest
 from tests.training.tiny import make_tiny, tiny_run
 
+from meshwright.config.load import resolved_yaml
 from meshwright.durable.lease import owner_is_alive, read_lease
 from meshwright.launch.folder import continues, held, renamed, take_over
 from meshwright.spec.errors import BadInput
-from meshwright.spec.load import resolved_yaml
 from meshwright.spec.run import RunSpec
 
 

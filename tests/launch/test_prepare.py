@@ -12,6 +12,7 @@ from tests.checkpoint.crash import CALLS, FILES, count, die_at
 from tests.checkpoint.made import save
 from tests.training.tiny import make_tiny, prepared
 
+from meshwright.config.load import load_resolved, load_run
 from meshwright.data.stdlib import VOCABULARY
 from meshwright.durable.lease import read_lease
 from meshwright.launch import prepare
@@ -19,7 +20,6 @@ from meshwright.launch.prepare import Prepared
 from meshwright.planner.candidate import peak_bytes
 from meshwright.planner.reprice import predicted
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.load import load_resolved, load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.spec.run import RunSpec
 

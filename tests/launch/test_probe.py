@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.events.messages import Failure
 from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure_text, leading, taken, too_slow
-from meshwright.observe.account import WARM_UP, Typical
+from meshwright.observe.prediction_account import WARM_UP, Typical
 from meshwright.planner.candidate import Answer, Candidate
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_NO_RESOURCES, BadInput, OutOfResources

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.models.decoder import Decoder
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count, parameters
-from meshwright.spec.presets import MODEL_PRESETS
 from tests.models.tiny import ALL, GPT2, LLAMA, PARALLEL, SLIDING, built, some_tokens
 
 PUBLIC_COUNTS = {

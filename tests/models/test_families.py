@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.family_dimensions import FAMILY_VALUES, MIXTURES
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.models.families import (
     FAMILIES,
     export_obstacle,
@@ -20,10 +22,8 @@ from meshwright.models.families import (
     to_hf_config,
 )
 from meshwright.spec.errors import BadInput, Damaged
-from meshwright.spec.families import FAMILY_VALUES, MIXTURES
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.presets import MODEL_PRESETS
 from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, QWEN3_MOE, SCALED, SLIDING
 
 
@@ -185,7 +185,7 @@ def test_a_refused_field_names_the_families_that_hold_the_whole_model(spec, able
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_a_model_of_a_family_is_one_that_the_family_s_folder_can_hold(family):
-    """With what `spec.families` says, which knows nothing of Hugging Face."""
+    """With what `config.family_dimensions` says, which knows nothing of Hugging Face."""
     name, sizes = family.model_type, {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16}
     mixture = name in MIXTURES
     assert mixture == ("experts" not in family.fixed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from meshwright.models.decoder import Decoder
-from meshwright.models.initial import initialise
+from meshwright.models.initial_values import initialise
 from meshwright.spec.model import ModelSpec, RopeScaling
 
 LLAMA = ModelSpec(

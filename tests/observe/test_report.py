@@ -7,8 +7,9 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from meshwright.observe.account import account, typical
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
+from meshwright.observe.prediction_account import account, typical
 from meshwright.observe.report import _figures, render, write_report
 from meshwright.observe.report_charts import Sheet
 from meshwright.observe.report_parts import plan_section
@@ -17,7 +18,6 @@ from meshwright.observe.svg import Axis
 from meshwright.spec.fields import to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import BatchPlan, Breakdown, LayerStrategy, MeshAxis, Plan, Precision, Predicted
-from meshwright.spec.presets import MODEL_PRESETS
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \" ' & {{}} https://evil.example/x.js"
 VOID = {"meta", "input", "br", "img", "link"}

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.planner.candidate import pins_of
 from meshwright.planner.finalists import ALIKE, in_turn
 from meshwright.planner.search import search
 from meshwright.spec.errors import OutOfResources
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
 
 CHOICES: dict[str, Callable[[Plan], object]] = {

@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.planner.devices import GAIN, Choice, choose_devices, nodes_in_words, settings
 from meshwright.planner.search import search, seconds_bound
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.load import load_run
 from meshwright.spec.run import RunSpec
 
 MODEL = "model=llama3-1b cluster.gpu=H100 train.seq_len=4096"

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.planner.candidate import HEADROOM, Answer, Candidate, peak_bytes
 from meshwright.planner.explain import border, limits, lost, parts_of, shortfall
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
-from meshwright.simulator.of_plan import memory_of
-from meshwright.spec.load import load_run
+from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.plan import BatchPlan, Breakdown, ExpertPlan, LayerStrategy, MeshAxis, Plan, Predicted
 from meshwright.spec.run import RunSpec
 

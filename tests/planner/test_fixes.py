@@ -5,12 +5,12 @@ from itertools import count
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.planner import search as searching
 from meshwright.planner.candidate import peak_bytes
 from meshwright.planner.fixes import TRIES, WANTED, fixes, search_or_fixes
 from meshwright.planner.search import search
 from meshwright.spec.errors import OutOfResources
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.planner.candidate import budget_of, fits, untrainable
 from meshwright.planner.search import search
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
 
 NODE = "model=llama3-8b train.seq_len=8192 train.global_batch=16 cluster.gpu=H200 cluster.gpus_per_node=8 plan.micro_batch=2"

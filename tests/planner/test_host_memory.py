@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from meshwright.costs.offload import waiting_bytes
+from meshwright.config.load import load_run
+from meshwright.costs.offload_costs import waiting_bytes
 from meshwright.costs.step import owned_params
 from meshwright.planner.candidate import AWAY, HOST_HEADROOM, Candidate, counts, fits, host_budget, host_gib, over_host
 from meshwright.planner.explain import lost
@@ -16,9 +17,8 @@ from meshwright.planner.finalists import plan_at, simplest
 from meshwright.planner.search import search
 from meshwright.planner.space import points
 from meshwright.planner.sweep import PLAIN, Strategy, layouts
-from meshwright.simulator.of_plan import host_bytes, priced_or_refused
+from meshwright.simulator.step_simulation import host_bytes, priced_or_refused
 from meshwright.spec.errors import OutOfResources
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import MeshAxis, Offload, PlanPins
 from meshwright.spec.run import RunSpec
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from meshwright.config.load import load_plan, load_run
 from meshwright.planner.candidate import budget_of, fits
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
-from meshwright.spec.load import load_plan, load_run
 from meshwright.spec.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "plans"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.planner.candidate import Answer, Candidate
 from meshwright.planner.objectives import (
     Point,
@@ -13,7 +14,6 @@ from meshwright.planner.objectives import (
     shortest_training,
 )
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Predicted
 from meshwright.spec.run import RunSpec
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.planner.candidate import untrainable
-from meshwright.planner.clock import played_by_stages, played_by_units
 from meshwright.planner.search import search
-from meshwright.schedules.of_plan import training_schedule
-from meshwright.simulator.of_plan import simulate_plan
+from meshwright.planner.step_estimate import played_by_stages, played_by_units
+from meshwright.schedules.plan_schedule import training_schedule
+from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import PlanPins
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 NODE = ClusterSpec(gpu="H200", gpus_per_node=8)

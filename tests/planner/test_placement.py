@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costs.collectives import Group, group
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.costs.collective_costs import Group, group
 from meshwright.costs.constants import constants
-from meshwright.costs.machine import machine_of
+from meshwright.costs.machine_rates import machine_of
 from meshwright.planner.placement import INNER, OUTER, ground_of, orders
 from meshwright.planner.search import search
 from meshwright.spec.cluster import ClusterSpec
@@ -20,7 +21,6 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.network import NetworkSpec, NodeGroup
 from meshwright.spec.nodes import kinds_by_rank
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 PODS = NetworkSpec(fabric="roce", port_gb_per_s=50, pod_nodes=2, oversubscription=4)

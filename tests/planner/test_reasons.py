@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.explain import limits, lost
 from meshwright.planner.reasons import on_layers, reasons
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
 from meshwright.spec.errors import BadInput
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Offload, Plan, Predicted
 from meshwright.spec.run import RunSpec
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.costs.of_plan import as_nodes
+from meshwright.config.load import load_run
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.finalists import simplest
 from meshwright.planner.robust import FRAGILE, SLOWER, losses, slowed, why_robust
 from meshwright.planner.search import search
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec, NodeGroup
 from meshwright.spec.plan import Plan, Predicted
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from tests.slow import quick_first
 
+from meshwright.config.load import load_run
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.planner.candidate import HEADROOM, budget_of, fits, moves_activations, peak_bytes, untrainable
 from meshwright.planner.finalists import ALIKE, plan_at, simplest
 from meshwright.planner.reprice import repriced
@@ -15,10 +17,8 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import LayerStrategy, MeshAxis, Plan, PlanPins, ScheduleName, SchedulePlan
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 H100 = ClusterSpec(gpu="H100", gpus_per_node=8)

@@ -7,15 +7,15 @@ from math import prod
 
 import pytest
 
+from meshwright.config.load import load_run
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.planner.space import AXES, SCHEDULES, points
 from meshwright.schedules.registry import refusal
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import PlanPins
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.costs.of_plan import Pricing
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.costs.plan_costs import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
 from meshwright.planner.sweep import PLAIN, bytes_of_rank, layouts, ranked_seconds, recomputes, sweep
-from meshwright.simulator.of_plan import priced_or_refused
+from meshwright.simulator.step_simulation import priced_or_refused
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import ModelSection, RunSpec
 
 

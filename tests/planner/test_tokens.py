@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.planner.search import search
-from meshwright.spec.load import load_run
 from meshwright.spec.plan import Plan
 
 PAIR = "model=llama3-8b train.seq_len=8192 train.global_batch=4 plan.recompute=none plan.micro_batch=2 plan.tensor=2"

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.costs.of_plan import as_nodes
+from meshwright.config.load import load_run
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
 from meshwright.spec.layout import placed
-from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.run import RunSpec
 

@@ -8,7 +8,11 @@ from unittest import mock
 
 from meshwright.costs.work import Work
 from meshwright.parallel.world import World
-from meshwright.profile import attention, collectives, interference, memory, products
+from meshwright.profile import attention_times as attention
+from meshwright.profile import collective_times as collectives
+from meshwright.profile import interference
+from meshwright.profile import memory_rates as memory
+from meshwright.profile import product_times as products
 from meshwright.profile.measure import measure
 from meshwright.profile.team import Team
 from meshwright.spec.cluster import ClusterSpec

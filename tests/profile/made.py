@@ -7,11 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collectives import all_reduce, gather, group
+from meshwright.costs.collective_costs import all_reduce, gather, group
 from meshwright.costs.compute import product_rate
 from meshwright.costs.constants import Constants, constants
 from meshwright.costs.inputs import Machine
-from meshwright.costs.machine import machine_of
+from meshwright.costs.machine_rates import machine_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec

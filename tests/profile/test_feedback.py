@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.profile.feedback import corrected, predicted_seconds
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.profile import Correction
 from meshwright.spec.run import ModelSection, RunSpec
 from tests.profile.made import made_profile

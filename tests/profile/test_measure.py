@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from roofline import needed
 
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.profile_file import load_profile, to_json
 from meshwright.costs.constants import constants
 from meshwright.costs.measured import chip_of_profile, fits
 from meshwright.costs.work import step_work
-from meshwright.observe.roofline import needed
-from meshwright.profile.collectives import kinds
+from meshwright.profile.collective_times import kinds
 from meshwright.profile.measure import cases_of
 from meshwright.profile.team import Team
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
-from meshwright.spec.presets import MODEL_PRESETS
-from meshwright.spec.profile import MachineProfile, load_profile, to_json
+from meshwright.spec.profile import MachineProfile
 from tests.profile.cases import measured, tiny
 
 

@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 
 from meshwright.schedules.action import COMPUTE, parse_all
-from meshwright.schedules.check import check
+from meshwright.schedules.activation_residency import peak_in_flight
 from meshwright.schedules.expand import expand
 from meshwright.schedules.looping import forward_only
-from meshwright.schedules.memory import peak_in_flight
 from meshwright.schedules.registry import SCHEDULES, build
+from meshwright.schedules.validity import check
 from tests.schedules.sizes import sizes
 
 GATHERS, REDUCTIONS = ("never", "step", "stretch"), ("never", "once", "stretch")

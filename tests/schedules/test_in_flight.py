@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from meshwright.schedules.activation_residency import peak_in_flight
 from meshwright.schedules.in_flight import NAMES, in_flight
-from meshwright.schedules.memory import peak_in_flight
 from meshwright.schedules.registry import SCHEDULES, build, refusal
 
 SIZES = [

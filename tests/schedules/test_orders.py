@@ -2,8 +2,8 @@
 
 import pytest
 
+from meshwright.schedules.activation_residency import peak_in_flight
 from meshwright.schedules.looping import breadth_first, groups_of, interleaved
-from meshwright.schedules.memory import peak_in_flight
 from meshwright.schedules.one_stage import gpipe, one_f_one_b, zb_h1
 from meshwright.schedules.registry import build
 from meshwright.schedules.schedule import looped, vee

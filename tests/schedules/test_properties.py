@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.schedules.action import COMPUTE, Action
-from meshwright.schedules.check import check
+from meshwright.schedules.activation_residency import peak_in_flight
 from meshwright.schedules.expand import expand
 from meshwright.schedules.looping import forward_only
-from meshwright.schedules.memory import peak_in_flight
 from meshwright.schedules.registry import SCHEDULES, build, refusal
 from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.validity import check
 from tests.schedules.sizes import sizes
 
 SENDS_AHEAD = {"interleaved": lambda ranks, batches: 2, "zbv": lambda ranks, batches: 1}

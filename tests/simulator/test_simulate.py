@@ -17,7 +17,7 @@ from meshwright.simulator.durations import stretched
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import Link, Timing, even
 from meshwright.spec.errors import BadInput
-from tests.schedules.test_check import GOOD, written
+from tests.schedules.test_validity import GOOD, written
 
 
 def spans_of(timeline, kind, rank=0):

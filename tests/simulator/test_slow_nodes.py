@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.simulator.of_plan import inside_compute, simulate_plan, timing_of
 from meshwright.simulator.slow_nodes import kind_speeds, rank_prices, rank_speeds
+from meshwright.simulator.step_simulation import inside_compute, simulate_plan, timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout, balanced_stages
 from meshwright.spec.network import NetworkSpec, NodeGroup
 from meshwright.spec.plan import Plan, SchedulePlan
-from tests.simulator.test_of_plan import NARROW, job, plan
+from tests.simulator.test_step_simulation import NARROW, job, plan
 
 H100 = ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8, network=NetworkSpec(fabric="infiniband", port_gb_per_s=50))
 A100 = replace(H100, gpu="A100", network=NetworkSpec(fabric="infiniband", port_gb_per_s=25, link_gb_per_s=300))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.config.load import load_run
 from meshwright.spec.errors import BadConfig
 from meshwright.spec.layout import Division, Part, check_tensor, held_boxes, held_shape, tensor_misfit
-from meshwright.spec.load import load_run
 from meshwright.spec.model import ModelSpec, parameters
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.spec.cluster import CHIPS, ClusterSpec, chip_from_device_name, cluster_names
+from meshwright.config.load import load_run
+from meshwright.config.presets import cluster_names
+from meshwright.spec.cluster import CHIPS, ClusterSpec, chip_from_device_name
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.load import load_run
 from meshwright.spec.network import NodeGroup
 
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from meshwright.config.load import load_run
+from meshwright.config.presets import MODEL_PRESETS
 from meshwright.spec.fields import Bound, describe_type, field_docs, from_plain, hints_of, to_plain
-from meshwright.spec.load import load_run
 from meshwright.spec.model import ModelSpec, RopeScaling
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, PlanPins, Precision, Predicted
-from meshwright.spec.presets import MODEL_PRESETS
 from meshwright.spec.run import Assignment, Lease, RunSpec
 
 PLAN = Plan(

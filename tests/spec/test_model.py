@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import (
     ModelSpec,
@@ -14,7 +15,6 @@ from meshwright.spec.model import (
     parameter_count,
     parameters,
 )
-from meshwright.spec.presets import MODEL_PRESETS, run_preset
 
 
 def preset(name: str) -> ModelSpec:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.load import load_run
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.load import load_run
 from meshwright.spec.network import NetworkSpec, network_environment
 
 

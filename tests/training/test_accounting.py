@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.observe.account import KEPT, Account, Typical
+from meshwright.observe.prediction_account import KEPT, Account, Typical
 from meshwright.parallel.world import World
 from meshwright.spec.plan import Breakdown, Predicted
 from meshwright.training import accounting

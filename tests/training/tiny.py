@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import patch
 
+from meshwright.config.load import load_run
+from meshwright.config.profile_file import to_json
 from meshwright.data.prepare import prepare
 from meshwright.launch import prepare as launching
 from meshwright.launch.prepare import Prepared
-from meshwright.spec.load import load_run
-from meshwright.spec.profile import MachineProfile, ProductTime, to_json
+from meshwright.spec.profile import MachineProfile, ProductTime
 from meshwright.spec.run import RunSpec
 
 RUN_FILE = """\

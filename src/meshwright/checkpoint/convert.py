@@ -19,12 +19,12 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.verify import newest_checkpoint
+from meshwright.config.load import resolved_yaml
 from meshwright.data.tokenizer import KNOWN_ENDS
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.load import resolved_yaml
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.run import ModelSection, RunSpec
 

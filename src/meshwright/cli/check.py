@@ -21,7 +21,7 @@ def check(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False)
 
         meshwright check run.yaml --json
     """
-    from meshwright.spec.load import mistakes_as_json
+    from meshwright.config.load import mistakes_as_json
 
     mistakes, code = find_mistakes(words, runs)
     if as_json:
@@ -42,8 +42,8 @@ def find_mistakes(
     fresh: bool = False,
 ) -> tuple[list[Mistake], int]:
     """Everything wrong with the run that the words describe, and its exit code; the other parameters as `Refusals` takes them."""
+    from meshwright.config.reading import in_reading_order
     from meshwright.launch.refusals import Refusals
-    from meshwright.spec.reading import in_reading_order
 
     reading = read(words, runs)
     refusals = Refusals(reading, runs, note, known, fresh=fresh)

@@ -159,7 +159,7 @@ def _open_target(
     refused = [name for name, value in given.items() if value is not None]
     if refused:
         raise BadInput(f"{refused[0]}: is for data directories; {config} says it for this run")
-    from meshwright.spec.load import load_run
+    from meshwright.config.load import load_run
 
     run = load_run(config)
     return open_data(run.data, seq_len=run.train.seq_len, seed=run.seed), run.train.global_batch

@@ -13,7 +13,7 @@ from meshwright.events.terminal import write_line
 from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
-    from meshwright.spec.reading import Reading
+    from meshwright.config.reading import Reading
     from meshwright.spec.run import RunSpec
 
 
@@ -57,9 +57,9 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
 def read(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> Reading:
     """What the words of a command line say, with its mistakes; `runs` is where `model.init: checkpoint:NAME` looks, `otherwise` the run
     file where the words name none."""
+    from meshwright.config.load import read_run
     from meshwright.launch.machine import found_cluster
     from meshwright.models.families import folder_spec
-    from meshwright.spec.load import read_run
 
     path, overrides = split_words(words)
     check_runs(runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.costs.of_plan import products
+from meshwright.costs.plan_costs import products
 from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
 from meshwright.launch.prepare import (

@@ -21,14 +21,14 @@ from meshwright.cli.plan_words import (
     seconds_text,
     short_line,
 )
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.observe import figures
 from meshwright.observe.report_parts import plan_section
 from meshwright.observe.svg import Axis, Chart, Series, draw
 from meshwright.observe.timeline_svg import draw_timeline
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
-from meshwright.simulator.of_plan import simulate_plan
+from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan_name import plan_name
 

@@ -22,7 +22,7 @@ from meshwright.cli.plan_words import (
     seconds_text,
     short_line,
 )
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.launch.probe import Probe
 from meshwright.observe import figures
 from meshwright.planner.candidate import untrainable

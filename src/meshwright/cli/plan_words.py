@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from meshwright.costs.machine import is_guessed, unpredicted
-from meshwright.costs.of_plan import STACK, as_nodes
+from meshwright.costs.machine_rates import is_guessed, unpredicted
+from meshwright.costs.plan_costs import STACK, as_nodes
 from meshwright.planner.candidate import pins_of, without_bf16
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
-from meshwright.simulator.of_plan import memory_of
+from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table

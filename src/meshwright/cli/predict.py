@@ -14,7 +14,7 @@ from meshwright.cli.options import Json
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
-    from meshwright.costs.predict import Prediction
+    from meshwright.calibration.row_predictions import Prediction
 
 REQUIRED = ("gpu", "gpus", "tp", "pp")
 
@@ -31,7 +31,7 @@ def predict(
 
         meshwright predict runs.csv --json
     """
-    from meshwright.costs.predict import predict_rows
+    from meshwright.calibration.row_predictions import predict_rows
 
     rows = _read(runs)
     answers = [_answer(at, row, found) for at, (row, found) in enumerate(zip(rows, predict_rows(rows), strict=True))]
@@ -61,7 +61,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _answer(at: int, row: dict[str, str], found: Prediction) -> dict[str, Any]:
-    from meshwright.costs.published import measured_seconds, number_or_none
+    from meshwright.calibration.published_rows import measured_seconds, number_or_none
 
     return {
         "row": at,

@@ -104,7 +104,7 @@ def profile(
         raise BadInput(f"{words[0]}: with --shapes-of the run says what is measured; leave it out")
     cluster = _cluster(words) if shapes_of is None else _cluster_of(shapes_of)
     found = _measured(cluster, seconds, shapes_of)
-    from meshwright.spec.profile import to_json
+    from meshwright.config.profile_file import to_json
 
     write_durable(out, to_json(found))
     for line in table(found):
@@ -114,7 +114,7 @@ def profile(
 
 def _cluster_of(folder: Path) -> ClusterSpec:
     """The cluster of the run in `folder`."""
-    from meshwright.spec.load import load_plan, load_resolved
+    from meshwright.config.load import load_plan, load_resolved
 
     load_plan(folder / "plan.yaml")  # a bad one is said before ranks start
     return load_resolved(folder / "config.yaml").cluster
@@ -122,8 +122,8 @@ def _cluster_of(folder: Path) -> ClusterSpec:
 
 def _cluster(words: list[str] | None) -> ClusterSpec:
     """The cluster that the words describe, which must be here."""
+    from meshwright.config.load import load_cluster
     from meshwright.launch.machine import found_cluster
-    from meshwright.spec.load import load_cluster
 
     path, overrides = split_words(words)
     other = next((word for word in overrides if not word.startswith(("cluster.", "cluster="))), None)
@@ -151,9 +151,9 @@ def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | Non
 
 def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
     """Start a rank for every device of this host. When they fail the command ends with their code; logs with a traceback stay."""
+    from meshwright.config.profile_file import load_profile
     from meshwright.launch.local import rank_threads, run_ranks
     from meshwright.spec.fields import to_plain
-    from meshwright.spec.profile import load_profile
 
     if cluster.nodes > 1:
         raise BadInput(
@@ -189,9 +189,9 @@ def _absolute(folder: Path | None) -> str | None:
 
 def _correct(folder: Path, out: Path | None) -> None:
     """Write what the run in `folder` says of its prediction into its machine's profile."""
+    from meshwright.config.load import load_plan, load_resolved
+    from meshwright.config.profile_file import load_profile, to_json
     from meshwright.profile.feedback import corrected
-    from meshwright.spec.load import load_plan, load_resolved
-    from meshwright.spec.profile import load_profile, to_json
 
     run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
     kept = Path(run.cluster.profile) if run.cluster.profile else None
@@ -214,7 +214,7 @@ def _correct(folder: Path, out: Path | None) -> None:
 
 def _measured_step(folder: Path) -> float:
     """Median seconds of the run's steps behind the warm-up."""
-    from meshwright.observe.account import FEWEST, WARM_UP, typical
+    from meshwright.observe.prediction_account import FEWEST, WARM_UP, typical
     from meshwright.observe.runfolder import read_run
 
     run = read_run(folder)

@@ -84,7 +84,7 @@ def _beside(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 def _fits(profile: MachineProfile) -> Sequence[tuple[str, str]]:
     from meshwright.costs.constants import constants
     from meshwright.costs.measured import fits, reference_chip
-    from meshwright.costs.of_plan import STACK
+    from meshwright.costs.plan_costs import STACK
 
     k = constants(reference_chip(profile).generation, STACK)
     found = fits(k, profile, "fp32" if profile.gpu == "cpu" else "bf16")

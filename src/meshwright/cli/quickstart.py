@@ -35,8 +35,8 @@ def quickstart(
 
         meshwright quickstart train.steps=50 cluster.gpus_per_node=1
     """
+    from meshwright.config.value_sources import QUICKSTART
     from meshwright.launch.folder import renamed
-    from meshwright.spec.sources import QUICKSTART
 
     started = time.perf_counter()
     run = load(words, runs, otherwise=QUICKSTART)

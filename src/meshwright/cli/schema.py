@@ -20,10 +20,10 @@ def schema(
         `# yaml-language-server: $schema=./meshwright.schema.json`
     """
     if reference:
-        from meshwright.spec.reference import reference_markdown
+        from meshwright.config.reference import reference_markdown
 
         print(reference_markdown(), end="")
         return
-    from meshwright.spec.schema import json_schema
+    from meshwright.config.schema import json_schema
 
     print(json.dumps(json_schema(), indent=1))

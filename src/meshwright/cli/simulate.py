@@ -57,7 +57,7 @@ def simulate(
     """
     from meshwright.cli.plan_words import remarks
     from meshwright.launch.prepare import plan_for, with_vocabulary
-    from meshwright.simulator.of_plan import simulate_plan
+    from meshwright.simulator.step_simulation import simulate_plan
     from meshwright.simulator.trace import write_trace
 
     check_place("--trace", trace)
@@ -77,8 +77,8 @@ def simulate(
 
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
-    from meshwright.costs.of_plan import STACK, band, doubt
-    from meshwright.simulator.of_plan import memory_of
+    from meshwright.costs.plan_costs import STACK, band, doubt
+    from meshwright.simulator.step_simulation import memory_of
     from meshwright.spec.fields import to_plain
 
     seconds = timeline.step_seconds
@@ -114,7 +114,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 
 def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]:
     """Where a rank's step goes, with what is inside its compute (communication of tensor and context, the host's launches) apart."""
-    from meshwright.simulator.of_plan import inside_compute
+    from meshwright.simulator.step_simulation import inside_compute
 
     inside = inside_compute(run.model, run.train, plan, run.cluster)
     parts = timeline.breakdown

@@ -43,8 +43,8 @@ def ask_ranks(
 
     Under a launcher every rank but the first ends here. Raises BadInput when the plan does not fit the model or this host.
     """
+    from meshwright.config.load import load_plan
     from meshwright.spec.layout import placed
-    from meshwright.spec.load import load_plan
     from meshwright.spec.place import Place, started_by_launcher
     from meshwright.training.spread import SpreadJob, join_and_answer
 
@@ -69,8 +69,8 @@ def model_in(folder: Path) -> tuple[ModelSpec, str]:
     """The model's dimensions, and where its weights are: `hf:DIR` or `checkpoint:DIR`."""
     from meshwright.checkpoint.hf import import_hf
     from meshwright.checkpoint.verify import newest_checkpoint
+    from meshwright.config.load import load_resolved
     from meshwright.spec.fields import from_plain, to_plain
-    from meshwright.spec.load import load_resolved
     from meshwright.spec.model import ModelSpec
 
     if (folder / "config.json").exists():

@@ -177,11 +177,15 @@ GENERATION = ("gemm", "gemm_low", "gemm_block", "gemm_fp4", "attention", "hbm", 
 NAMES = tuple(field.name for field in fields(Constants))
 
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's where it is there: ten times as fast."""
+
+
 @cache
 def table() -> dict[str, Any]:
     """constants.yaml with own.yaml laid in: `generations`, `stacks`, `measured`, `bands`, `memory` and `fitted_on`."""
-    rows = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return with_own(rows, yaml.safe_load(OWN_FILE.read_text(encoding="utf-8")))
+    published, own = (yaml.load(file.read_bytes(), _LOADER) for file in (FILE, OWN_FILE))
+    return with_own(published, own)
 
 
 def with_own(rows: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

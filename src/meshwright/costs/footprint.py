@@ -17,7 +17,7 @@ from meshwright.costs.account import LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.constants import table
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, Array, Layouts, Shape
 from meshwright.costs.memory import exchanged_per_token, kept_per_token, travelled_per_token, worked_per_token
-from meshwright.costs.stages import stage_layers
+from meshwright.costs.stage_layers import stage_layers
 from meshwright.spec.layout import balanced_stages
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import RECOMPUTES

@@ -168,7 +168,7 @@ class Layouts:
     offload_activations: Array = 0.0
     """Share of layers of which what backward needs waits in host memory: two of them stay; 0 for a layer that is none of them."""
     slowest: Array = 1.0
-    """Compute time of the slowest rank over the mean (`stragglers.expected_slowest`): all others wait for it."""
+    """Compute time of the slowest rank over the mean (`benchmarks/stragglers.py`): all others wait for it."""
     ulysses: Array = 1.0
     """Context ranks that exchange heads; over the others, `ring`, keys and values are passed round."""
     layered: Array = 0.0

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from meshwright.costs.compute import in_waves
 from meshwright.costs.constants import Constants
 from meshwright.costs.inputs import Machine
-from meshwright.costs.offload import host_share
+from meshwright.costs.offload_costs import host_share
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
 
@@ -247,7 +247,7 @@ def _sums(rows: Sequence[CollectiveTime], rate: float, late: float, start: float
     """`net_sum`: bandwidth of all-reduces over that of gathers (`rate`, bytes/s of a port), latencies being known."""
     ring = np.array([2 * (start + (row.ranks - row.nodes) * link + (row.nodes - 1) * late) for row in rows])
     tree = np.array([2 * (log2(row.ranks / row.nodes) * link + log2(row.nodes) * late) + start for row in rows])
-    inner = np.minimum(ring, tree)  # as costs.collectives has it
+    inner = np.minimum(ring, tree)  # as costs.collective_costs has it
     taken = np.array([row.seconds for row in rows])
     wire = np.array([2 * (row.ranks - 1) / row.ranks * row.bytes / (row.ranks / row.nodes) / rate for row in rows])
     large = wire > taken / 2  # of small ones the latency decides

@@ -17,10 +17,10 @@ import numpy as np
 
 from meshwright.costs.account import KINDS, LAYERS_STAYING, Formats, Held, account
 from meshwright.costs.inputs import Array
-from meshwright.costs.of_plan import context_size, experts_over, shard_size, state_bytes
+from meshwright.costs.plan_costs import context_size, experts_over, shard_size, state_bytes
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import gradients_stay, held_parameters, shard_rows, stage_table
-from meshwright.spec.model import ModelSpec, ParameterSpec, layer_parameters, parameters
+from meshwright.spec.layout import gradients_stay, shard_rows, stage_table
+from meshwright.spec.model import ModelSpec, ParameterSpec, block_parameters, end_parameters, parameters
 from meshwright.spec.plan import (
     REPEATING,
     Engine,
@@ -115,7 +115,7 @@ def memory_by_rank(
 ) -> tuple[dict[str, int], ...]:
     """Bytes by kind of every pipeline rank.
 
-    `alive` says by pipeline rank how many bytes of `activation_bytes` the schedule holds at once (`schedules.memory.peak_in_flight`).
+    `alive` says by pipeline rank how many bytes of `activation_bytes` the schedule holds at once (`peak_in_flight`).
     Left out, a rank holds all micro-batches of all its stages, or one when it runs them one after another.
 
     A layer with `offload: activations` (or `both`) leaves nothing on the device between its forward and its backward but two layers of one
@@ -287,26 +287,53 @@ class _Part:
 
 @lru_cache(maxsize=4096)  # the planner asks for the same parts under every batch and strategy
 def _part(model: ModelSpec, width: int, shards: int, expert: int, table: StageTable, rank: int) -> _Part:
-    names = set(held_parameters(model, table, rank))
-    rows = [row for row in parameters(model) if row.name in names]
     layers = tuple(layer for stage in table[rank] for layer in stage)
-    blocks = tuple(block_count(model, layer, width, expert) for layer in layers)
-    ends = {row.name.partition(".")[0]: row.count for row in rows if not row.name.startswith("layers.")}
+    kinds = {routed: _block(model, routed, width, shards, expert) for routed in {model.routed(one) for one in layers}}
+    held = [kinds[model.routed(layer)] for layer in layers]
+    blocks = tuple(block.count for block in held)
     has_head = model.layers - 1 in layers
+    held_ends = [
+        parameter
+        for parameter in end_parameters(model)
+        if (0 in layers and parameter.at_front)
+        or (has_head and (not parameter.at_front or (model.tied and parameter.name == "embed.weight")))
+    ]
     together = model.tied and 0 in layers  # one unit for both ends
     names_of_head = ("embed", "positions", "norm", "head") if together else ("norm", "head", *["embed"][: model.tied])
-    head = _sum_of(rows, names_of_head) // width if has_head else 0
-    # Experts are cut evenly: over `expert` ranks, and each over the other ranks of the shard and context axes.
-    whole = sum(row.count / shards if row.expert else _shard(row.shape, shards) for row in rows)
+    head = _sum_of(held_ends, names_of_head) // width if has_head else 0
+    whole = sum(block.shard for block in held) + sum(_shard(parameter.shape, shards) for parameter in held_ends)
     return _Part(
         layers=layers,
         blocks=blocks,
-        shards=tuple(block_count(model, layer, width, 1) / shards for layer in layers),
-        ends=_sum_of(rows, tuple(ends)) // width,
+        shards=tuple(block.owned for block in held),
+        ends=sum(parameter.count for parameter in held_ends) // width,
         head=head,
         last=head if has_head and not together else max(blocks),
         sharded=whole / width,
         sends=_sends(table, rank),
+    )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Parameters of one block."""
+
+    count: int
+    """On this rank, its experts among them, before sharding."""
+    owned: float
+    """Those that the rank keeps for itself, were they cut evenly."""
+    shard: float
+    """Those of all tensor ranks that the first shard keeps: rows are never cut."""
+
+
+@lru_cache(maxsize=4096)
+def _block(model: ModelSpec, routed: bool, width: int, shards: int, expert: int) -> _Block:
+    block = block_parameters(model, routed=routed)
+    # Experts are cut evenly: over `expert` ranks, and each over the other ranks of the shard and context axes.
+    return _Block(
+        count=sum(part.count // (expert if part.expert else 1) for part in block) // width,
+        owned=sum(part.count for part in block) // width / shards,
+        shard=sum(part.count / shards if part.expert else _shard(part.shape, shards) for part in block),
     )
 
 
@@ -324,11 +351,6 @@ def _sum_of(rows: Sequence[ParameterSpec], parts: Sequence[str]) -> int:
 def _shard(shape: tuple[int, ...], shards: int) -> int:
     """Elements of the first rank's rows."""
     return len(shard_rows(shape[0], shards, 0)) * (math.prod(shape) // shape[0])
-
-
-def block_count(model: ModelSpec, layer: int, width: int, expert: int) -> int:
-    """Parameters of block `layer` on one rank before sharding: split over `width` tensor ranks, its experts over `expert` more."""
-    return sum(row.count // (expert if row.expert else 1) for row in layer_parameters(model, layer)) // width
 
 
 def _bytes_by_kind(

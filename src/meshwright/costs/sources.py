@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import OWN, constants, is_measured, table
-from meshwright.costs.machine import as_measured, chip_of, is_guessed, machine_of
+from meshwright.costs.machine_rates import as_measured, chip_of, is_guessed, machine_of
 from meshwright.costs.measured import fits
-from meshwright.costs.of_plan import STACK, as_nodes, doubt
+from meshwright.costs.plan_costs import STACK, as_nodes, doubt
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import Plan
-from meshwright.spec.profile import load_profile
 
 GROUPS = (
     "matrix products", "attention", "device memory", "optimizer", "links inside a node", "network", "overlap", "host link", "software",
@@ -26,7 +26,7 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None
     """For each group of numbers that `cluster` needs: measured (how well the formula fits, file, date), fitted on how many runs of
     which stack, datasheet, or guess; and what the band round the step time of `plan` rests on.
 
-    Raises BadInput when the profile cannot be read or the cluster is no machine (`costs.machine.machine_of`).
+    Raises BadInput when the profile cannot be read or the cluster is no machine (`costs.machine_rates.machine_of`).
     """
     nodes = as_nodes(cluster)
     absent = {"network"} if nodes.nodes == 1 else {"links inside a node"} if nodes.gpus_per_node == 1 else set()

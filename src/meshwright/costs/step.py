@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.costs.collectives import (
+from meshwright.costs.collective_costs import (
     Group,
     all_reduce,
     all_to_all,
@@ -26,8 +26,8 @@ from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, Array, Layouts, Machine, Shape
-from meshwright.costs.offload import exposed_copies, host_optimizer
-from meshwright.costs.stages import dealt_layers, stage_layers
+from meshwright.costs.offload_costs import exposed_copies, host_optimizer
+from meshwright.costs.stage_layers import dealt_layers, stage_layers
 
 WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8

@@ -15,7 +15,7 @@ from itertools import pairwise, permutations
 from math import prod
 
 from meshwright.costs.memory import bytes_of, gathered_width, sent_width
-from meshwright.costs.of_plan import context_size, shard_size
+from meshwright.costs.plan_costs import context_size, shard_size
 from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import REPEATING, SHARD_AXES, Plan

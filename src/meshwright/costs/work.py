@@ -3,7 +3,7 @@
 It is the least that any implementation with these layers and formats must do: nothing recomputed, no copy that a better buffer would
 save, and every element-wise chain in one kernel that reads each tensor it needs once and writes each that it makes once. Experts get equal
 numbers of rows, and a ring's ranks equal shares of a causal attention. Over measured rates it gives the time that the device needs
-(`observe.roofline`).
+(`benchmarks/roofline.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.costs.memory import added_up, bytes_of, sent_width
-from meshwright.costs.of_plan import context_size, experts_over, shard_size
+from meshwright.costs.plan_costs import context_size, experts_over, shard_size
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_stay, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters

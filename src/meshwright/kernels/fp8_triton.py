@@ -1,4 +1,4 @@
-"""The Triton kernels that round to fp8 and turn matrices, for `kernels.fp8`; imported only where there is a CUDA device.
+"""The Triton kernels that round to fp8 and turn matrices, for `kernels.fp8_products`; imported only where there is a CUDA device.
 
 `after` of those that turn is read by none of them: what is made of a weight alone a compiler would make in the forward and keep until the
 backward, as it does not repeat a kernel of ours. A gradient in `after` leaves it to the backward.

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import fp8
-from meshwright.kernels.fp8 import E4M3, GRADIENT, Low
+from meshwright.kernels import fp8_products as fp8
+from meshwright.kernels.fp8_products import E4M3, GRADIENT, Low
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.swiglu import swiglu
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels import fp8
+from meshwright.kernels import fp8_products as fp8
 
 
 class Linear(nn.Linear):
@@ -28,7 +28,7 @@ class Linear(nn.Linear):
     scaling: fp8.Scaling | None = None
     """Multiplies in fp8 with scales of this kind; None in the weight's own format."""
     low_weight: fp8.Low | None = None
-    """The weight in fp8, where it is gathered so (`parallel.fp8`): `weight` then only takes the gradient."""
+    """The weight in fp8, where it is gathered so (`parallel.fp8_weights`): `weight` then only takes the gradient."""
     taps: tuple[Tensor, ...] | None = None
     """Tensors that are never read, of the shape of what the weight's gradient is made of, which is their gradients: dY and X."""
     spread: int = 1

@@ -12,11 +12,11 @@ from pathlib import Path
 from meshwright.checkpoint.attempt import remove_stale
 from meshwright.checkpoint.manifest import step_name, steps_in
 from meshwright.checkpoint.verify import newest_commit, newest_step, verify
+from meshwright.config.load import differences, load_resolved
 from meshwright.durable.lease import owner_is_alive, read_lease, release_lease, take_lease
 from meshwright.durable.lock import locked
 from meshwright.observe.metrics import scan_metrics
 from meshwright.spec.errors import BadInput
-from meshwright.spec.load import differences, load_resolved
 from meshwright.spec.run import Lease, RunSpec
 
 _INSTEAD = "give this run another name (name=…, or --fresh)"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
@@ -37,12 +38,11 @@ from meshwright.planner.devices import choose_devices
 from meshwright.planner.explain import shortfall
 from meshwright.planner.fixes import search_or_fixes
 from meshwright.planner.reprice import predicted
-from meshwright.schedules.of_plan import stage_schedule
-from meshwright.simulator.of_plan import host_bytes
+from meshwright.schedules.plan_schedule import stage_schedule
+from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, about
 from meshwright.spec.fields import to_plain
-from meshwright.spec.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.spec.place import started_by_launcher
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, RunSpec

@@ -15,8 +15,8 @@ from meshwright.events.messages import Failure, Message
 from meshwright.launch.local import rank_threads, run_ranks
 from meshwright.launch.machine import found_cluster, is_here
 from meshwright.launch.prepare import Note, plan_yaml, prepare_run
-from meshwright.observe.account import ENOUGH, FEWEST, WARM_UP, Typical, comparable_memory, typical
 from meshwright.observe.metrics import scan_metrics
+from meshwright.observe.prediction_account import ENOUGH, FEWEST, WARM_UP, Typical, comparable_memory, typical
 from meshwright.planner.candidate import Answer, Candidate
 from meshwright.planner.finalists import kind_of, same_layout
 from meshwright.spec.cluster import ClusterSpec

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from meshwright.config.reading import Reading
 from meshwright.launch import prepare
 from meshwright.launch.machine import check_devices
 from meshwright.spec.errors import BadInput, MeshwrightError, Refusal
 from meshwright.spec.failures import failure_of
-from meshwright.spec.reading import Reading
 
 T = TypeVar("T")
 

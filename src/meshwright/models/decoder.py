@@ -19,7 +19,7 @@ from meshwright.kernels.linear import Linear
 from meshwright.kernels.loss import linear_cross_entropy
 from meshwright.kernels.norm import layer_norm, rms_norm
 from meshwright.kernels.rope import Tables, rotary_tables, rotate
-from meshwright.models.check import check_dimensions
+from meshwright.models.dimension_checks import check_dimensions
 from meshwright.models.mlp import feed_forward
 from meshwright.models.moe import MixtureOfExperts, Routed
 from meshwright.spec.errors import BadInput

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.models.check import check_dimensions
+from meshwright.models.dimension_checks import check_dimensions
 from meshwright.models.gpt2 import GPT2
-from meshwright.models.hf import Family, HFConfig
+from meshwright.models.hf_config import Family, HFConfig
 from meshwright.models.llama import LLAMA
 from meshwright.models.mixtral import MIXTRAL
 from meshwright.models.qwen3 import QWEN3

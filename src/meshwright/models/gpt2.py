@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.models.hf import Family, HFConfig
+from meshwright.models.hf_config import Family, HFConfig
 from meshwright.models.llama import NO_DROPOUT
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.models.hf import Family, HFConfig, read_rope, write_rope
+from meshwright.models.hf_config import Family, HFConfig, read_rope, write_rope
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 

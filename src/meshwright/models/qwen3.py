@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.models.hf import HFConfig
+from meshwright.models.hf_config import HFConfig
 from meshwright.models.llama import LLAMA, gated_decoder_config, gated_decoder_fields
 from meshwright.spec.model import ModelSpec
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.models.hf import HFConfig
+from meshwright.models.hf_config import HFConfig
 from meshwright.models.llama import gated_decoder_config, gated_decoder_fields
 from meshwright.models.mixtral import NOT_READ, refuse_dense
 from meshwright.models.qwen3 import QWEN3

@@ -83,7 +83,7 @@ class MetricsWriter:
         self._append({"kind": "start", "step": step, "seconds": seconds, "phases": phases, "compiler": compiler})
 
     def write_account(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Measured figures beside the predicted ones (observe.account) after `step`."""
+        """Measured figures beside the predicted ones (observe.prediction_account) after `step`."""
         self._append({"kind": "account", "step": step, **figures})
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from meshwright.events.ring import Ring
+from meshwright.events.ring_buffer import Ring
 from meshwright.events.span import PhaseTimes, Span, StepSpans, Travel, phase_of
 
 KEPT_STEPS = 256

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 
 from meshwright.observe import figures
-from meshwright.observe.account import WARM_UP, Account, Beside, Part, why_unpredicted
+from meshwright.observe.prediction_account import WARM_UP, Account, Beside, Part, why_unpredicted
 from meshwright.observe.runfolder import RunFolder
 
 COLOURS = {

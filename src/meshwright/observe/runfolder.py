@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from meshwright.observe.account import Account, read_account
 from meshwright.observe.metrics import scan_metrics
+from meshwright.observe.prediction_account import Account, read_account
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan

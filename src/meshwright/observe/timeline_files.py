@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from meshwright.events.span import Span, StepSpans
-from meshwright.observe.timeline import measured_timeline
+from meshwright.observe.measured_timeline import measured_timeline
 from meshwright.schedules.schedule import Schedule
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.layout import Layout

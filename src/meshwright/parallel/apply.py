@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from meshwright.costs.memory import summed_by_products
 from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Block, Decoder
-from meshwright.models.initial import initial_values
+from meshwright.models.initial_values import initial_values
 from meshwright.parallel.channels import open_channels
 from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import gather_by_copies
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_whole_sequences, spread_experts
-from meshwright.parallel.fp8 import WeightScales, multiply_low
+from meshwright.parallel.fp8_weights import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, ShardedUnit, Streams
 from meshwright.parallel.gradient_exchange import GradientExchange
 from meshwright.parallel.joint import JointUnit
@@ -35,7 +35,7 @@ from meshwright.parallel.routing import Routing
 from meshwright.parallel.stages import keep_only, keep_parts, make_units
 from meshwright.parallel.tensor import CopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedSum
-from meshwright.schedules.of_plan import evaluation_schedule, training_schedule
+from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, held_boxes, held_parameters, stage_table

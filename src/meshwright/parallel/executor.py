@@ -22,7 +22,7 @@ from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
 from meshwright.parallel.channels import Channels, Transfer
 from meshwright.parallel.context import SplitSequences
-from meshwright.parallel.fp8 import WeightScales
+from meshwright.parallel.fp8_weights import WeightScales
 from meshwright.parallel.fsdp import Streams
 from meshwright.parallel.offload import HostMemory, Moves, addresses, handed_in
 from meshwright.parallel.replicas import ReplicaSums

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.distributed.tensor import Shard
 
-from meshwright.kernels.fp8 import E4M3, Low, rounded_now
+from meshwright.kernels.fp8_products import E4M3, Low, rounded_now
 from meshwright.kernels.linear import Linear, add_to_gradient
 from meshwright.kernels.pack import pack
 from meshwright.kernels.sums import add, add_product, product

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from meshwright.costs.of_plan import shard_size
+from meshwright.costs.plan_costs import shard_size
 from meshwright.schedules.registry import entry_of
-from meshwright.simulator.of_plan import host_bytes, memory_of
+from meshwright.simulator.step_simulation import host_bytes, memory_of
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fp8 import unlike_fp8
+from meshwright.spec.fp8_limits import unlike_fp8
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import (

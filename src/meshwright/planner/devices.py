@@ -15,7 +15,7 @@ from itertools import combinations
 from math import ceil, gcd, inf, prod
 from typing import Any
 
-from meshwright.costs.machine import is_guessed
+from meshwright.costs.machine_rates import is_guessed
 from meshwright.planner.candidate import Answer, pins_of
 from meshwright.planner.search import search, seconds_bound
 from meshwright.planner.space import divisors

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import as_nodes, number
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.plan_costs import as_nodes, number
 from meshwright.planner.candidate import HEADROOM, Candidate, moves_activations, peak_bytes, pins_of, usable_by_rank
-from meshwright.planner.finalists import ALIKE
+from meshwright.planner.finalists import ALIKE, complexity
 from meshwright.planner.reprice import repriced
-from meshwright.simulator.of_plan import memory_of
+from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
@@ -34,6 +34,7 @@ MOVES = {
 }
 """What travels along an axis."""
 SIMPLER = "the simpler plan is taken"
+SAFER = "the plan with more margin, in memory or for a slower network, is taken"
 MATTERS = 0.01
 """Share of a step from which a part of it is worth a sentence."""
 
@@ -94,12 +95,17 @@ def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
         return _costlier(best.plan, other.plan)
     behind = other.behind(best)
     if why := alike(best, other):
-        return f"{why}: {SIMPLER if behind < 0 else _costlier(best.plan, other.plan)}"
+        return f"{why}: {reason_for(best.plan, other.plan) if behind < 0 else _costlier(best.plan, other.plan)}"
     if other.simulated != best.simulated:
         return f"{_longer(behind)} by the quick estimate, behind others of its kind"
     worse = _worse(mine, theirs)
     name, most = max(worse.items(), key=lambda item: item[1], default=("", 0.0))
     return f"{_longer(behind)}: {name} {_longer(most)}" if name else _longer(behind)
+
+
+def reason_for(best: Plan, other: Plan) -> str:
+    """Why `best` is taken of two plans that cannot be told apart (`finalists.simplest`)."""
+    return SIMPLER if complexity(best) <= complexity(other) else SAFER
 
 
 def alike(best: Candidate, other: Candidate) -> str:

@@ -10,21 +10,22 @@ from dataclasses import replace
 from itertools import groupby
 from math import inf
 
-from meshwright.costs.of_plan import shard_size
+from meshwright.costs.plan_costs import shard_size
 from meshwright.planner.candidate import Candidate, compiles, fits, over_by_rank, peak_bytes, pins_of, precision_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
+from meshwright.planner.step_estimate import most_played
 from meshwright.planner.sweep import Strategy
-from meshwright.simulator.of_plan import timing_of
+from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 
-SIMULATED, LEAST, LARGE = 12, 3, 20_000
+SIMULATED, LEAST, LARGE = 12, 3, 60_000
 """Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. None
-is played once those before have more micro-batches times layers times pipeline ranks than the last: some take a second each."""
+is played once those before have more `_work` than the last: some take a second each."""
 IMPROVED = 3
 """Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
 NEAR = 1.05
@@ -103,12 +104,14 @@ def in_turn(
     seconds: Callable[[int], float],
     hope: float,
     least: float = inf,
+    within: float = 1.0,
 ) -> Iterator[int]:
     """Places of `guesses`, what promises most first, each once its `seconds` are known: infinite where there is no such plan. When there
     are `least`, the others end with the first that does not promise to be as fast as the fastest, as far as can be told.
 
     A guess is wrong about all of a kind alike, so it is corrected by what the last one tried of its kind took. `kinds` are the kind of each
-    and a wider one; a kind of which none was tried may take `hope` times its guess, or what the wider one took if that is not more.
+    and a wider one; a kind of which none was tried may take `hope` times its guess, or `within` times what the wider one
+    took if that is not more.
     """
     strays: dict[object, float] = {}
     wider: dict[object, float] = {}
@@ -117,7 +120,7 @@ def in_turn(
 
     def promised(place: int) -> float:
         kind, wide = kinds[place]
-        return guesses[place] * strays.get(kind, wider.get(wide, hope))
+        return guesses[place] * strays.get(kind, within * wider[wide] if wide in wider else hope)
 
     while left:
         place = min(left, key=promised)
@@ -210,8 +213,9 @@ def same_layout(one: Plan, other: Plan) -> bool:
 
 
 def _work(plan: Plan, layers: int) -> int:
-    """How much there is to simulate."""
-    return plan.axis_size("pipeline") * plan.batch.accumulate * layers
+    """How much there is to simulate: layers times micro-batches that are played, on every pipeline rank."""
+    ranks = plan.axis_size("pipeline")
+    return ranks * min(plan.batch.accumulate, most_played(ranks)) * layers
 
 
 def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
@@ -243,14 +247,14 @@ def simplest(
     def crowded(plan: Plan) -> bool:
         return peak_bytes(plan) > roomy and any(len(row) > 1 for row in plan.schedule.stages)
 
-    return min(alike, key=lambda one: (fragile(one.plan), crowded(one.plan), _parts(one.plan), one.seconds))
+    return min(alike, key=lambda one: (fragile(one.plan), crowded(one.plan), complexity(one.plan), one.seconds))
 
 
 def _seconds(candidate: Candidate) -> float:
     return candidate.seconds
 
 
-def _parts(plan: Plan) -> int:
+def complexity(plan: Plan) -> int:
     """Things that a person has to understand: axes in use, kinds of layers, and what is done beside plain training."""
     axes = sum(axis.size > 1 for axis in plan.mesh)
     special = sum(

@@ -14,8 +14,8 @@ from itertools import permutations
 from math import inf, prod
 from statistics import fmean
 
-from meshwright.costs.machine import fast_domain
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.machine_rates import fast_domain
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.simulator.slow_nodes import kind_speeds, rank_speeds
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
@@ -78,7 +78,7 @@ def _outer_orders(
 
 
 def _members(layout: Layout, axis: str, level: float) -> float:
-    """Members of a group of `axis` among `level` neighbouring ranks: what its bandwidth follows (costs.collectives, simulator.links)."""
+    """Members of a group of `axis` among `level` neighbouring ranks: its bandwidth follows (costs.collective_costs, simulator.links)."""
     return min(layout.size(axis), max(1.0, level / layout.stride(axis)))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from meshwright.costs.machine import is_guessed
-from meshwright.costs.of_plan import shard_size
+from meshwright.costs.machine_rates import is_guessed
+from meshwright.costs.plan_costs import shard_size
 from meshwright.planner.candidate import (
     HEADROOM,
     HOST_HEADROOM,
@@ -22,9 +22,9 @@ from meshwright.planner.candidate import (
     tokens_because,
     untrainable,
 )
-from meshwright.planner.explain import SIMPLER, alike, seconds_text, shortfall
+from meshwright.planner.explain import alike, reason_for, seconds_text, shortfall
 from meshwright.schedules.registry import entry_of, refusal
-from meshwright.simulator.of_plan import host_bytes
+from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
@@ -111,8 +111,8 @@ def _beside(
     apart: dict[str, list[str]] = {}
     for theirs, other in shown:
         if why := alike(best, other):
-            apart.setdefault(why, []).append(_with(name, theirs))
-    texts += [f"{' and '.join(ways)} {why}: {SIMPLER}" for why, ways in apart.items()]
+            apart.setdefault(f"{why}: {reason_for(best.plan, other.plan)}", []).append(_with(name, theirs))
+    texts += [f"{' and '.join(ways)} {why}" for why, ways in apart.items()]
     return f"{_chosen(name, mine)}: the best plan {'; '.join(texts)}"
 
 

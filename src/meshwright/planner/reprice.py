@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.costs.machine import is_guessed
+from meshwright.costs.machine_rates import is_guessed
 from meshwright.costs.memory import fullest
-from meshwright.costs.of_plan import band, pricing
-from meshwright.planner.clock import played_by_stages, played_by_units
-from meshwright.simulator.of_plan import memory_of, timing_of
+from meshwright.costs.plan_costs import band, pricing
+from meshwright.planner.step_estimate import played_by_stages, played_by_units
+from meshwright.simulator.step_simulation import memory_of, timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Breakdown, Plan, Predicted
@@ -51,7 +51,7 @@ def predicted(run: RunSpec, plan: Plan) -> Plan:
 
 
 def without_guess(run: RunSpec, plan: Plan) -> Plan:
-    """`plan` with only memory predicted where its seconds rest on a guess (`costs.machine.is_guessed`)."""
+    """`plan` with only memory predicted where its seconds rest on a guess (`costs.machine_rates.is_guessed`)."""
     said = plan.predicted
     if said is None or not is_guessed(run.cluster):
         return plan

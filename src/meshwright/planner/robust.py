@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from meshwright.costs.machine import chip_of
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.machine_rates import chip_of
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.reprice import repriced
 from meshwright.spec.cluster import ClusterSpec

@@ -1,7 +1,7 @@
 """Every way to lay a run out that is worth pricing, as columns of numbers: mesh, micro-batch, schedule.
 
-What is never worth it is not in the space, and a pin puts it there: tensor and Ulysses ranks beyond a fast domain, fewer than 512 tokens of
-a sequence on a rank, GPipe (1F1B takes as long and holds less), micro-batches that are neither a power of two nor few in number.
+What is never worth it is not in the space, and a pin puts it there: tensor and Ulysses ranks beyond a fast domain and beyond eight, fewer
+than 512 tokens of a sequence on a rank, GPipe (1F1B takes as long and holds less), micro-batches that are neither a power of two nor few.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import get_args
 
 import numpy as np
 
-from meshwright.costs.machine import fast_domain
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.machine_rates import fast_domain
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import formats_of, gathers_by_kernels, pins_of, tokens_by_kernels
 from meshwright.planner.placement import ground_of, orders
 from meshwright.schedules.registry import refusal
-from meshwright.spec.fp8 import fp8_alone
+from meshwright.spec.fp8_limits import fp8_alone
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_misfit, stage_table
 from meshwright.spec.plan import (
     DATA_AXES,
@@ -48,6 +48,9 @@ LEAST_TOKENS = 512
 """Of one sequence on one rank."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 """Stages a rank holds under the interleaved schedule, where the plan does not list them."""
+WIDE, FEW_SEQUENCES = 8, 2
+"""Tensor times Ulysses ranks that are tried where a fast domain has fewer devices, when there are fewer sequences than the second for each
+domain: then there is little else to split."""
 FEW = 64
 """Sequences of a rank up to which every divisor is a micro-batch size, and not only powers of two."""
 
@@ -209,6 +212,8 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
 def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
     """(tensor, Ulysses, ring): the axes that split one sequence's work."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
+    if run.train.global_batch * domain < run.cluster.ranks * FEW_SEQUENCES:
+        domain = max(domain, WIDE)
     widths = [d for d in divisors(run.cluster.ranks) if d <= domain and _splits_heads(run, d)]
     if trainable and fp8_alone(formats_of(run), domain, experts=False):
         widths = [1]

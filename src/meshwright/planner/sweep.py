@@ -21,8 +21,8 @@ from meshwright.costs.footprint import planned
 from meshwright.costs.idle import fill
 from meshwright.costs.inputs import Array, Layouts, usual_imbalance
 from meshwright.costs.memory import bytes_of, formats
-from meshwright.costs.of_plan import Pricing, gathered_bytes, state_bytes, strategy_columns
-from meshwright.costs.offload import waiting_bytes
+from meshwright.costs.offload_costs import waiting_bytes
+from meshwright.costs.plan_costs import Pricing, gathered_bytes, state_bytes, strategy_columns
 from meshwright.costs.step import StepCost, owned_params, step_cost
 from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers

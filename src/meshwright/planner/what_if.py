@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import as_nodes, context_size, number, plan_time
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.plan_costs import as_nodes, context_size, number, plan_time
 from meshwright.planner.candidate import budget_of, fits, pins_of, untrainable
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.reprice import repriced
 from meshwright.planner.search import search
 from meshwright.planner.space import AXES, points
 from meshwright.planner.sweep import strategies_in
-from meshwright.simulator.of_plan import priced_or_refused
+from meshwright.simulator.step_simulation import priced_or_refused
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.fp8 import fits_fp8, unlike_fp8
+from meshwright.spec.fp8_limits import fits_fp8, unlike_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
 from meshwright.spec.plan_name import mesh_name

@@ -12,11 +12,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from meshwright.config.profile_file import to_json
 from meshwright.durable.writes import write_durable
-from meshwright.simulator.of_plan import simulate_plan
+from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
-from meshwright.spec.profile import Correction, MachineProfile, to_json
+from meshwright.spec.profile import Correction, MachineProfile
 from meshwright.spec.run import RunSpec
 
 SMALLEST, LARGEST = 0.1, 10.0

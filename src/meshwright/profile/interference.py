@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from meshwright.profile.clock import Clock
-from meshwright.profile.collectives import gather_into, kinds, scatter_into
-from meshwright.profile.products import linear
+from meshwright.profile.call_timing import Clock
+from meshwright.profile.collective_times import gather_into, kinds, scatter_into
+from meshwright.profile.product_times import linear
 from meshwright.profile.team import Team
 from meshwright.spec.profile import Interference
 

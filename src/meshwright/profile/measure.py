@@ -13,18 +13,19 @@ from typing import TypeVar
 
 import torch
 
-from meshwright.costs.machine import machine_of
-from meshwright.costs.of_plan import as_nodes
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.plan_costs import as_nodes
 from meshwright.costs.work import Work
-from meshwright.profile import attention, products
-from meshwright.profile.attention import attention_times
-from meshwright.profile.clock import Clock
-from meshwright.profile.collectives import collective_times
-from meshwright.profile.host import host_links, launch_seconds
+from meshwright.profile import attention_times as attention
+from meshwright.profile import product_times as products
+from meshwright.profile.attention_times import attention_times
+from meshwright.profile.call_timing import Clock
+from meshwright.profile.collective_times import collective_times
+from meshwright.profile.host_links import host_links, launch_seconds
 from meshwright.profile.interference import interferences
-from meshwright.profile.memory import adamw_rate, copy_rate, pass_rate
+from meshwright.profile.memory_rates import adamw_rate, copy_rate, pass_rate
 from meshwright.profile.mixed import mixed_times
-from meshwright.profile.products import product_times
+from meshwright.profile.product_times import product_times
 from meshwright.profile.team import Team
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec

@@ -15,8 +15,9 @@ from itertools import pairwise
 import torch
 
 from meshwright.costs.work import Work
-from meshwright.profile import attention, products
-from meshwright.profile.clock import Call, Clock
+from meshwright.profile import attention_times as attention
+from meshwright.profile import product_times as products
+from meshwright.profile.call_timing import Call, Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime, ProductTime
 

@@ -20,7 +20,7 @@ def in_flight(
     """Most micro-batches whose forwards a pipeline rank holds, in units of all stages of the rank (a share of them counts as a share).
 
     `schedule` counts in `NAMES`, `virtual` is stages of a rank; arguments broadcast. On one rank every schedule but gpipe and breadth_first
-    runs micro-batches one by one. As in `schedules.memory.peak_in_flight`, what a split backward keeps counts whole until its weight half.
+    runs micro-batches one by one. As in `peak_in_flight`, what a split backward keeps counts whole until its weight half.
     """
     number, p, m, v, r = np.broadcast_arrays(
         schedule, *(np.asarray(x, float) for x in (ranks, micro_batches, virtual, rank))

@@ -7,8 +7,8 @@ from math import inf
 
 import numpy as np
 
-from meshwright.costs.collectives import MOST_OF_LINE, link_rate, port_rate
-from meshwright.costs.of_plan import Pricing, number
+from meshwright.costs.collective_costs import MOST_OF_LINE, link_rate, port_rate
+from meshwright.costs.plan_costs import Pricing, number
 from meshwright.simulator.timing import Link
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout

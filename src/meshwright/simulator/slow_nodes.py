@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from meshwright.costs.of_plan import Pricing, as_nodes, pricing
+from meshwright.costs.plan_costs import Pricing, as_nodes, pricing
 from meshwright.simulator.units import UnitCosts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import TrainSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.events.span import Span
 from meshwright.schedules.action import Action
-from meshwright.schedules.memory import peak_in_flight
+from meshwright.schedules.activation_residency import peak_in_flight
 from meshwright.schedules.schedule import Schedule
 
 Record = tuple[int, str, Action, float, float]

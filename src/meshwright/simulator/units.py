@@ -15,15 +15,15 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collectives import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
+from meshwright.costs.collective_costs import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width, summed_by_products
-from meshwright.costs.of_plan import Pricing, experts_over, number, shard_size, state_bytes
-from meshwright.costs.offload import copied_bytes, host_optimizer, host_rate, late_copies
+from meshwright.costs.offload_costs import copied_bytes, host_optimizer, host_rate, late_copies
+from meshwright.costs.plan_costs import Pricing, experts_over, number, shard_size, state_bytes
 from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.layout import gradients_stay, stage_table
-from meshwright.spec.model import ModelSpec, layer_parameters, parameters
+from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
 from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Linear, Plan, Recompute
 
 Unit = int | Literal["embed", "head"]
@@ -280,15 +280,14 @@ class UnitCosts:
         """Parameters of a block's experts on one rank, before sharding."""
         if isinstance(unit, str) or not self.model.routed(unit):
             return 0
-        rows = layer_parameters(self.model, self.model.first_dense_layers)  # the first block with experts
+        rows = block_parameters(self.model, routed=True)
         return sum(row.count for row in rows if row.expert) // (experts_over(self.plan) * self.plan.axis_size("tensor"))
 
     def _parameters(self, unit: Unit) -> int:
         if isinstance(unit, int):
-            rows = layer_parameters(self.model, unit)
+            rows = block_parameters(self.model, routed=self.model.routed(unit))
             return sum(row.count // (experts_over(self.plan) if row.expert else 1) for row in rows)
-        wanted = ("embed", "positions") if unit == "embed" else ("norm", "head")
-        total = sum(row.count for row in parameters(self.model) if row.name.partition(".")[0] in wanted)
+        total = sum(row.count for row in end_parameters(self.model) if row.at_front == (unit == "embed"))
         shared = unit == "head" and self.model.tied and self._tied_apart
         return total + (self.model.vocab_size * self.model.hidden if shared else 0)
 
@@ -351,7 +350,7 @@ class UnitCosts:
         layout = priced.layout
         tokens = layout.micro_batch * layout.seq / layout.context
         speed, width = product_rate(priced.machine, priced.constants), layout.tensor
-        rows = list(layer_parameters(self.model, self.model.first_dense_layers if routed else 0))
+        rows = block_parameters(self.model, routed=routed)
         matrices = [row.shape for row in rows if len(row.shape) == 2]
         dense = sum(number(speed.seconds(inner, tokens, out / width)) for out, inner in matrices)
         experts = [row.shape for row in rows if row.expert]

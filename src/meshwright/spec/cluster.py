@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from meshwright.spec.chips import CHIPS, Chip, GiB, chip_from_device_name
 from meshwright.spec.fields import Bound, Positive
 from meshwright.spec.network import NetworkSpec, NodeGroup
 
-EXAMPLES = Path(__file__).with_name("clusters")
-__all__ = ["CHIPS", "Chip", "ClusterSpec", "chip_from_device_name", "cluster_names"]
+__all__ = ["CHIPS", "Chip", "ClusterSpec", "chip_from_device_name"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +63,3 @@ class ClusterSpec:
         if own is None:
             return None
         return min([own, *(CHIPS[group.gpu].memory_bytes for group in self.groups if group.gpu in CHIPS)])
-
-
-def cluster_names() -> list[str]:
-    """The built-in example clusters, for `cluster: NAME`."""
-    return sorted(file.stem for file in EXAMPLES.glob("*.yaml"))

@@ -50,7 +50,7 @@ def to_plain(value: Any) -> Any:
 def from_plain(cls: type[T], data: Any) -> T:
     """Rebuild a spec object from its plain form.
 
-    The data must have been validated (`spec.load`) or written by `to_plain`; a key the class lacks raises TypeError.
+    The data must have been validated (`config.load`) or written by `to_plain`; a key the class lacks raises TypeError.
     """
     return _build(cls, data)
 

@@ -128,6 +128,7 @@ STAGES_PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipe_v": 2}
 """Virtual stages a rank holds when the plan does not list them; 1 for the others."""
 
 
+@lru_cache(maxsize=1024)  # the search asks several times for each plan
 def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tuple[range, ...], ...]:
     """By pipeline rank, the layers of its virtual stages in the order a micro-batch visits them.
 

@@ -117,6 +117,11 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
+    def at_front(self) -> bool:
+        """Whether it is applied before the first block."""
+        return self.name.startswith(("embed.", "positions."))
+
+    @property
     def expert(self) -> bool:
         """Whether it holds the routed experts of a layer, one after another along dimension 0."""
         return ".moe.experts." in self.name
@@ -134,6 +139,18 @@ def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
     if not spec.tied:
         rows.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std))
     return tuple(rows)
+
+
+@lru_cache(maxsize=64)
+def block_parameters(spec: ModelSpec, *, routed: bool) -> tuple[ParameterSpec, ...]:
+    """Every weight of the first block with experts (`routed`) or without: blocks of one of the two differ in names only."""
+    return tuple(layer_parameters(spec, spec.first_dense_layers if routed else 0))
+
+
+@lru_cache(maxsize=64)
+def end_parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
+    """Every weight of the embedding, the final norm and the head."""
+    return tuple(parameter for parameter in parameters(spec) if not parameter.name.startswith("layers."))
 
 
 def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:

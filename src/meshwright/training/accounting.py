@@ -15,7 +15,17 @@ import torch
 import torch.distributed as dist
 
 from meshwright.events.span import PHASES
-from meshwright.observe.account import ENOUGH, FEWEST, KEPT, WARM_UP, Account, Typical, account, lines, typical
+from meshwright.observe.prediction_account import (
+    ENOUGH,
+    FEWEST,
+    KEPT,
+    WARM_UP,
+    Account,
+    Typical,
+    account,
+    lines,
+    typical,
+)
 from meshwright.parallel.world import World
 from meshwright.training.reporting import Reporter
 from meshwright.training.session import Session

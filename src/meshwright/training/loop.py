@@ -10,22 +10,22 @@ from dataclasses import dataclass, replace
 
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
-from meshwright.observe.account import Account
+from meshwright.observe.prediction_account import Account
 from meshwright.optim.schedule import learning_rate
 from meshwright.policies.checkpoint_times import due_after_step
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
 from meshwright.training.accounting import Accounting
 from meshwright.training.evaluate import Evaluation, evaluate
-from meshwright.training.figures import FigureReader, check_finite
 from meshwright.training.reporting import Reporter
 from meshwright.training.saving import CheckpointTimer, save_checkpoint
 from meshwright.training.session import Session
-from meshwright.training.step import train_step
+from meshwright.training.step_record import FigureReader, check_finite
 from meshwright.training.stop import FAILED, INTERRUPT, NOT_ASKED, SAVE, StopRequest
 from meshwright.training.timelines import StepTimelines
 from meshwright.training.tracing import step_trace
-from meshwright.training.traffic import WireCount, wire_count
+from meshwright.training.train_step import train_step
 from meshwright.training.waiting import DataWait
+from meshwright.training.wire_count import WireCount, wire_count
 
 log = logging.getLogger("meshwright")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from meshwright.config.load import load_plan, load_resolved
+from meshwright.config.profile_file import to_json
 from meshwright.costs.work import Work, step_work
 from meshwright.observe.environment import environment
 from meshwright.parallel.world import join
@@ -19,9 +21,8 @@ from meshwright.profile.measure import measure
 from meshwright.profile.team import Team
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
-from meshwright.spec.load import load_plan, load_resolved
 from meshwright.spec.place import Place
-from meshwright.spec.profile import MachineProfile, to_json
+from meshwright.spec.profile import MachineProfile
 from meshwright.training.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 300

@@ -11,10 +11,10 @@ from typing import Any
 
 from meshwright.events.messages import Channel, Checkpoint, Step, Validation
 from meshwright.events.start import StartClock, start_line
-from meshwright.observe.account import Account
 from meshwright.observe.compiling import compiler_work
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
-from meshwright.observe.progress import Progress
+from meshwright.observe.prediction_account import Account
+from meshwright.observe.run_progress import Progress
 from meshwright.observe.sinks import SinkThread, open_sinks
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.failures import failure_of

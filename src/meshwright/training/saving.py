@@ -7,8 +7,8 @@ import time
 from meshwright.policies.checkpoint_times import due_by_clock
 from meshwright.spec.job import CheckpointSpec
 from meshwright.training.reporting import Reporter
+from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
-from meshwright.training.state import run_state
 
 
 class CheckpointTimer:
@@ -46,6 +46,6 @@ def _texts(session: Session) -> dict[str, str]:
     """The run's configuration and plan, as the run folder has them; the first rank's count."""
     if not session.world.leads:
         return {}
-    from meshwright.spec.load import plan_yaml, resolved_yaml  # imported at the first save: a start needs none of it
+    from meshwright.config.load import plan_yaml, resolved_yaml  # imported at the first save: a start needs none of it
 
     return {"config.yaml": resolved_yaml(session.run), "plan.yaml": plan_yaml(session.plan)}

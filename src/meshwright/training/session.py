@@ -25,7 +25,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.state.parts import StateParts
 from meshwright.training.evaluate import HeldOut
-from meshwright.training.state import load_initial
+from meshwright.training.run_state import load_initial
 
 log = logging.getLogger("meshwright")
 

@@ -22,7 +22,7 @@ from meshwright.spec.place import Place
 from meshwright.spec.plan import Plan
 from meshwright.training.evaluate import Evaluation, HeldOut, evaluate
 from meshwright.training.generate import Sampling, generate_under_plan
-from meshwright.training.state import load_initial
+from meshwright.training.run_state import load_initial
 from meshwright.training.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 600

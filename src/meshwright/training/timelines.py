@@ -96,9 +96,9 @@ class StepTimelines:
 def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
     """The step that the simulator predicts, or why it predicts none."""
     # The simulator and its cost model, which runs without a timeline start without.
-    from meshwright.costs.machine import is_guessed, unpredicted
-    from meshwright.costs.of_plan import pricing
-    from meshwright.simulator.of_plan import simulate_plan
+    from meshwright.costs.machine_rates import is_guessed, unpredicted
+    from meshwright.costs.plan_costs import pricing
+    from meshwright.simulator.step_simulation import simulate_plan
 
     if is_guessed(run.cluster):
         return None, unpredicted(run.cluster)

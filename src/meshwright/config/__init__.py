@@ -1,0 +1,1 @@
+"""The configuration compiler: run, plan and profile files read with the position of every value, checked, completed, and explained."""

@@ -1,0 +1,191 @@
+"""What a schema finds wrong, in words a person can act on: where, what was expected, and the nearest valid thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from meshwright.config.family_dimensions import required_dimensions
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.schema import (
+    all_keys,
+    annotation_at,
+    expected_text,
+    literal_options,
+    section_of,
+    takes,
+    validate,
+)
+from meshwright.config.value_sources import COMMAND_LINE
+from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, say
+from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
+from meshwright.spec.fields import LARGEST_COUNT, hints_of
+from meshwright.spec.run import RunSpec
+
+_NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
+_EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
+_NOT_YET = (
+    "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses and expert"
+)
+_OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
+_SYNONYMS: dict[str, KeyPath] = {
+    "lr": ("train", "learning_rate"),
+    "max_steps": ("train", "steps"),
+    "batch_size": ("train", "global_batch"),
+    "grad_clip": ("train", "clip_norm"),
+    "max_grad_norm": ("train", "clip_norm"),
+    "sequence_length": ("train", "seq_len"),
+    "hidden_size": ("model", "hidden"),
+    "intermediate_size": ("model", "ffn_hidden"),
+    "num_hidden_layers": ("model", "layers"),
+    "num_attention_heads": ("model", "heads"),
+    "num_key_value_heads": ("model", "kv_heads"),
+    "max_position_embeddings": ("model", "max_seq_len"),
+    "num_experts": ("model", "experts"),
+    "num_local_experts": ("model", "experts"),
+    "num_experts_per_tok": ("model", "experts_per_token"),
+    "moe_intermediate_size": ("model", "expert_hidden"),
+    "first_k_dense_replace": ("model", "first_dense_layers"),
+    "tie_word_embeddings": ("model", "tied"),
+}
+_SHORTHANDS: dict[KeyPath, str] = {
+    ("model",): "a preset's name or ",
+    ("cluster",): "auto, a cluster file or ",
+    ("data", "mix"): "a data directory or ",
+    ("observe", "wandb"): "a project's name or ",
+}
+
+
+def schema_mistakes(cls: type, document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
+    """The checked keys of `document`, all that is wrong with it, and the paths that hold no usable value."""
+    given, wrongs = validate(cls, document.data)
+    wrongs = [wrong for wrong in wrongs if not _said_already(document, wrong.path)]
+    unknown = [wrong for wrong in wrongs if wrong.kind == "unknown"]
+    # Beyond those that are listed, no time goes into what someone meant.
+    meant = {wrong.path: meant_key(cls, wrong.path, document) for wrong in unknown[:MOST_LISTED]}
+    mistakes = [_unknown(cls, document, wrong.path, meant.get(wrong.path)) for wrong in unknown]
+    missing = [wrong.path for wrong in wrongs if wrong.kind == "missing"]
+    missing += [path for path in _required(cls, document) if path not in missing]
+    if not document.partial:
+        mistakes += _missing(cls, document, [path for path in missing if not _begins(path, meant.values())])
+    mistakes += [_value(cls, document, wrong.path) for wrong in wrongs if wrong.kind == "value"]
+    return given, mistakes, {wrong.path for wrong in wrongs} | set(missing) | document.rejected
+
+
+def _required(cls: type, document: Document) -> list[KeyPath]:
+    """Dimensions that a run's model must have and has not, defaults or none."""
+    model = document.data.get("model") if cls is RunSpec else None
+    if not isinstance(model, dict):
+        return []
+    paths: list[KeyPath] = [("model", name) for name in required_dimensions(model) if model.get(name) is None]
+    return [path for path in paths if not _said_already(document, path)]
+
+
+def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
+    """The key someone meant who wrote the unknown key at `path`."""
+    around, word = path[:-1], str(path[-1]).lower().replace("-", "_")
+    section = section_of(annotation_at(cls, around))
+    here = list(hints_of(section)) if section else []
+    elsewhere = _key_of_name(cls)
+    if word in here:
+        return (*around, word)
+    for table in (elsewhere, _SYNONYMS if cls is RunSpec else {}):
+        if word in table:
+            return table[word]
+    close = get_close_matches(word, here, n=3, cutoff=0.6)
+    absent = [name for name in close if not document.has((*around, name))]
+    if close:
+        # In a file a typo usually stands in for a key that is not there; an override may well mean one that is.
+        likely = close if document.key_place(path).file == COMMAND_LINE else absent or close
+        return (*around, likely[0])
+    far = nearest(word, elsewhere, cutoff=0.8)
+    return elsewhere[far] if far else None
+
+
+@cache
+def _key_of_name(cls: type) -> dict[str, KeyPath]:
+    """The last step of every key's path → the first key that ends with it."""
+    return {str(key[-1]): key for key in reversed(list(all_keys(cls)))}
+
+
+def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
+    around, place, got = path[:-1], document.key_place(path), f"'{shortened(str(path[-1]))}'"
+    expected = f"a key of {dotted(around)}" if around else "a top-level key"
+    refused = _refusal(path if cls is RunSpec else ("plan", *path))
+    if refused:
+        return _mistake(place, path, refused, got)
+    if meant is None:
+        section = section_of(annotation_at(cls, around))
+        return _mistake(place, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
+    if meant[:-1] == around:
+        return _mistake(place, path, expected, got, str(meant[-1]))
+    if str(path[-1]) == meant[-1] or str(path[-1]) in _SYNONYMS:
+        expected += f"; it lives at {dotted(meant)}"
+    return _mistake(place, path, expected, got, dotted(meant))
+
+
+def _refusal(path: KeyPath) -> str | None:
+    """What to say of a key that other trainers have and this one, on purpose or for now, has not."""
+    section, name = path[0], str(path[-1])
+    if name.endswith(("dropout", "dropout_p", "dropout_prob")):
+        return _NO_DROPOUT
+    if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):
+        return _EXPERTS
+    return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
+
+
+def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistake]:
+    of_model = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if cls is RunSpec else []
+    mistakes = [
+        _mistake(document.key_place(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
+        for path in paths
+        if not (of_model and path[0] == "model")
+    ]
+    required = required_dimensions(document.data.get("model") or {}) if of_model else ()
+    needed = [name for name in required if name in of_model]
+    if needed:
+        expected = f"a preset ({', '.join(MODEL_PRESETS)}) or all of {', '.join(required)}"
+        got = "none of them" if len(needed) == len(required) else f"no {', '.join(needed)}"
+        mistakes.append(_mistake(document.key_place(("model",)), ("model",), expected, got))
+    return mistakes
+
+
+def _value(cls: type, document: Document, path: KeyPath) -> Mistake:
+    annotation, value = annotation_at(cls, path), document.get(path)
+    expected = (_SHORTHANDS.get(path, "") if cls is RunSpec else "") + expected_text(annotation)
+    if isinstance(value, int) and value > LARGEST_COUNT and takes(annotation, int) and "<" not in expected:
+        expected += f" of at most {LARGEST_COUNT:,}"
+    return _mistake(document.value_place(path), path, expected, say(value), _near_value(annotation, value))
+
+
+def _near_value(annotation: Any, value: Any) -> str | None:
+    """The valid spelling of a value that is wrong only in its kind."""
+    options = literal_options(annotation)
+    if isinstance(value, str) and takes(annotation, bool):
+        return {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}.get(
+            value.lower(), nearest(value.lower(), ("true", "false"))
+        )
+    if options:
+        return nearest(str(value).lower(), options)
+    if isinstance(value, str) and (takes(annotation, int) or takes(annotation, float)):
+        digits = value.replace("_", "").replace(",", "").strip()
+        return digits if digits.isdigit() else None
+    if isinstance(value, float) and takes(annotation, int) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, (int, float)) and takes(annotation, str):
+        return f'"{str(value).lower()}"'
+    return None
+
+
+def _said_already(document: Document, path: KeyPath) -> bool:
+    return _begins(path, document.rejected)
+
+
+def _begins(path: KeyPath, others: Iterable[KeyPath | None]) -> bool:
+    return any(other is not None and path[: len(other)] == other for other in others)
+
+
+def _mistake(place: Place, path: KeyPath, expected: str, got: str, near: str | None = None) -> Mistake:
+    return Mistake(place.file, place.line, place.column, dotted(path), expected, got, near)

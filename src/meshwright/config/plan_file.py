@@ -1,0 +1,52 @@
+"""What must hold inside a plan file, whatever run it is for; `config/key_rules.py` holds it against a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from meshwright.config.yaml_positions import Document
+from meshwright.spec.errors import Mistake
+from meshwright.spec.plan import DATA_AXES, SHARD_AXES
+
+
+def plan_rules(plan: Document) -> list[Mistake]:
+    """What must hold inside a plan file whose values are sound: one axis of a kind, and a batch that adds up."""
+    mistakes: list[Mistake] = []
+    seen = set()
+    for index, axis in enumerate(plan.get(("mesh",))):
+        if axis["axis"] in seen:
+            mistakes.append(plan.mistake(("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
+        seen.add(axis["axis"])
+    return [*mistakes, *_batch_sum(plan), *_fold(plan)]
+
+
+def _batch_sum(plan: Document) -> Iterator[Mistake]:
+    """The global batch is the run's, and a person chooses the micro-batch: what is left is how often it is accumulated."""
+    batch = plan.get(("batch",))
+    whole, micro, times = batch["global_batch"], batch["micro_batch"], batch["accumulate"]
+    data = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in DATA_AXES)
+    each, odd = divmod(whole, data)
+    if odd:
+        expected, near = f"a multiple of replicate × shard = {data}", str(-(-whole // data) * data)
+        yield plan.mistake(("batch", "global_batch"), expected, str(whole), near)
+    elif each % micro:
+        divisor = max(n for n in range(1, min(micro, each) + 1) if each % n == 0)
+        expected = f"a divisor of the {each} sequences of a rank"
+        yield plan.mistake(("batch", "micro_batch"), expected, str(micro), str(divisor))
+    elif times * micro != each:
+        expected = f"{each // micro}: global_batch {whole} ÷ (replicate × shard {data} × micro_batch {micro})"
+        yield plan.mistake(("batch", "accumulate"), expected, str(times), str(each // micro))
+
+
+def _fold(plan: Document) -> Iterator[Mistake]:
+    """Experts lie on all ranks that hold one copy of a layer's other weights."""
+    fold = plan.get(("experts",)) if plan.has(("experts",)) else None
+    if not isinstance(fold, dict):
+        return
+    ranks = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in SHARD_AXES)
+    product = fold["expert"] * fold.get("expert_shard", 1)
+    if product != ranks:
+        near = str(ranks // fold["expert"]) if ranks % fold["expert"] == 0 else None
+        expected = f"expert × expert_shard = the {ranks} ranks of shard × context"
+        yield plan.mistake(("experts",), expected, str(product), near and f"expert_shard: {near}")

@@ -1,0 +1,78 @@
+"""A machine's profile as a JSON file: read with checks, and written. Torch-free, so that a laptop can plan with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.schema import annotation_at, expected_text, section_of, validate
+from meshwright.config.yaml_positions import KeyPath, dotted, say
+from meshwright.spec.errors import BadInput
+from meshwright.spec.fields import from_plain, hints_of, to_plain
+from meshwright.spec.profile import MachineProfile
+
+
+def load_profile(path: Path | str) -> MachineProfile:
+    """The profile in the file at `path`. Raises BadInput with file, key and what was expected."""
+    try:
+        stamp = os.stat(path).st_mtime_ns
+    except OSError as error:
+        raise BadInput(
+            f"{path}: expected a profile that `meshwright profile --out FILE` wrote: {error.strerror}"
+        ) from error
+    return _loaded(str(path), stamp)
+
+
+def to_json(profile: MachineProfile) -> str:
+    """The profile as its file holds it: one line for each measurement."""
+    lines = []
+    for key, value in to_plain(profile).items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(f"  {json.dumps(_short(row))}" for row in value)
+            lines.append(f" {json.dumps(key)}: [\n{rows}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(_short(value))}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _short(value: Any) -> Any:
+    """Numbers with the six digits that a measurement may have at most."""
+    if isinstance(value, dict):
+        return {key: _short(inner) for key, inner in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+@lru_cache(maxsize=8)
+def _loaded(path: str, stamp: int) -> MachineProfile:
+    """A search asks for the same profile thousands of times; `stamp` is when the file was last written."""
+    try:
+        data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: expected the JSON that `meshwright profile --out FILE` wrote, got {error}") from error
+    if not isinstance(data, dict):
+        raise BadInput(
+            f"{path}: expected a JSON object, as `meshwright profile --out FILE` writes it, got {type(data).__name__}"
+        )
+    given, wrongs = validate(MachineProfile, data)
+    if wrongs:
+        raise BadInput("\n".join(f"{path}: {_said(wrong.path, wrong.kind, data)}" for wrong in wrongs))
+    return from_plain(MachineProfile, given)
+
+
+def _said(path: KeyPath, kind: str, data: dict[str, Any]) -> str:
+    """One mistake in words."""
+    if kind == "unknown":
+        section = section_of(annotation_at(MachineProfile, path[:-1])) if path[:-1] else MachineProfile
+        keys = ", ".join(hints_of(section) if section else ())
+        return f"{dotted(path)}: expected a key of a profile ({keys}), got '{path[-1]}'"
+    expected = expected_text(annotation_at(MachineProfile, path))
+    return f"{dotted(path)}: expected {expected}, got {'nothing' if kind == 'missing' else say(_at(data, path))}"
+
+
+def _at(data: Any, path: KeyPath) -> Any:
+    for step in path:
+        data = data[step]
+    return data

@@ -1,0 +1,107 @@
+"""A run file as it was read: its values with the position of each, and the mistakes in them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config.schema import annotation_at, literal_options, takes, validate
+from meshwright.config.value_sources import COMMAND_LINE
+from meshwright.config.yaml_positions import Document, KeyPath
+from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal
+from meshwright.spec.fields import from_plain
+from meshwright.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The values of a run file, of what it extends and of the command line, and what is wrong with them.
+
+    `shown` is how mistakes name the run file; `unusable` holds the paths without a usable value; `notes` has a sentence for each
+    assumption.
+    """
+
+    document: Document
+    shown: str
+    mistakes: tuple[Mistake, ...]
+    unusable: frozenset[KeyPath]
+    notes: tuple[str, ...] = ()
+
+    def run(self) -> RunSpec:
+        """The run. Raises BadConfig with every mistake."""
+        if self.mistakes:
+            raise BadConfig(in_reading_order(self.mistakes, self.shown))
+        return from_plain(RunSpec, validate(RunSpec, self.document.data)[0])
+
+    def is_sound(self, *keys: str) -> bool:
+        """Whether nothing is wrong with the values of these dotted keys, nor around or below them."""
+        wrong = {*self.unusable, *(tuple(mistake.key.split(".")) for mistake in self.mistakes)}
+        paths = [tuple(key.split(".")) for key in keys]
+        return not self.document.partial and not any(
+            path[: len(bad)] == bad[: len(path)] for path in paths for bad in wrong
+        )
+
+    def sound_part(self) -> RunSpec | None:
+        """The run with an arbitrary valid value for each unusable one, for checks of keys that are sound; None where that cannot be."""
+        data = copy.deepcopy(self.document.data)
+        for path in sorted(self.unusable, key=len, reverse=True):
+            _remove(data, path)
+        given, wrongs = validate(RunSpec, data)
+        for wrong in wrongs:
+            if wrong.kind != "missing":
+                return None
+            _put(data, wrong.path, _any_value(annotation_at(RunSpec, wrong.path)))
+        return from_plain(RunSpec, given or validate(RunSpec, data)[0]) if not self.document.partial else None
+
+    def refusal(self, error: MeshwrightError, key: str, expected: str) -> Refusal:
+        """`error` at the position of the key that it carries, else that its message begins with, else of `key`."""
+        key = error.key or key
+        first = next(iter(str(error).split()), "").rstrip(":")
+        if first.startswith(f"{key}.") and self.document.has(tuple(first.split("."))):
+            key = first
+        path = _path_in(self.document, key)
+        place = self.document.value_place(path)
+        if path[:2] == ("data", "mix"):  # the name of a source is a key
+            place = self.document.key_place(path)
+        return Refusal(place.file, place.line, place.column, key, expected, str(error))
+
+
+def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
+    """Each mistake once: those of the file first, then of other files, then of the command line, each from the top."""
+
+    def order(mistake: Mistake) -> tuple[int, str, int, int]:
+        rank = {first: 0, COMMAND_LINE: 2}.get(mistake.file, 1)
+        return rank, mistake.file, mistake.line or 0, mistake.column or 0
+
+    return sorted(dict.fromkeys(mistakes), key=order)
+
+
+def _path_in(document: Document, key: str) -> KeyPath:
+    """The path of a dotted key; the name of a source of data may have dots itself."""
+    if key.startswith("data.mix."):
+        return ("data", "mix", key.removeprefix("data.mix."))
+    path: KeyPath = tuple(key.split("."))
+    return path if document.has(path) else path[:1]
+
+
+def _remove(data: Any, path: KeyPath) -> None:
+    for step in path[:-1]:
+        data = data.get(step) if isinstance(data, dict) else None
+    if isinstance(data, dict):
+        data.pop(path[-1], None)
+
+
+def _put(data: Any, path: KeyPath, value: Any) -> None:
+    for step in path[:-1]:
+        data = data.setdefault(step, {})
+    data[path[-1]] = value
+
+
+def _any_value(annotation: Any) -> Any:
+    """A valid value of a required key."""
+    options = literal_options(annotation)
+    if options:
+        return options[0]
+    return 1 if takes(annotation, int) else "none" if takes(annotation, str) else {}

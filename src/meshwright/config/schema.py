@@ -1,0 +1,248 @@
+"""The spec dataclasses as pydantic models and as a JSON schema: one declaration, checked and explained everywhere.
+
+Nothing is declared twice: types, bounds, defaults and documentation are read from the dataclasses. The models are
+strict (`"12"` is not an integer, an unknown key is an error), except that an integer is good for a number and the word
+`none` for null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Annotated, Any, Literal, TypeGuard, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
+
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.yaml_positions import KeyPath
+from meshwright.spec.fields import Bound, describe_type, field_docs, hints_of, to_plain
+from meshwright.spec.run import RunSpec
+
+_ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
+_LIST: Any = list
+_DICT: Any = dict
+# Tags of a union's branches, taken out of an error's path again.
+_SECTION, _TEXT, _NUMBER = "|section|", "|text|", "|number|"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One thing that a schema says about plain data."""
+
+    path: KeyPath
+    kind: Literal["unknown", "missing", "value"]
+
+
+def validate(cls: type, data: dict[str, Any]) -> tuple[dict[str, Any], list[Wrong]]:
+    """The given keys, coerced for `cls`, and everything wrong with them (the first is empty when anything is)."""
+    try:
+        return edge_model(cls).model_validate(data).model_dump(exclude_unset=True), []
+    except ValidationError as error:
+        return {}, [_wrong(detail) for detail in error.errors(include_url=False, include_context=False)]
+
+
+@cache
+def edge_model(cls: type) -> type[BaseModel]:
+    """The pydantic model of a spec dataclass."""
+    fields: dict[str, Any] = {f.name: (_edge_type(hints_of(cls)[f.name]), _default(f)) for f in dataclasses.fields(cls)}
+    config = ConfigDict(extra="forbid", strict=True)
+    return create_model(cls.__name__, __config__=config, __doc__=_first_line(cls), **fields)
+
+
+@cache
+def docs_of(cls: type) -> dict[str, str]:
+    """The documentation of every field, inherited ones included."""
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    return {name: " ".join(text.split()) for base in bases for name, text in field_docs(base).items()}
+
+
+def section_of(annotation: Any) -> type | None:
+    """The spec dataclass an annotation holds, through unions and lists; None when it holds plain values."""
+    if _is_section(annotation):
+        return annotation
+    inner = typing.get_args(annotation) if typing.get_origin(annotation) is not Literal else ()
+    return next((found for part in inner if (found := section_of(part))), None)
+
+
+def annotation_at(cls: type, path: KeyPath) -> Any:
+    """The annotation of the field, list item or mapping value at `path`; None where the schema has nothing."""
+    annotation: Any = cls
+    for step in path:
+        annotation = _container(annotation)
+        if _is_section(annotation):
+            annotation = hints_of(annotation).get(str(step))
+        else:
+            arguments = typing.get_args(annotation)
+            annotation = arguments[-1 if typing.get_origin(annotation) is dict else 0] if arguments else None
+    return annotation
+
+
+def all_keys(cls: type, under: KeyPath = ()) -> Iterator[KeyPath]:
+    """The path of every field of `cls` and of its sections, list items left out."""
+    for name, annotation in hints_of(cls).items():
+        yield (*under, name)
+        section = section_of(annotation)
+        if section and typing.get_origin(_container(annotation)) is not tuple:
+            yield from all_keys(section, (*under, name))
+
+
+def expected_text(annotation: Any) -> str:
+    """What a field takes, in words."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation == hints_of(RunSpec)["plan"]:
+        return "auto, a plan file, or a section of pins"
+    if origin in (Union, types.UnionType):
+        text = " or ".join(expected_text(part) for part in arguments if part is not type(None))
+        return f"{text}, or none" if type(None) in arguments and not _takes_none_as_text(annotation) else text
+    if _is_section(annotation):
+        keys = list(hints_of(annotation))
+        return f"a section ({', '.join(keys[:4])}{', …' if len(keys) > 4 else ''})"
+    if origin is tuple:
+        return f"a list, each item {expected_text(arguments[0])}"
+    if origin is dict:
+        return f"a mapping from name to {expected_text(arguments[1])}"
+    return describe_type(annotation)
+
+
+def literal_options(annotation: Any) -> tuple[str, ...]:
+    """The words a field takes; empty when it is not a choice of words."""
+    if typing.get_origin(annotation) is Literal:
+        return tuple(map(str, typing.get_args(annotation)))
+    return tuple(word for part in typing.get_args(annotation) for word in literal_options(part))
+
+
+def takes(annotation: Any, kind: type) -> bool:
+    """Whether a field takes plain values of `kind`."""
+    inner = typing.get_args(annotation) if typing.get_origin(annotation) in (Annotated, Union, types.UnionType) else ()
+    return annotation is kind or any(takes(part, kind) for part in inner)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (2020-12) of a run file, for editors. No key is required: `extends` or an override may give it."""
+    schema = edge_model(RunSpec).model_json_schema()
+    definitions = schema.pop("$defs")
+    for cls in [RunSpec, *_sections(RunSpec)]:
+        described = schema if cls is RunSpec else definitions[cls.__name__]
+        described.pop("required", None)
+        for name, text in docs_of(cls).items():
+            described["properties"][name]["description"] = text
+    keys = schema["properties"]
+    base = {"type": "string", "description": "Preset or run file whose keys this file builds on."}
+    schema["properties"] = {"extends": base, **keys}
+    _allow(keys["model"], {"enum": list(MODEL_PRESETS)})
+    _allow(keys["cluster"], {"type": "string"})
+    _allow(definitions["DataSpec"]["properties"]["mix"], {"type": "string"})
+    _allow(definitions["ObserveSpec"]["properties"]["wandb"], {"type": "string"})
+    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "meshwright run file"}
+    return {**schema, **top, "$defs": definitions}
+
+
+def _sections(cls: type) -> list[type]:
+    """The spec dataclasses below `cls`, each once."""
+    found: dict[type, None] = {}
+    for annotation in hints_of(cls).values():
+        section = section_of(annotation)
+        if section:
+            found.update(dict.fromkeys([section, *_sections(section)]))
+    return list(found)
+
+
+def _allow(prop: dict[str, Any], shorthand: dict[str, Any]) -> None:
+    """Adds a shorthand beside the section or mapping that `prop` describes."""
+    about = {key: prop.pop(key) for key in ("description", "default", "title") if key in prop}
+    section = dict(prop)
+    prop.clear()
+    prop.update({"anyOf": [section, shorthand], **about})
+
+
+def _edge_type(annotation: Any) -> Any:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        limits = [_limits(bound) for bound in arguments[1:] if isinstance(bound, Bound)]
+        return _ANNOTATED[_edge_type(arguments[0]), *limits]
+    if origin in (Union, types.UnionType):
+        return _edge_union(annotation, arguments)
+    if origin is tuple:
+        return _LIST[_edge_type(arguments[0])]
+    if origin is dict:
+        return _DICT[str, _edge_type(arguments[1])]
+    if _is_section(annotation):
+        return edge_model(annotation)
+    return _ANNOTATED[float, Field(allow_inf_nan=False)] if annotation is float else annotation
+
+
+def _edge_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
+    """`X | None`, or a section or a number beside text."""
+    options = [part for part in arguments if part is not type(None)]
+    if len(options) == 1:
+        nullable = _edge_type(options[0]) | None
+        own_none = _takes_none_as_text(annotation)
+        return nullable if own_none else _ANNOTATED[nullable, BeforeValidator(_none_word), _NONE_WORD]
+    tags = [_SECTION if _is_section(part) else _NUMBER if takes(part, int) else _TEXT for part in options]
+    branches = [_ANNOTATED[_edge_type(part), Tag(tag)] for part, tag in zip(options, tags, strict=True)]
+    return _ANNOTATED[reduce(operator.or_, branches), Discriminator(_branch_of_value)]
+
+
+def _branch_of_value(value: Any) -> str:
+    if isinstance(value, (dict, BaseModel)):
+        return _SECTION
+    return _NUMBER if isinstance(value, (int, float)) else _TEXT
+
+
+def _none_word(value: Any) -> Any:
+    return None if value == "none" else value
+
+
+def _add_none_word(schema: dict[str, Any]) -> None:
+    schema.setdefault("anyOf", []).append({"const": "none"})
+
+
+_NONE_WORD = Field(json_schema_extra=_add_none_word)
+
+
+def _takes_none_as_text(annotation: Any) -> bool:
+    return "none" in literal_options(annotation)
+
+
+def _limits(bound: Bound) -> Any:
+    return Field(ge=bound.at_least, gt=bound.more_than, le=bound.at_most, lt=bound.less_than)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return to_plain(field.default)
+    if field.default_factory is dataclasses.MISSING:
+        return ...
+    try:
+        return to_plain(field.default_factory())
+    except TypeError:  # a section with required keys
+        return ...
+
+
+def _is_section(annotation: Any) -> TypeGuard[type]:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def _container(annotation: Any) -> Any:
+    """The part of an annotation that can hold keys or items: bounds, None and plain text taken away."""
+    if typing.get_origin(annotation) is Annotated:
+        return _container(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        parts = [_container(part) for part in typing.get_args(annotation)]
+        return next((part for part in parts if _is_section(part) or typing.get_args(part)), None)
+    return annotation
+
+
+def _wrong(detail: Any) -> Wrong:
+    path = tuple(step for step in detail["loc"] if step not in (_SECTION, _TEXT, _NUMBER))
+    kinds: dict[str, Literal["unknown", "missing"]] = {"extra_forbidden": "unknown", "missing": "missing"}
+    return Wrong(path, kinds.get(detail["type"], "value"))
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().split("\n")[0]

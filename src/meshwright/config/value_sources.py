@@ -1,0 +1,245 @@
+"""Where a run's values come from, in fixed order: the base that a file extends, the file, the command line.
+
+Every source is read with the places of its tokens, its shorthands are expanded (`model: NAME`, `data.mix: DIR`,
+`cluster: auto | NAME | FILE`), and a later source is merged over the earlier ones. Files that describe something (`extends`,
+`cluster`, `plan`, `cluster.profile`) are looked for beside the file that names them; data and weights from the current directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.presets import CLUSTER_PRESETS, MODEL_PRESETS, cluster_names, run_preset
+from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, parse_yaml, read_yaml, say
+from meshwright.spec.errors import nearest_file
+
+COMMAND_LINE = "command line"
+QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
+EMBEDDED = "quickstart.yaml (embedded)"
+Detect = Callable[[], dict[str, Any]]
+_SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe")
+
+
+def shown_name(path: Path | None) -> str:
+    """How messages name a run's file."""
+    return EMBEDDED if path in (None, QUICKSTART) else str(path)
+
+
+def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> Document:
+    """Everything that is said about the run whose file is at `path`, merged; see `merge` for the rules.
+
+    Without a path the overrides are laid over the quick start's run, of which its cluster is left out, and its model where an override
+    names any key of a model: `model.family=gpt2` must not train a model with the dimensions of another.
+    """
+    document = _with_base(path or QUICKSTART, shown_name(path), (), detect)
+    if path is None:
+        _drop(document, "cluster")
+        if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "model" for text in overrides):
+            _drop(document, "model")
+            document.put(("model",), {}, Place(COMMAND_LINE))
+    for text in overrides:
+        document = _overridden(document, text, detect)
+    return document
+
+
+def _drop(document: Document, section: str) -> None:
+    """Takes a section out of `document`, with the places of its keys."""
+    del document.data[section]
+    for places in (document.keys, document.values):
+        for path in [path for path in places if path[:1] == (section,)]:
+            del places[path]
+
+
+def merge(base: Document, over: Document) -> Document:
+    """`over` laid on `base`: sections key by key; lists, `data.mix` and values of another kind as a whole.
+
+    A later source that names another preset starts the `model` section anew.
+    """
+    return Document(
+        merged(base.data, over.data),
+        over.top,
+        {**base.keys, **over.keys},
+        {**base.values, **over.values},
+        base.mistakes + over.mistakes,
+        base.partial or over.partial,
+        base.rejected | over.rejected,
+    )
+
+
+def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
+    """The merge of plain data alone."""
+    if not isinstance(base, dict) or not isinstance(over, dict) or path == ("data", "mix"):
+        return over
+    if path == ("model",) and over.get("preset") not in (None, base.get("preset")):
+        return over
+    return {**base, **{key: merged(base.get(key), value, (*path, key)) for key, value in over.items()}}
+
+
+def _with_base(path: Path, shown: str, above: tuple[Path, ...], detect: Detect) -> Document:
+    """The file at `path` over what it extends."""
+    document = read_yaml(path, shown)
+    if document.has(("mesh",)) and document.has(("batch",)):
+        beside = f"a run file; a plan is given beside one, as plan={shown}"
+        document.complain(document.key_place(("mesh",)), "mesh", beside, "a plan")
+        document.data, document.partial = {}, True
+    place = document.value_place(("extends",))
+    name = document.data.pop("extends", None)
+    _expand(document, path.parent, detect)
+    if name is None:
+        return document
+    if isinstance(name, str) and name in MODEL_PRESETS:
+        base = Document({}, place)
+        for section, keys in run_preset(name).items():
+            base.put((section,), keys, place)
+        return merge(base, document)
+    file = path.parent / os.path.expanduser(str(name))
+    chain = (*above, path.resolve())
+    if not isinstance(name, str) or not os.path.isfile(file):
+        close = nearest_file(str(name), [*MODEL_PRESETS, *_yaml_files(path.parent)])
+        document.complain(place, "extends", "a preset or an existing run file", say(name), close)
+    elif file.resolve() in chain:
+        circle = " → ".join(part.name for part in (*chain, file.resolve()))
+        document.complain(place, "extends", "a chain of files that ends", f"a circle: {circle}")
+    else:
+        return merge(_with_base(file, os.path.normpath(file), chain, detect), document)
+    document.partial = True
+    return document
+
+
+def _overridden(document: Document, text: str, detect: Detect) -> Document:
+    """`document` with one `KEY=VALUE` of the command line laid over it."""
+    place = Place(COMMAND_LINE)
+    key, equals, written = text.removeprefix("--").partition("=")
+    value = parse_yaml(written, COMMAND_LINE)
+    for mistake in value.mistakes:
+        document.complain(place, key, mistake.expected, mistake.got)
+    try:
+        if not equals or not key:
+            raise _CannotOverride("KEY=VALUE, as in train.steps=200", say(text))
+        if key == "extends":
+            raise _CannotOverride("`extends` in a run file only; here, model=NAME", say(written))
+        steps = ["data", "mix", key[len("data.mix.") :]] if key.startswith("data.mix.") else key.split(".")
+        data = _nested(document.data, steps, value.data if written.strip() else None, ())
+    except _CannotOverride as refusal:
+        document.complain(place, key, refusal.expected, refusal.got)
+        return document
+    if value.mistakes:
+        return document
+    over = Document(data, document.top)
+    path = _changed(document, steps)
+    over.mark(path, over.get(path), place)
+    _expand(over, Path(), detect)
+    return merge(document, over)
+
+
+def _changed(document: Document, steps: list[str]) -> KeyPath:
+    """The path of what an override sets, steps into lists as numbers; it ends where there was no section to go into."""
+    path: KeyPath = ()
+    for step in steps:
+        around = document.get(path)
+        if not isinstance(around, (dict, list)):
+            break
+        path = (*path, int(step) if isinstance(around, list) else step)
+    return path
+
+
+class _CannotOverride(Exception):
+    def __init__(self, expected: str, got: str) -> None:
+        super().__init__(expected, got)
+        self.expected, self.got = expected, got
+
+
+def _nested(there: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
+    """The data that, merged over `there`, sets `value` at `steps` below it."""
+    if not steps:
+        return value
+    step, rest = steps[0], steps[1:]
+    if isinstance(there, list):
+        if not step.isdigit() or int(step) >= len(there):
+            raise _CannotOverride(f"an item of {dotted(path)}, 0 to {len(there) - 1}", say(step))
+        items = list(there)
+        items[int(step)] = merged(items[int(step)], _nested(items[int(step)], rest, value, (*path, step)))
+        return items
+    if path == ("plan",) and isinstance(there, str) and there != "auto":
+        raise _CannotOverride("plan=auto before it, or a change in the plan file", f"a pin beside plan={there}")
+    known = there if isinstance(there, dict) else {}
+    inner = _nested(known.get(step), rest, value, (*path, step))
+    return {**known, step: inner} if path == ("data", "mix") else {step: inner}
+
+
+def _expand(document: Document, folder: Path, detect: Detect) -> None:
+    """Replaces the shorthands of one source by the sections they stand for, and `~` by the home directory."""
+    data = document.data
+    for section in _SECTIONS:
+        if section in data and data[section] is None:
+            data[section] = {}
+    if isinstance(data.get("model"), str):
+        document.put(("model",), {"preset": data["model"]}, document.value_place(("model",)))
+    _expand_cluster(document, folder, detect)
+    _expand_profile(document, folder)
+    _expand_plan(document, folder)
+    if isinstance(document.get(("data", "mix")), str):
+        document.put(("data", "mix"), {data["data"]["mix"]: 1.0}, document.value_place(("data", "mix")))
+    project = document.get(("observe", "wandb"))
+    if isinstance(project, str) and project != "none":
+        document.put(("observe", "wandb"), {"project": project}, document.value_place(("observe", "wandb")))
+    _expand_home(document)
+
+
+def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
+    given, place = document.get(("cluster",)), document.value_place(("cluster",))
+    if not isinstance(given, str):
+        return
+    if given == "auto":
+        document.put(("cluster",), detect(), place)
+        return
+    file = folder / os.path.expanduser(given)
+    if given in cluster_names() and not os.path.isfile(file):
+        file = CLUSTER_PRESETS / f"{given}.yaml"
+    if not os.path.isfile(file):
+        close = nearest_file(given, ["auto", *cluster_names(), *_yaml_files(folder)])
+        document.reject(("cluster",), "auto, a built-in cluster, an existing cluster file, or a section", nearest=close)
+        return
+    document.graft("cluster", read_yaml(file, os.path.normpath(file)))
+    _expand_profile(document, file.parent)
+
+
+def _expand_profile(document: Document, folder: Path) -> None:
+    """A profile is looked for beside the file that names it: the run's, or the cluster's own."""
+    given = document.get(("cluster", "profile"))
+    if isinstance(given, str) and given != "none":
+        document.data["cluster"]["profile"] = os.path.abspath(folder / os.path.expanduser(given))
+
+
+def _expand_plan(document: Document, folder: Path) -> None:
+    given = document.get(("plan",))
+    if not isinstance(given, str) or given == "auto":
+        return
+    file = folder / os.path.expanduser(given)
+    if os.path.isfile(file):
+        document.data["plan"] = os.path.abspath(file)
+    else:
+        close = nearest_file(given, ["auto", *_yaml_files(folder)])
+        document.reject(("plan",), "auto, an existing plan file, or a section of pins", nearest=close)
+
+
+def _expand_home(document: Document) -> None:
+    mix, validation = document.get(("data", "mix")), document.get(("data", "validation"))
+    if isinstance(mix, dict) and any(name.startswith("~") for name in mix):
+        places = {name: document.value_place(("data", "mix", name)) for name in mix}
+        document.put(("data", "mix"), {}, document.value_place(("data", "mix")))
+        for name, weight in mix.items():
+            document.put(("data", "mix", os.path.expanduser(name)), weight, places[name])
+    if isinstance(validation, str):
+        document.data["data"]["validation"] = os.path.expanduser(validation)
+    init = document.get(("model", "init"))
+    if isinstance(init, str):
+        kind, colon, where = init.partition(":")
+        document.data["model"]["init"] = f"{kind}{colon}{os.path.expanduser(where)}"
+
+
+def _yaml_files(folder: Path) -> list[str]:
+    return [file.name for file in folder.glob("*.y*ml")]

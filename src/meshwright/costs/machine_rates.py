@@ -1,0 +1,174 @@
+"""A ClusterSpec as the cost model sees it: one rate of each kind, that of the slowest nodes, since a step waits for them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from meshwright.config.profile_file import load_profile
+from meshwright.costs.constants import Constants
+from meshwright.costs.inputs import Machine
+from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
+from meshwright.spec.chips import CHIPS, Chip, GiB
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import BadInput
+from meshwright.spec.network import NetworkSpec
+from meshwright.spec.nodes import node_kinds
+
+FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp8": 2.0, "nvfp4": 3.0}
+"""Number format of matrix products → Machine.low."""
+KERNEL_US = 10.0
+"""What one operation costs a processor beside its arithmetic and bytes: a guess."""
+GUESSED_SPREAD, MEASURED_SPREAD, CORRECTED_SPREAD = (-1.1, 1.1), (-0.3, 0.9), (-0.2, 0.2)
+
+
+def chip_of(cluster: ClusterSpec) -> Chip | None:
+    """The device of `cluster`: the chip table's, or one whose rates its profile measured, or a guess for a processor and for a device of
+    stated memory.
+
+    None for a device of which nothing is known. A guessed processor has this host's cores, shared by the node's ranks.
+    Raises BadInput when the profile cannot be read.
+    """
+    if cluster.gpu in CHIPS:
+        return CHIPS[cluster.gpu]
+    if cluster.profile is not None:
+        return chip_of_profile(load_profile(cluster.profile))
+    if cluster.is_cpu:
+        return guessed_processor((os.cpu_count() or 1) // cluster.gpus_per_node)
+    return None if cluster.memory_gib is None else guessed_device(cluster.gpu, int(cluster.memory_gib * GiB))
+
+
+def is_guessed(cluster: ClusterSpec) -> bool:
+    """Whether the device is a CPU, or not in the chip table, and has no profile: its guessed rates are good for comparing plans, not for
+    predicting seconds."""
+    return cluster.gpu not in CHIPS and cluster.profile is None
+
+
+def unpredicted(cluster: ClusterSpec) -> str:
+    """What is said in place of seconds where `is_guessed`."""
+    if cluster.is_cpu:
+        return "CPU times are not predicted without a profile (`meshwright profile --out FILE` measures this machine)"
+    return f"rates of {cluster.gpu} are not known (`meshwright profile --out FILE` on it measures them)"
+
+
+def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
+    """Logarithms of the ends of the 80% band for a device that no fitted run was on; None for those of the chip table.
+
+    Set by hand, wide on purpose: a guessed rate may be off by a factor of three, and of a measured processor nobody knows how well a
+    step's many small operations reach the rates of large ones.
+    """
+    if cluster.gpu in CHIPS:
+        return None
+    if cluster.profile is None:
+        return GUESSED_SPREAD
+    return CORRECTED_SPREAD if load_profile(cluster.profile).corrections else MEASURED_SPREAD
+
+
+def fast_domain(cluster: ClusterSpec) -> int:
+    """Devices that see each other at link speed: what the network says, else a node's, or more where the chip's links leave its hosts."""
+    chip, per_node = chip_of(cluster), cluster.gpus_per_node
+    stated = cluster.network.domain if cluster.network else None
+    return stated or (max(per_node, chip.domain) if chip and per_node == chip.per_node else per_node)
+
+
+def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
+    """The machine that `cluster` describes, for products in `number_format`.
+
+    Raises BadInput for a chip that is not in the table, a format that one of the chips lacks, or groups of more nodes than there are.
+    """
+    network = cluster.network or NetworkSpec()
+    chips = _chips(cluster, number_format)
+    first = chips[0]
+    kinds = [kind for kind, _ in node_kinds(cluster)]
+    links = [kind.link_gb_per_s * 1e9 if kind.link_gb_per_s else _chip(cluster, kind.gpu).link for kind in kinds]
+    ports = [kind.port_gb_per_s * 1e9 if kind.port_gb_per_s else _chip(cluster, kind.gpu).nic for kind in kinds]
+    given = cluster.memory_bytes()
+    others = [chip.memory_bytes for chip in chips[1:]]
+    return Machine(
+        peak=min(chip.peak_flops[number_format] for chip in chips),
+        half_peak=min(_half(chip, number_format) for chip in chips),
+        low=FORMATS[number_format],
+        hbm=min(chip.hbm for chip in chips),
+        memory=min([given or first.memory_bytes, *others]),
+        link=min(links),
+        nic=min(ports),
+        host=min(chip.host for chip in chips),
+        domain=fast_domain(cluster),
+        per_node=cluster.gpus_per_node,
+        oversubscribed=network.oversubscription,
+        pod=network.pod_nodes * cluster.gpus_per_node if network.pod_nodes else float("inf"),
+        multiprocessors=float(first.multiprocessors),
+    )
+
+
+def with_latencies(k: Constants, cluster: ClusterSpec) -> Constants:
+    """Fitted constants with the latencies that the cluster states in place of the stack's."""
+    network = cluster.network or NetworkSpec()
+    stated = [kind.port_us for kind, _ in node_kinds(cluster) if kind.port_us is not None]
+    port = max(stated) if stated else k.net_us
+    return replace(k, net_us=port, link_us=network.link_us or k.link_us)
+
+
+def as_measured(
+    k: Constants, machine: Machine, cluster: ClusterSpec, number_format: str = "bf16"
+) -> tuple[Constants, Machine]:
+    """Constants and machine with what the cluster's profile measured, where it has one, and the latencies that the cluster states."""
+    if cluster.is_cpu:
+        k = on_processor(k)
+    if cluster.network:
+        k = with_latencies(k, cluster)
+    if cluster.profile is None:
+        return k, machine
+    profile = load_profile(cluster.profile)
+    k, machine, _ = with_profile(k, machine, profile, number_format)
+    network = cluster.network or NetworkSpec()  # a latency that is written down goes before one that was measured
+    return replace(k, net_us=network.port_us or k.net_us, link_us=network.link_us or k.link_us), machine
+
+
+def measured_port(cluster: ClusterSpec) -> float | None:
+    """GB/s that measured shares of a port are of, where the profile crossed nodes: what emulated nodes have unless the cluster says."""
+    profile = load_profile(cluster.profile) if cluster.profile else None
+    return reference_chip(profile).nic / 1e9 if profile and profile.nodes > 1 else None
+
+
+def on_processor(k: Constants) -> Constants:
+    """Constants of ranks on a processor: it computes where it launches, so there is no host beside it, and a step has no fixed cost."""
+    zero = 0.0
+    return replace(
+        k, slow=1.0, gemm=1.0, attention=1.0, hbm=1.0, link=1.0, net=1.0, tail_us=KERNEL_US, host_us=zero, host_tensor_us=zero,
+        host_micro_us=zero, step_ms=zero,
+    )  # fmt: skip
+
+
+def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:
+    if sum(group.nodes for group in cluster.groups) > cluster.nodes:
+        raise BadInput(
+            f"cluster.groups: they have more nodes than cluster.nodes = {cluster.nodes}; it counts all nodes"
+        )
+    differing = [group.gpu or cluster.gpu for group in cluster.groups]
+    rest = sum(group.nodes for group in cluster.groups) < cluster.nodes
+    chips = []
+    for name in dict.fromkeys([*([cluster.gpu] if rest else []), *differing]):
+        chip = _chip(cluster, name)
+        if number_format not in FORMATS or number_format not in chip.peak_flops:
+            known = ", ".join(kind for kind in chip.peak_flops if kind in FORMATS)
+            raise BadInput(f"cluster.gpu: {name} has no {number_format} products; it has {known}")
+        chips.append(chip)
+    return chips
+
+
+def _chip(cluster: ClusterSpec, name: str) -> Chip:
+    chip = chip_of(cluster) if name == cluster.gpu else CHIPS.get(name)
+    if chip is None:
+        raise BadInput(
+            f"cluster.gpu: {name} is not in the chip table, and cluster.profile names no file that `meshwright profile` wrote on it; "
+            f"known: {', '.join(CHIPS)}"
+        )
+    return chip
+
+
+def _half(chip: Chip, number_format: str) -> float:
+    """Rate of attention and head, which stay in 16 bit below narrower products and are as wide as wider ones."""
+    if number_format in ("fp32", "fp64"):
+        return chip.peak_flops[number_format]
+    return chip.peak_flops.get("bf16") or chip.peak_flops["fp16"]

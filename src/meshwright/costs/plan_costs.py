@@ -1,0 +1,318 @@
+"""Step time of a run's own Plan, from the closed-form cost model.
+
+Constants and band are this program's own (costs/own.yaml), fitted on its runs on H200; on other generations they are a guess
+(docs/cost-model.md). A plan's `layers` may differ; `plan_time` takes the mean of their steps, and
+a pipeline's fill is 1F1B's times a factor of the schedule. `simulator.step_simulation` plays the schedule itself, unit by unit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table, unmeasured
+from meshwright.costs.idle import NAMES, fill
+from meshwright.costs.inputs import ROWWISE, Array, Layouts, Machine, Shape, usual_imbalance
+from meshwright.costs.machine_rates import (
+    FORMATS,
+    GUESSED_SPREAD,
+    as_measured,
+    chip_of,
+    machine_of,
+    measured_port,
+    spread,
+)
+from meshwright.costs.step import StepCost, step_cost
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
+from meshwright.spec.model import ModelSpec, mean_span
+from meshwright.spec.network import NetworkSpec
+from meshwright.spec.nodes import slowest_rank
+from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Linear, Plan, Precision
+
+STACK = OWN
+"""Whose constants price a plan."""
+LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
+"""What one emulated node sends when the cluster does not say, in all and by each rank: NCCL's all-reduces over loopback between nodes of
+one and of two H200s (benchmarks/fit_own.py)."""
+MEASURED_AXES = ("pipeline", "replicate", "shard")
+"""Axes of this program's own runs, all of them on one host, which may play several nodes."""
+
+
+@dataclass(frozen=True)
+class PlanTime:
+    """Seconds of one step with the ends of their 80% band, and where they go."""
+
+    seconds: float
+    low: float
+    high: float
+    breakdown: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What a plan's costs are asked with, products in the format of its blocks: of most of them, where they differ."""
+
+    shape: Shape
+    machine: Machine
+    layout: Layouts
+    constants: Constants
+    others: Mapping[Linear, Pricing] = field(default_factory=dict)
+    """By the format of their linear layers, what the other blocks are priced with."""
+
+    def of(self, linear: Linear) -> Pricing:
+        """What blocks whose linear layers are in this format are priced with."""
+        return self.others.get(linear, self)
+
+
+def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> PlanTime | None:
+    """What one step of `plan` takes on `cluster`; None where the model says nothing (see `pricing`).
+
+    Raises BadInput for a cluster whose groups contradict it.
+    """
+    priced = pricing(model, train, plan, cluster)
+    if priced is None:
+        return None
+    filled = plan.predicted.memory_peak_bytes / priced.machine.memory if plan.predicted else 0.0
+    cost = _mean_cost(model, train, plan, priced, filled)
+    seconds = number(cost.seconds)
+    low, high = band(seconds, cluster, plan)
+    parts = {"compute": cost.compute, "optimizer": cost.optimizer, "host": cost.host + cost.constant}
+    if plan.axis_size("pipeline") > 1:
+        parts["bubble"] = cost.bubble
+    parts |= {f"exposed {axis}": share for axis, share in cost.exposed.items() if number(share) > 0}
+    return PlanTime(seconds, low, high, {name: number(part) for name, part in parts.items()})
+
+
+def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing | None:
+    """The cost model's inputs for `plan`; None where it says nothing (a chip that is neither known nor measured, an unknown format).
+
+    On unlike nodes those of the slowest pipeline rank: `simulator.slow_nodes` has each rank's own.
+    Raises BadInput for a cluster whose groups contradict it.
+    """
+    compute, cluster = plan.precision.compute, as_nodes(cluster)
+    if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
+        machine_of(cluster, products(plan.precision, cluster))  # says what is wrong with the groups
+        cluster = slowest_rank(cluster, Layout.of(plan, cluster.gpus_per_node))
+    chip = chip_of(cluster)
+    if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
+        return None
+    constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
+    if not is_measured(chip.generation) and cluster.gpu in CHIPS:
+        constants = replace(constants, **unmeasured(chip))
+    if cluster.network is None or cluster.network.fabric != "tcp":
+        constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
+    shape = _shape(model, train.seq_len)
+
+    def priced(linear: Linear) -> Pricing:
+        alike = replace(plan, precision=replace(plan.precision, linear=linear))
+        kind = products(alike.precision, cluster)
+        k, machine = as_measured(constants, _cached_machine(cluster, kind), cluster, kind)
+        if kind == "fp8" and linear == "fp8_rowwise":
+            machine = replace(machine, low=ROWWISE)
+        return Pricing(shape, machine, _layout(model, train, alike), k)
+
+    most, *others = _formats(model, plan)
+    return replace(priced(most), others={linear: priced(linear) for linear in others})
+
+
+@lru_cache(maxsize=64)  # as long as the list of its nodes to make
+def _cached_machine(cluster: ClusterSpec, kind: str) -> Machine:
+    return machine_of(cluster, kind)
+
+
+def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
+    """Formats of the blocks' linear layers, that of most blocks first."""
+    own = plan.precision.linear
+    if all(layer.linear is None for layer in plan.layers):
+        return [own]
+    return [linear for linear, _ in Counter(one.linear or own for one in plan.strategies(model.layers)).most_common()]
+
+
+def products(precision: Precision, cluster: ClusterSpec) -> str:
+    """Format in which the blocks' matrix products take their time: a processor plays fp8 in the format that it computes in."""
+    return precision.compute if cluster.is_cpu else precision.products
+
+
+def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with a host that plays several nodes written as those nodes, joined by TCP."""
+    if cluster.emulate_nodes == 1:
+        return cluster
+    network = cluster.network or NetworkSpec()
+    port = (
+        network.port_gb_per_s
+        or measured_port(cluster)
+        or min(LOOPBACK_GB_PER_S / cluster.ranks_per_node, LOOPBACK_PORT_GB_PER_S)
+    )
+    network = replace(network, fabric="tcp", port_gb_per_s=port, domain=None)
+    return replace(
+        cluster, nodes=cluster.emulate_nodes, gpus_per_node=cluster.ranks_per_node, network=network, emulate_nodes=1
+    )
+
+
+def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float]:
+    """The ends of the 80% band round a predicted step time, in seconds: narrow only where this program's own runs were like `plan`'s."""
+    (low, high), _ = doubt(cluster, plan)
+    return seconds * float(np.exp(low)), seconds * float(np.exp(high))
+
+
+def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
+    """Logarithms of the band's ends, and what they rest on.
+
+    Where this program never ran like that, published runs say how far a prediction strays from a source that was left out of the fit: those
+    of well-known stacks on the generation where this program ran on it, and elsewhere those of stacks that few sources know. A device that
+    nobody's runs were fitted on may be off by a factor of three.
+    """
+    bands = table()["bands"]
+    if (wide := spread(cluster)) is not None:
+        return wide, "set by hand: the device is in no table"
+    new = ", ".join(never_measured(cluster, plan))
+    chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
+    generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
+    if generation not in table()["generations"]:
+        return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
+    if not new and (is_measured(generation) or cluster.profile is not None):
+        return _even(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
+    if is_measured(generation):
+        width, whose = bands.get(generation, bands["default"]), f"on {generation} devices"
+    else:
+        width, whose, new = bands["default"], "of stacks that few sources know", f"{generation} devices"
+    return _even(width), f"published runs {whose}, left out of the fit: {OWN} was not measured with {new}"
+
+
+def _even(width: float) -> tuple[float, float]:
+    return -width, width
+
+
+def never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
+    """What of `plan` is unlike all of this program's own runs."""
+    found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
+    found += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
+    found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
+    copied = plan.gather_engine == "copy" and shard_size(plan) > 1
+    found += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
+    found += ["gradients exchanged"] if plan.reduce_engine == "exchange" and shard_size(plan) > 1 else []
+    low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
+    found += ["fp8 products"] if low else []
+    return found + (["several hosts"] if cluster.nodes > 1 else [])
+
+
+def number(value: object) -> float:
+    """The one number in a cost that may be an array of one."""
+    return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
+
+
+def gathered_bytes(precision: Precision) -> float:
+    """Bytes of a block's weight while it is gathered, for the closed form, which knows no wider format than bf16."""
+    return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
+
+
+def state_bytes(precision: Precision) -> float:
+    """Bytes of a parameter's state where its optimizer is in host memory: two moments, and the master weight unless that stays."""
+    return (8.0 if precision.stored == "fp64" else 4.0) * (2 + (precision.resident != precision.stored))
+
+
+def context_size(plan: Plan) -> int:
+    """Ranks that one sequence is split over."""
+    return plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
+
+
+def shard_size(plan: Plan) -> int:
+    """Ranks that parameters, gradients and optimizer are split over: the shard axis and, as they hold the same weights, context ranks."""
+    return plan.axis_size("shard") * context_size(plan)
+
+
+def experts_over(plan: Plan) -> int:
+    """Ranks, of those that share one tensor rank's weights, that a layer's experts are spread over."""
+    return plan.experts.expert if plan.experts else 1
+
+
+def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
+    """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
+    counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
+    moved = sum(count for layer, count in counts.items() if layer.activations_away) / model.layers
+    costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled, moved) for layer in counts]
+    shares = [count / model.layers for count in counts.values()]
+
+    def mean(parts: Sequence[Array]) -> Array:
+        return sum(share * part for share, part in zip(shares, parts, strict=True))
+
+    plain = {
+        part.name: mean([getattr(cost, part.name) for cost in costs])
+        for part in fields(StepCost)
+        if part.name != "exposed"
+    }
+    return StepCost(**plain, exposed={axis: mean([cost.exposed[axis] for cost in costs]) for axis in costs[0].exposed})
+
+
+def _uniform_cost(priced: Pricing, layer: LayerStrategy, filled: float, moved: float) -> StepCost:
+    """The step's cost if all layers were as `layer` is; activations of the share `moved` of them wait in host memory."""
+    layout = replace(priced.layout, **strategy_columns(layer, moved))
+    return step_cost(priced.shape, priced.machine, layout, priced.constants, filled)
+
+
+def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, float]:
+    """What a strategy sets in a layout, of which the share `moved` of all layers have their activations in host memory where it has."""
+    return {
+        "recompute": float(RECOMPUTES.index(layer.recompute)),
+        "keep_gathered": float(not layer.reshard),
+        "gather_once": float(not layer.reshard),
+        "reduce_once": float(layer.gradients == "whole"),
+        "offload": float(layer.optimizer_away),
+        "offload_activations": moved * layer.activations_away,
+    }
+
+
+def _shape(model: ModelSpec, seq_len: int) -> Shape:
+    routed = sum(model.routed(layer) for layer in range(model.layers))
+    heads, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    return Shape(
+        layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
+        kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
+        full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, mixer_layers=0, mixer_params=0,
+        ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
+        expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
+        gated=float(model.mlp == "swiglu"), tied=float(model.tied),
+        parallel=float(model.parallel_block and not routed),
+    )  # fmt: skip
+
+
+def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
+    shards, pipeline = shard_size(plan), plan.axis_size("pipeline")
+    table = stage_table(plan.schedule, pipeline, model.layers)
+    alike = len({sum(map(len, row)) for row in table}) == 1
+    expert = float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0
+    return Layouts(
+        tensor=float(plan.axis_size("tensor")), pipeline=float(pipeline),
+        virtual=float(len(table[0]) if pipeline > 1 else 1), dealt=float(not alike),
+        context=float(context_size(plan)), ulysses=float(plan.axis_size("context_ulysses")),
+        expert=expert, imbalance=float(usual_imbalance(expert)),
+        data=float(plan.data_ranks), zero=3.0 if shards > 1 else 0.0, shards=float(shards),
+        micro_batch=float(plan.batch.micro_batch), global_batch=float(plan.batch.global_batch), seq=float(train.seq_len),
+        sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
+        replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
+        fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
+        gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
+        exchanged=float(plan.reduce_engine == "exchange"),
+        tokens_copied=float(plan.tensor_engine == "copy"), state_bytes=state_bytes(plan.precision),
+        **_strides(plan), **strategy_columns(plan.layers[0]),
+    )  # fmt: skip
+
+
+def _strides(plan: Plan) -> dict[str, float]:
+    """Where the plan's order of axes puts the members of each kind of group."""
+    layout = Layout.of(plan, plan.ranks)
+    return {
+        "tensor_stride": layout.stride("tensor"),
+        "ring_stride": layout.stride("context_ring"),
+        "ulysses_stride": layout.stride("context_ulysses"),
+        "shard_stride": layout.stride("shard", "context_ring", "context_ulysses"),
+        "replicate_stride": layout.stride("replicate"),
+        "pipeline_stride": layout.stride("pipeline"),
+    }

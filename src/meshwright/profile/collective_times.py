@@ -1,0 +1,118 @@
+"""Collectives by operation, size and group: inside a node, across nodes, all groups of a kind at once, as axes of a mesh use them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+
+from meshwright.profile.call_timing import Call, Clock
+from meshwright.profile.team import Team
+from meshwright.spec.profile import CollectiveTime, Operation
+
+Parts = tuple[tuple[int, ...], ...]
+SIZES = {
+    "cuda": tuple(1 << power for power in (16, 20, 22, 24, 26, 28)),
+    "cpu": tuple(1 << power for power in (14, 18, 20, 22)),
+}
+"""Bytes of one operation."""
+LONG_SECONDS = 0.4
+"""An operation that takes longer is not asked for with more bytes."""
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The names since torch 2.13, and those before."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One division of all ranks into equal groups."""
+
+    parts: Parts
+    nodes: int
+    """That each group spans."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.parts[0])
+
+
+def collective_times(team: Team, clock: Clock, budget: float) -> list[CollectiveTime]:
+    """Every operation in every kind of group, from small to large, until `budget` seconds are spent. Empty for one rank."""
+    asked = kinds(team.ranks, team.ranks_per_node)
+    rows: list[CollectiveTime] = []
+    for number, kind in enumerate(asked):
+        start, share = time.perf_counter(), budget / len(asked)
+        group = team.group(kind.parts)
+        for op in get_args(Operation):
+            if op == "p2p" and kind.ranks != 2:
+                continue
+            rows += _sizes(team, clock, group, kind, op, share / 5)
+            if team.leader(time.perf_counter() - start) > 2 * share and number:
+                break
+    return rows
+
+
+def kinds(ranks: int, per_node: int) -> list[Kind]:
+    """Groups of 2, 4, 8 … neighbours up to a whole node; then one rank of every node, and everybody."""
+    sizes = [1 << power for power in range(1, 12) if (1 << power) < per_node and per_node % (1 << power) == 0]
+    sizes += [per_node] if per_node > 1 else []
+    found = [Kind(_blocks(range(ranks), size), 1) for size in sizes]
+    nodes = ranks // per_node
+    if nodes > 1 and per_node > 1:
+        found.append(Kind(tuple(tuple(range(first, ranks, per_node)) for first in range(per_node)), nodes))
+    if nodes > 1:
+        found.append(Kind((tuple(range(ranks)),), nodes))
+    return found
+
+
+def operation(op: Operation, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, Call]:
+    """Bytes (rounded to whole shares) and call of one operation. Weights travel in bf16 on a GPU, sums in fp32."""
+    ranks = group.size()
+    dtype = torch.bfloat16 if device.type == "cuda" and op not in ("reduce_scatter", "all_reduce") else torch.float32
+    share = max(1, size_bytes // dtype.itemsize // ranks)
+    whole = torch.zeros(share * ranks, dtype=dtype, device=device)
+    part = torch.zeros(share, dtype=dtype, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: gather_into(whole, part, group=group),
+        "reduce_scatter": lambda: scatter_into(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_to_all": _exchange(whole, group),
+        "p2p": lambda: _pass_on(whole, group),
+    }
+    return whole.nbytes, calls[op]
+
+
+def _sizes(
+    team: Team, clock: Clock, group: dist.ProcessGroup, kind: Kind, op: Operation, budget: float
+) -> list[CollectiveTime]:
+    sizes = SIZES[team.device.type]
+    rows: list[CollectiveTime] = []
+    for size, after in pairwise((*sizes, sizes[-1])):
+        size_bytes, call = operation(op, size, group, team.device)
+        seconds = clock.seconds(call, budget / len(sizes))
+        rows.append(CollectiveTime(op=op, ranks=kind.ranks, nodes=kind.nodes, bytes=size_bytes, seconds=seconds))
+        if seconds * after / size > LONG_SECONDS:
+            break
+    return rows
+
+
+def _exchange(whole: torch.Tensor, group: dist.ProcessGroup) -> Call:
+    received = torch.empty_like(whole)
+    return lambda: dist.all_to_all_single(received, whole, group=group)
+
+
+def _pass_on(message: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """From the first rank of a pair to the second."""
+    if group.rank() == 0:
+        dist.send(message, group=group, group_dst=1)
+    else:
+        dist.recv(message, group=group, group_src=0)
+
+
+def _blocks(ranks: range, size: int) -> Parts:
+    return tuple(tuple(ranks[start : start + size]) for start in range(0, len(ranks), size))

@@ -1,0 +1,55 @@
+"""A device's own memory: a copy, an element-wise pass, and the optimizer's step, which is one long pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.optim.adamw import AdamW
+from meshwright.profile.call_timing import Clock
+from meshwright.profile.team import Team
+from meshwright.spec.fields import from_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec
+from meshwright.state.parts import StateParts
+
+ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}
+"""Of one tensor: far more than any cache holds."""
+PARAMETERS = {"cuda": (1 << 24, 16), "cpu": (1 << 21, 8)}
+"""Elements of one parameter, and parameters."""
+
+
+def copy_rate(team: Team, clock: Clock, budget: float) -> float:
+    """Bytes read and written a second by a copy, on the slowest device."""
+    source, target = _tensor(team), _tensor(team)
+    return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source), budget)
+
+
+def pass_rate(team: Team, clock: Clock, budget: float) -> float:
+    """Bytes read and written a second by a sum of two tensors."""
+    a, b, out = _tensor(team), _tensor(team), _tensor(team)
+    return 3 * a.nbytes / clock.seconds(lambda: torch.add(a, b, out=out), budget)
+
+
+def adamw_rate(team: Team, clock: Clock, budget: float) -> float:
+    """fp32 parameters a second that AdamW steps on the slowest device."""
+    size, count = PARAMETERS[team.device.type]
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size, device=team.device)) for _ in range(count)])
+    gradients = [torch.full((size,), 1e-3, device=team.device) for _ in range(count)]
+    spec = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 256})
+    weights = {name: StateParts.of_whole(name, weight) for name, weight in model.named_parameters()}
+    optimizer = AdamW(model, spec, TrainSpec(steps=1, global_batch=1), weights)
+    norm = torch.ones((), device=team.device)
+
+    def step() -> None:
+        for parameter, gradient in zip(model, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step(1e-4, norm, norm)
+
+    return size * count / clock.seconds(step, budget)
+
+
+def _tensor(team: Team) -> torch.Tensor:
+    dtype = torch.bfloat16 if team.cuda else torch.float32
+    return torch.ones(ELEMENTS[team.device.type], device=team.device, dtype=dtype)

@@ -1,0 +1,122 @@
+"""From a step's device values to its line in metrics.jsonl, one step late so that the device is never waited for.
+
+The host launches step n + 1 before it reads step n; at that moment the device still has work, so reading costs nothing.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.observe.recorder import Clock, clock_of
+from meshwright.spec.errors import NumericalFailure
+from meshwright.spec.model import flops_per_token
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+from meshwright.training.train_step import StepFigures
+from meshwright.training.wire_count import WireCount
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    host: dict[str, Any]
+    values: torch.Tensor
+    end: Any
+
+
+class FigureReader:
+    """Turns step figures into metric records in order.
+
+    A step's time runs from the end of the step before it to its own end, on the device's clock.
+    """
+
+    def __init__(
+        self, run: RunSpec, plan: Plan, device: torch.device, tokens_before: int, wire: WireCount | None = None
+    ) -> None:
+        self._run, self._device, self._wire = run, device, wire
+        self._tokens = tokens_before
+        self._pending: list[_Pending] = []
+        self._clock: Clock = clock_of(device)
+        self._last_end = self._clock.stamp()
+        seq_len = run.train.seq_len
+        self._flops = {causal: flops_per_token(run.model, seq_len, causal=causal) for causal in (True, False)}
+        self._peak = run.cluster.peak_flops(plan.precision.compute)
+        self.stop_flag = 0
+
+    def push(self, step: int, figures: StepFigures, host: dict[str, Any]) -> list[dict[str, Any]]:
+        """Take a launched step's figures; returns the records that are complete now."""
+        earlier = [] if self._device.type == "cpu" else self.drain()
+        values = figures.values
+        if self._device.type == "cuda":
+            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values.copy_(figures.values, non_blocking=True)
+        self._pending.append(_Pending(step, host, values, self._clock.stamp()))
+        return self.drain() if self._device.type == "cpu" else earlier
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Records of everything pushed so far; waits for the device if it has to."""
+        records = [self._record(pending) for pending in self._pending]
+        self._pending.clear()
+        return records
+
+    def pause(self) -> None:
+        """Leave the time since the last step (a checkpoint, a validation) out of the next step's.
+
+        RuntimeError when a step has not been read yet: it would seem to end before it began.
+        """
+        if self._pending:
+            raise RuntimeError(f"pause before step {self._pending[0].step} was read: drain first")
+        self._last_end = self._clock.stamp()
+        if self._wire:
+            self._wire.pause()
+
+    def _record(self, pending: _Pending) -> dict[str, Any]:
+        self._clock.wait(pending.end)
+        loss, norm, valid, token_sum, flag, *routing = pending.values.tolist()
+        seconds = self._clock.seconds(self._last_end, pending.end)
+        self._last_end = pending.end
+        self.stop_flag = int(flag)
+        self._tokens += int(valid)
+        rate = self._run.train.global_batch * self._run.train.seq_len / seconds
+        each = rate / self._run.cluster.ranks
+        return {
+            "kind": "step",
+            "step": pending.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "tokens": self._tokens,
+            "token_sum": int(token_sum),
+            "tokens_per_second": rate,
+            "tokens_per_second_per_gpu": each,
+            "mfu": each * self._flops[True] / self._peak if self._peak else None,
+            "mfu_full": each * self._flops[False] / self._peak if self._peak else None,
+            "step_seconds": seconds,
+            **dict(zip(("balance_loss", "expert_load"), routing, strict=False)),
+            **memory_peak(self._device),
+            **(self._wire.step() if self._wire else {}),
+            **pending.host,
+        }
+
+
+def memory_peak(device: torch.device) -> dict[str, int]:
+    """The most memory this rank has held: what torch reserved and allocated on a GPU, what was resident on a CPU."""
+    if device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated(device)
+        return {"memory_peak_bytes": torch.cuda.max_memory_reserved(device), "memory_allocated_peak_bytes": allocated}
+    return {"memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def check_finite(record: dict[str, Any]) -> None:
+    """Raise NumericalFailure when a step's loss or gradient norm is not a number; its update was skipped."""
+    bad = [key for key in ("loss", "grad_norm") if not abs(record[key]) < float("inf")]
+    if bad:
+        raise NumericalFailure(
+            f"step {record['step']}: {' and '.join(bad)} not finite (loss {record['loss']}, gradient norm {record['grad_norm']}); the "
+            f"update was not applied. `meshwright data show RUN --step {record['step']}` names what the step read. The same command would "
+            "come to the same step: start another run from the last checkpoint (name=… model.init=checkpoint:RUN) with a lower "
+            "train.learning_rate or a longer train.warmup_steps"
+        )

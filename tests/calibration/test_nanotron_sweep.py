@@ -1,0 +1,64 @@
+"""nanotron's sweep: which runs kept only a share of the sequence, and what that does to memory and time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.calibration.nanotron_sweep import splits_sequence
+from meshwright.calibration.published_rows import read_row
+from meshwright.costs.constants import constants
+from meshwright.costs.footprint import footprint, keeping
+from meshwright.costs.inputs import Layouts
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.stage_layers import stage_layers
+from meshwright.costs.step import step_cost
+from meshwright.spec.cluster import ClusterSpec
+
+MODEL = shape(by_name("Llama-like-8.86B"))
+MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=8, gpus_per_node=8))
+PLAN = Layouts(tensor=8.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=2.0, zero=1.0, shards=2.0, micro_batch=4.0,
+               global_batch=256.0, seq=4096.0, recompute=0.0, balanced=1.0)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "splits"),
+    [
+        ({}, False), ({"micro_batch": 16.0}, True), ({"tensor": 1.0, "micro_batch": 16.0}, False),
+        ({"pipeline": 4.0, "tensor": 4.0}, False), ({"pipeline": 4.0, "data": 8.0}, True), ({"pipeline": 2.0}, True),
+        ({"tensor": 16.0, "data": 32.0}, True), ({"tensor": 32.0, "data": 16.0}, False),
+    ],
+)  # fmt: skip
+def test_the_rule(changed: dict[str, float], splits: bool) -> None:
+    assert splits_sequence(MODEL, MACHINE, replace(PLAN, **changed)) is splits
+
+
+def test_split_runs_take_less_memory_and_more_time() -> None:
+    keep, k = keeping(["nanotron"]), constants("hopper", "nanotron")
+    split = replace(PLAN, sequence=1.0)
+    assert sum(footprint(MODEL, split, keep).values()) < sum(footprint(MODEL, PLAN, keep).values())
+    assert step_cost(MODEL, MACHINE, split, k).seconds > step_cost(MODEL, MACHINE, PLAN, k).seconds
+
+
+def test_a_row_says_what_was_assumed() -> None:
+    row = {"source": "HF playbook", "model": "Llama-like-8.86B", "gpu": "H100", "gpus": "16", "tp": "8", "pp": "1", "dp": "2",
+           "micro_batch": "4", "global_batch": "256", "seq": "4096"}  # fmt: skip
+    assert "sequence kept whole" in read_row(row).assumed
+    assert "sequence split by tensor parallelism" in read_row({**row, "gpus": "32", "pp": "2"}).assumed
+
+
+def test_a_stage_fills_until_it_passes_its_share() -> None:
+    """32 layers and a head worth 2.2: of four stages, 8.55 each, the first takes 9 and the last 6 beside the head."""
+    full, last = stage_layers(MODEL, replace(PLAN, pipeline=4.0))
+    assert (float(full), float(last)) == (9.0, 32.0 - 26.0)
+    assert stage_layers(MODEL, replace(PLAN, pipeline=2.0))[0] == 18.0
+
+
+def test_the_first_stage_may_be_asked_for() -> None:
+    """With one micro-batch and as many layers on each stage, the head and its logits make the last one the fuller."""
+    keep = keeping(["nanotron"])
+    deep = replace(PLAN, pipeline=4.0, balanced=0.0, global_batch=2.0, micro_batch=1.0)
+    first, fuller = (sum(footprint(MODEL, deep, keep, which).values()) for which in (1.0, 0.0))
+    assert first < fuller

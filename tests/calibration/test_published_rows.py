@@ -1,0 +1,136 @@
+"""Rows of tables of runs: every text is a default or a reason; measured columns change nothing."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from meshwright.calibration.published_rows import (
+    PLAN_COLUMNS,
+    fully_specified,
+    measured_seconds,
+    port_bandwidth,
+    read_row,
+)
+from meshwright.calibration.row_predictions import predict_rows
+
+RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
+PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"
+MEASURED = ("iter_time_s", "tokens_per_s", "tflops_per_gpu", "mfu", "mem_gb")
+ROW = {
+    "source": "a paper", "model": "Llama-3-8B", "gpu": "H100", "gpus": "16", "tp": "2", "pp": "1", "dp": "8", "micro_batch": "1",
+    "global_batch": "64", "seq": "4096", "layers": "32", "hidden": "4096", "dtype": "bf16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, str]]:
+    with RUNS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_row_is_answered(runs: list[dict[str, str]]) -> None:
+    found = predict_rows(runs)
+    assert len(found) == len(runs)
+    assert all((p.seconds is None) == bool(p.reason) for p in found)
+    complete = [p.seconds is not None for row, p in zip(runs, found, strict=True) if fully_specified(row)]
+    assert sum(complete) >= 0.9 * len(complete)
+    assert all(p.low <= p.seconds <= p.high for p in found if p.seconds is not None and p.low and p.high)
+
+
+def test_measured_columns_change_nothing(runs: list[dict[str, str]]) -> None:
+    some = runs[::7]
+    blank = [{**row, **dict.fromkeys(MEASURED, "")} for row in some]
+    assert predict_rows(blank) == predict_rows(some)
+
+
+def test_no_row_is_in_the_package(runs: list[dict[str, str]]) -> None:
+    text = "\n".join(
+        file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*") if file.suffix in (".py", ".yaml", ".csv")
+    )
+    long = [row[key] for row in runs for key in ("iter_time_s", "tokens_per_s") if len(row[key].replace(".", "")) >= 6]
+    assert not [number for number in set(long) if number in text]
+
+
+def test_blanks_take_stated_defaults() -> None:
+    reading = read_row({**ROW, "micro_batch": "", "dtype": ""})
+    assert reading.case is not None
+    said = " | ".join(reading.assumed)
+    for word in ("micro_batch 1", "cp 1", "ep 1", "vpp 1", "kv_heads 8", "dtype bf16", "network 400 Gb/s", "ffn"):
+        assert word in said or word == "ffn"
+    assert float(reading.case.shape.ffn) == 14336
+    unknown = read_row({**ROW, "model": "Mine", "layers": "10", "hidden": "1024"})
+    assert unknown.case is not None
+    assert unknown.case.shape.heads == unknown.case.shape.kv_width / 2 / (1024 / unknown.case.shape.heads)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"gpu": "Abacus 9000"}, "Abacus 9000"), ({"gpu": ""}, "gpu"), ({"tp": ""}, "tp"), ({"gpus": "many"}, "many"),
+        ({"model": "Mine", "layers": ""}, "Mine"), ({"global_batch": "0"}, "global_batch"), ({"seq": "nan"}, "seq"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_expressed_says_why(changed: dict[str, str], word: str) -> None:
+    (found,) = predict_rows([{**ROW, **changed}])
+    assert found.seconds is None
+    assert found.reason is not None
+    assert word in found.reason
+
+
+texts = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(["", "-1", "0", "1e9", "2", "8", "nan", "inf", "H100", "fp8", "full", "zero-3"]),
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*ROW, "cp", "ep", "vpp", "zero/fsdp", "recompute", "interconnect", "params", "ffn", "note"]),
+        texts,
+    )
+)
+@example({"layers": "", "hidden": "1"})
+@settings(max_examples=150, deadline=None)
+def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
+    (found,) = predict_rows([{**ROW, **changed}])
+    assert (found.seconds is None) == bool(found.reason)
+    if found.seconds is not None:
+        assert found.seconds > 0
+        assert found.seconds < float("inf")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", ["-1", "-0.5", "0.3", "1e-300", "1e308", "1e15", "nan", "inf", "0"])
+@pytest.mark.parametrize(
+    "column", ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "tp", "pp", "cp", "dp", "micro_batch"]
+)
+def test_no_size_is_a_wrong_figure(column: str, value: str) -> None:
+    """A size that no run has gives a reason, or is taken as blank; never a time that is negative or not a number."""
+    (found,) = predict_rows([{**ROW, column: value}])
+    if value in ("-1", "-0.5", "0.3", "1e-300", "1e308"):
+        assert found.seconds is None and found.reason is not None and column in found.reason
+    elif found.seconds is not None:
+        assert 0 < found.seconds < float("inf")
+
+
+def test_a_time_may_come_from_tokens() -> None:
+    assert measured_seconds({**ROW, "tokens_per_s": "131072"}) == 64 * 4096 / 131072
+    assert measured_seconds(ROW) is None
+    assert all(key in ROW for key in PLAN_COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes"),
+    [
+        ("NVLink; 800 Gb/s per node", 12.5), ("NVSwitch; 8x HDR200 InfiniBand (Selene)", 25), ("NVLink; CX-7 400 Gb/s per GPU", 50),
+        ("NVLink4; 8x50 GB/s InfiniBand per node", 50), ("RoCE 1600 Gb/s per node", 25), ("NVLink4; EFA between nodes", 50),
+        ("NVLink (single node)", None), ("", None),
+    ],
+)  # fmt: skip
+def test_networks_in_words(text: str, gigabytes: float | None) -> None:
+    assert port_bandwidth(text, 8) == (None if gigabytes is None else gigabytes * 1e9)

@@ -1,0 +1,266 @@
+"""Rules between keys: each broken one is reported at the key that breaks it, together with everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.load import load_run
+from meshwright.spec.errors import BadConfig, Mistake
+
+BASE = "model: {preset: llama-nano}\ntrain: {steps: 10, global_batch: 8}\ncluster: {gpus_per_node: 4}\n"
+MIXTURE = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]
+
+
+def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    try:
+        load_run(file, overrides)
+    except BadConfig as error:
+        return list(error.mistakes)
+    return []
+
+
+def test_a_chip_may_be_written_in_any_letters() -> None:
+    words = ["cluster={gpu: h200, nodes: 2, groups: [{nodes: 1, gpu: mi300x}]}", "model=llama-nano"]
+    cluster = load_run(None, words).cluster
+    assert (cluster.gpu, cluster.groups[0].gpu) == ("H200", "MI300X")
+    assert load_run(None, ["cluster.gpu=CPU"]).cluster.is_cpu
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected", "nearest"),
+    [
+        (["model.kv_heads=3"], "model.kv_heads", "a divisor of model.heads = 4", "2"),
+        (["model.head_dim=33"], "model.head_dim", "an even number", "34"),
+        (["train.seq_len=2000"], "train.seq_len", "at most model.max_seq_len = 1024, which can be raised", "1024"),
+        (["train.seq_len=2000", "model.positions=learned"], "train.seq_len", "learned positions", "1024"),
+        (["train.warmup_steps=10"], "train.warmup_steps", "fewer than train.steps = 10", "1"),
+        (["train.steps=2", "train.warmup_steps=5"], "train.warmup_steps", "fewer than train.steps = 2", "1"),
+        (["train.global_batch=9", "plan.shard=4"], "train.global_batch", "a multiple of 4 (plan.shard 4)", "12"),
+        (
+            ["plan={shard: 4, micro_batch: 4}"],
+            "train.global_batch",
+            "a multiple of 16 (plan.shard 4 × plan.micro_batch 4)",
+            "16",
+        ),
+        (["plan.shard=3"], "plan.shard", "a divisor of the cluster's 4 ranks", "2"),
+        (["plan.replicate=8"], "plan.replicate", "a divisor of the cluster's 4 ranks", "4"),
+        (["plan={replicate: 2, shard: 4}"], "plan.shard", "plan.shard a divisor of the cluster's 4 ranks", "2"),
+        (
+            ["plan={replicate: 1, shard: 2, pipeline: 1, tensor: 1, context_ring: 1, context_ulysses: 1}"],
+            "plan.shard",
+            "plan.replicate × plan.shard = the cluster's 4 ranks",
+            "4",
+        ),
+        (["cluster.gpu=h20x"], "cluster.gpu", "H20", "H20"),
+        (["cluster.gpu=NVIDIA A100-SXM4-80GB"], "cluster.gpu", "memory_gib", "A100"),
+        (["cluster.gpu=CPUs"], "cluster.gpu", "cpu", "cpu"),
+        (["cluster.gpu=H100", "plan.compute=fp64"], "plan.compute", "fp64 runs on cpu only", "fp32"),
+        (["cluster.gpu=T4", "plan.compute=bf16"], "plan.compute", "fp16 or fp32 on T4", "fp32"),
+        (["cluster.gpu=A100", "plan.compute=fp16"], "plan.compute", "bf16 or fp32 on A100", "fp32"),
+        (["plan.compute=fp16"], "plan.compute", "on cpu", "fp32"),
+        (["cluster.gpu=A100", "plan.linear=fp8_rowwise"], "plan.linear", "A100 has no fp8 products", "compute"),
+        (
+            ["plan={linear: fp8_rowwise, gather: fp8}"],
+            "plan.gather",
+            "no layer's `linear` is fp8_tensorwise",
+            "compute",
+        ),
+        (["plan.gather=fp8"], "plan.gather", "no layer's `linear` is fp8_tensorwise", "compute"),
+        (["plan={linear: fp8_rowwise, compute: fp64}"], "plan.linear", "fp8 goes with bf16 or fp32", "compute"),
+        (
+            ["plan.linear=fp8_rowwise", "train.seq_len=1000"],
+            "plan.linear",
+            "train.seq_len = 1000 is no multiple",
+            "compute",
+        ),
+        (
+            ["plan={linear: fp8_rowwise, context_ring: 4}", "train.seq_len=1000"],
+            "plan.linear",
+            "train.seq_len ÷ 4 context ranks = 250 is no multiple",
+            "compute",
+        ),
+        (["plan.context_ring=4", "train.seq_len=1020"], "plan.context_ring", "must be a multiple of 8", "2"),
+        (
+            ["plan={context_ulysses: 4, shard: 1}", "model.heads=6", "model.kv_heads=3"],
+            "plan.context_ulysses",
+            "model.heads = 6",
+            "1",
+        ),
+        (["plan.linear=fp8_rowwise", "model.ffn_hidden=1000"], "plan.linear", "ffn_hidden = 1000 is no", "compute"),
+        (["plan={layers: [{range: all, linear: fp8_rowwise}], gather: fp8}"], "plan.gather", "tensorwise", "compute"),
+        (["plan={reshard: true, layers: [{range: all}]}"], "plan.reshard", "inside plan.layers only", None),
+        (["plan={recompute: none, layers: [{range: all}]}"], "plan.recompute", "inside plan.layers only", None),
+        (["plan={layers: [{range: 0-1}]}"], "plan.layers", "ranges that cover layers 0-3", None),
+        (["plan={layers: []}"], "plan.layers", "ranges that cover layers 0-3", None),
+        (["plan={layers: [{range: 0-2}, {range: 2-3}]}"], "plan.layers.1.range", "no earlier range covers", None),
+        (["plan={layers: [{range: 0-7}]}"], "plan.layers.0.range", "inside layers 0-3", None),
+        (["plan={layers: [{range: first}]}"], "plan.layers.0.range", "all, N or FIRST-LAST", None),
+        (["plan={offload: both, layers: [{range: all}]}"], "plan.offload", "inside plan.layers only", None),
+        (["plan.expert=2"], "plan.expert", "no key, as the model is dense", None),
+        (["model.expert_hidden=64"], "model.expert_hidden", "0, as model.experts is 0", "0"),
+        ([*MIXTURE, "model.experts_per_token=9"], "model.experts_per_token", "1 to model.experts = 8", "8"),
+        ([*MIXTURE, "model.expert_hidden=0"], "model.expert_hidden", "the width inside one expert", "640"),
+        ([*MIXTURE, "model.first_dense_layers=4"], "model.first_dense_layers", "fewer than model.layers = 4", "3"),
+        ([*MIXTURE, "plan.expert=3"], "plan.expert", "a divisor of model.experts = 8", "2"),
+        ([*MIXTURE, "plan={expert: 4, shard: 2}"], "plan.expert", "a divisor of plan.shard × context ranks = 2", "2"),
+        (["model.experts=8", "model.expert_hidden=64"], "model.experts_per_token", "1 to model.experts = 8", "1"),
+        (["data.mix={}"], "data.mix", "at least one", "stdlib"),
+        (["name=a/b"], "name", "a folder name", "a-b"),
+        (["name='...'"], "name", "a folder name", None),
+        (["model.init=hg:dir"], "model.init", "hf:DIR", None),
+        (
+            ["model={family: llama, layers: 1, hidden: 30, heads: 4, ffn_hidden: 8}"],
+            "model.hidden",
+            "a multiple of model.heads = 4",
+            "32",
+        ),
+    ],
+)
+def test_a_broken_rule(tmp_path: Path, overrides: list[str], key: str, expected: str, nearest: str | None) -> None:
+    text = BASE.replace("preset: llama-nano", "") if "model={" in overrides[0] else BASE
+    (mistake,) = mistakes(tmp_path, *overrides, text=text)
+    assert (mistake.key, mistake.nearest) == (key, nearest)
+    assert expected in mistake.expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["plan={replicate: 2, shard: 2, micro_batch: 2}"],
+        ["plan.shard=2"],
+        ["plan={layers: [{range: 0-1, recompute: full}, {range: '2'}, {range: 3-3}], reshard: none}"],
+        ["cluster.gpu=TPUv9", "cluster.memory_gib=64"],
+        ["plan.compute=fp64", "plan.reduce=fp64"],
+        ["train.seq_len=2048", "model.max_seq_len=2048"],
+        ["model.head_dim=33", "model.positions=learned"],
+        ["train.warmup_steps=9"],
+        ["model.init=hf:some/where"],
+        ["name=A-1_b.c"],
+    ],
+)
+def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
+    assert mistakes(tmp_path, *overrides) == []
+
+
+LOOPS, VEE = "[['0', '2'], ['1', '3']]", "[['0', '3'], ['1', '2']]"
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        "stages: [[0-1], [2-3]]",
+        "stages: [[0-1], [2-3]], replicate: 1, shard: 2",
+        "stages: [['0'], ['1'], ['2'], ['3']]",
+        f"stages: {VEE}",
+        f"stages: {LOOPS}",
+        f"stages: {VEE}, pipeline: 2",
+        f"stages: {VEE}, schedule: dualpipe_v",
+    ],
+)
+def test_stages_in_any_schedule_s_order_may_be_pinned_without_it(tmp_path: Path, pins: str) -> None:
+    assert mistakes(tmp_path, f"plan={{{pins}}}") == []
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected", "got"),
+    [
+        ("stages: [[0-1], ['3']]", "layers 0-3 in some schedule's order", "begins with layer 3 where layer 2 is next"),
+        (
+            "stages: [['0', '3'], ['2', '1']]",
+            "in some schedule's order",
+            "stage 1 (rank 1) begins with layer 2 where layer 1 is next",
+        ),
+        (
+            "stages: [['0', '2'], ['1', '2']]",
+            "in some schedule's order",
+            "stage 3 (rank 1) begins with layer 2 where layer 3 is next and, in a V, stage 3 (rank 0)",
+        ),
+        (f"stages: {VEE}, schedule: interleaved", "in interleaved's order", "where layer 2 is next"),
+        (f"stages: {LOOPS}, schedule: zbv", "in zbv's order", "begins with layer 3 where layer 2 is next"),
+        ("stages: [[0-1], [2-3]], pipeline: 4", "in some schedule's order", "2 rows of stages for 4 pipeline ranks"),
+        ("stages: [['0'], ['1'], [2-3]]", "axes whose product divides the cluster's 4 ranks", "3"),
+        ("stages: []", "a row of layer ranges for each pipeline rank", "an empty list"),
+    ],
+)
+def test_stages_in_no_schedule_s_order(tmp_path: Path, pins: str, expected: str, got: str) -> None:
+    (mistake,) = mistakes(tmp_path, f"plan={{{pins}}}")
+    assert mistake.key == "plan.stages"
+    assert expected in mistake.expected and got in mistake.got
+
+
+def test_pinned_stages_say_how_deep_the_pipeline_is(tmp_path: Path) -> None:
+    (mistake,) = mistakes(tmp_path, "plan={stages: [[0-1], [2-3]], replicate: 2, shard: 2}")
+    assert (mistake.key, mistake.nearest) == ("plan.shard", "1")
+    assert "the cluster's 4 ranks ÷ plan.stages 2 rows" in mistake.expected
+
+
+def test_the_place_is_the_offending_token(tmp_path: Path) -> None:
+    text = (
+        "model: llama-nano\ntrain:\n  steps: 10\n  warmup_steps: 20\n  global_batch: 3\ncluster: {gpus_per_node: 4}\n"
+        "plan: {shard: 4}\n"
+    )
+    found = mistakes(tmp_path, text=text)
+    assert [(m.key, m.line, m.column) for m in found] == [("train.warmup_steps", 4, 17), ("train.global_batch", 5, 17)]
+
+
+def test_a_length_that_comes_from_a_preset_is_placed_where_the_preset_is_named(tmp_path: Path) -> None:
+    text = "extends: llama3-8b\nmodel: {max_seq_len: 4096}\ntrain: {steps: 1, global_batch: 1}\n"
+    (mistake,) = mistakes(tmp_path, text=text)
+    assert (mistake.key, mistake.line, mistake.column) == ("train.seq_len", 1, 10)
+
+
+def test_rules_are_checked_beside_unknown_keys_and_not_on_unusable_values(tmp_path: Path) -> None:
+    train = "train: {steps: ten, warmup_steps: 20, global_batch: 3, lr: 1}"
+    text = f"model: llama-nano\n{train}\ncluster: {{gpus_per_node: 4}}\nplan: {{shard: 4}}\n"
+    assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.global_batch", "train.lr"]
+    text = text.replace("cluster: {gpus_per_node: 4}", "cluster: {gpus_per_node: many}")
+    assert [m.key for m in mistakes(tmp_path, text=text)] == ["train.steps", "train.lr", "cluster.gpus_per_node"]
+
+
+def test_a_mixture_and_its_fold_pass(tmp_path: Path) -> None:
+    assert mistakes(tmp_path, *MIXTURE, "plan={expert: 4, shard: 4}") == []
+    assert mistakes(tmp_path, *MIXTURE, "plan.offload=optimizer") == []
+
+
+@pytest.mark.parametrize(
+    ("fold", "key", "expected"),
+    [
+        ("{expert: 2, expert_shard: 1}", "experts", "expert × expert_shard = the 4 ranks of shard × context"),
+        ("{expert: 3, expert_shard: 2}", "experts", "expert × expert_shard = the 4 ranks of shard × context"),
+        ("{expert: 4}", "experts.expert", "a divisor of model.experts = 6"),
+    ],
+)
+def test_a_plan_file_s_fold_fits_its_mesh_and_its_model(tmp_path: Path, fold: str, key: str, expected: str) -> None:
+    plan = tmp_path / "plan.yaml"
+    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 1}"
+    plan.write_text(f"mesh: [{{axis: shard, size: 4}}]\n{batch}\nexperts: {fold}\n")
+    words = ["model.experts=6", "model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
+    (mistake,) = mistakes(tmp_path, *words)
+    assert (mistake.key, Path(mistake.file).name) == (key, "plan.yaml")
+    assert expected in mistake.expected
+
+
+def test_a_plan_file_s_experts_are_divided_by_its_tensor_ranks_too(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 2}"
+    mesh = "mesh: [{axis: shard, size: 2}, {axis: tensor, size: 2}]"
+    plan.write_text(f"{mesh}\n{batch}\nexperts: {{expert: 2, expert_shard: 1}}\n")
+    words = ["model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
+    (mistake,) = mistakes(tmp_path, "model.experts=6", *words)
+    assert mistake.key == "experts.expert" and "a divisor of model.experts = 6 ÷ 2 tensor ranks" in mistake.expected
+    assert mistakes(tmp_path, "model.experts=8", *words) == []
+
+
+@pytest.mark.parametrize("key", ["compute", "reduce", "reduce_replicas"])
+def test_a_plan_file_s_fp64_is_for_processors(tmp_path: Path, key: str) -> None:
+    plan = tmp_path / "plan.yaml"
+    batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 1}"
+    plan.write_text(f"mesh: [{{axis: shard, size: 4}}]\n{batch}\nprecision: {{{key}: fp64}}\n")
+    assert mistakes(tmp_path, f"plan={plan}") == []
+    (mistake,) = mistakes(tmp_path, f"plan={plan}", "cluster.gpu=H100")
+    assert (mistake.key, mistake.line, mistake.got, mistake.nearest) == (f"precision.{key}", 3, "fp64", "fp32")
+    assert mistake.expected == "bf16 or fp32 on H100; fp64 runs on cpu only"

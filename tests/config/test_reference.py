@@ -1,0 +1,66 @@
+"""The generated run file reference leaves nothing out, and its example loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.load import load_run
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.reference import reference_markdown
+from meshwright.config.schema import docs_of, section_of
+from meshwright.spec.fields import hints_of
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+
+PAGE = reference_markdown()
+
+
+def tables() -> dict[str, list[str]]:
+    """The rows of the table under each heading."""
+    parts = re.split(r"^## (.*)$", PAGE, flags=re.M)
+    return {
+        head: re.findall(r"^\| `(.*) \|$", body, flags=re.M)
+        for head, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def sections(cls: type, key: str) -> list[tuple[str, type]]:
+    below = [(f"{key}.{name}".strip("."), section_of(a)) for name, a in hints_of(cls).items()]
+    return [(key, cls), *(pair for name, section in below if section for pair in sections(section, name))]
+
+
+@pytest.mark.parametrize(("top", "start"), [(RunSpec, ""), (Plan, "Plan: ")])
+def test_every_field_stands_in_its_table_with_its_meaning(top: type, start: str) -> None:
+    found = {head.replace("`", "").replace("[]", ""): rows for head, rows in tables().items()}
+    for key, cls in sections(top, ""):
+        rows = found[start + (key or ("top level" if start else "Top level"))]
+        for field in dataclasses.fields(cls):
+            (row,) = [row for row in rows if row.startswith(f"{field.name}`")]
+            assert docs_of(cls)[field.name].replace("|", "\\|") in row
+            assert len(re.split(r"(?<!\\)\|", row)) == 4
+
+
+def test_presets_have_their_published_sizes() -> None:
+    rows = {row.split("`")[0]: row for row in tables()["Model presets"]}
+    assert rows.keys() == MODEL_PRESETS.keys()
+    sizes = {
+        "gpt2-124m": "124.4 M",
+        "llama3-8b": "8.03 B",
+        "llama3-70b": "70.55 B",
+        "qwen3-8b": "8.191 B",
+        "gpt-1t": "1.008 T",
+    }
+    for name, size in sizes.items():
+        assert f"| {size} |" in rows[name]
+
+
+def test_the_example_is_a_run(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.S)
+    file = tmp_path / "run.yaml"
+    file.write_text(example)
+    run = load_run(file, detect=lambda: {"gpu": "H100", "gpus_per_node": 8})
+    assert (run.model.layers, run.train.steps, run.cluster.ranks) == (32, 10_000, 8)

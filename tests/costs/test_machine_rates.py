@@ -1,0 +1,54 @@
+"""From a cluster's description to the rates that a step waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.costs.constants import constants
+from meshwright.costs.machine_rates import machine_of, with_latencies
+from meshwright.costs.sources import sources
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import BadInput
+from meshwright.spec.network import NetworkSpec, NodeGroup
+
+
+def test_a_chip_alone_brings_its_reference_machine() -> None:
+    machine = machine_of(ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8), "fp8")
+    assert (machine.peak, machine.half_peak, machine.low) == (1979e12, 989e12, 1.0)
+    assert (machine.link, machine.nic, machine.domain) == (450e9, 50e9, 8)
+    assert machine_of(ClusterSpec(gpu="GB200", nodes=16, gpus_per_node=4)).domain == 64
+    assert machine_of(ClusterSpec(gpu="H100", nodes=2, gpus_per_node=4)).domain == 4
+
+
+def test_the_network_replaces_it_and_the_slowest_group_rules() -> None:
+    network = NetworkSpec(fabric="tcp", link_gb_per_s=100, port_gb_per_s=10, pod_nodes=2, oversubscription=4)
+    cluster = ClusterSpec(
+        gpu="H100", nodes=4, gpus_per_node=8, network=network, groups=(NodeGroup(nodes=1, gpu="A100", port_gb_per_s=5),)
+    )
+    machine = machine_of(cluster)
+    assert (machine.peak, machine.nic, machine.link) == (312e12, 5e9, 100e9)
+    assert (machine.pod, machine.oversubscribed) == (16, 4)
+    assert with_latencies(constants("hopper", "default"), cluster).net_us == 30.0
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(BadInput, match="no fp8"):
+        machine_of(ClusterSpec(gpu="A100"), "fp8")
+    with pytest.raises(BadInput, match="not in the chip table"):
+        machine_of(ClusterSpec(gpu="X1"))
+    with pytest.raises(BadInput, match="more nodes"):
+        machine_of(ClusterSpec(gpu="H100", groups=(NodeGroup(nodes=2),)))
+
+
+def test_every_chip_makes_a_machine() -> None:
+    for name in CHIPS:
+        assert machine_of(ClusterSpec(gpu=name), "bf16" if "bf16" in CHIPS[name].peak_flops else "fp16").peak > 0
+
+
+def test_cards_that_nobody_ran_on_borrow_no_shares_of_other_devices() -> None:
+    """Shares fitted on data center devices say nothing of graphics cards, whose memory, links and power are others."""
+    for name in ("RTX3090", "A10", "RTX4090", "L40S", "RTX5090", "T4", "V100", "H20"):
+        assert constants(CHIPS[name].generation, "default") == constants("default", "default"), name
+        assert sources(ClusterSpec(gpu=name, gpus_per_node=2))["matrix products"].startswith("datasheet, share a guess")
+    assert CHIPS["RTX4090"].link < CHIPS["A100"].link / 10

@@ -1,0 +1,202 @@
+import io
+import os
+import pty
+import re
+import sys
+
+import pytest
+
+from meshwright.observe.run_progress import Progress
+
+
+class Time:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def record(step, **changes):
+    base = {
+        "kind": "step",
+        "step": step,
+        "loss": 3.25,
+        "tokens": step * 64,
+        "tokens_per_second": 25_300.0,
+        "mfu": 0.413,
+    }
+    return {**base, "grad_norm": 0.82, "lr": 3e-4, "memory_peak_bytes": 2 << 30, "step_seconds": 1.0, **changes}
+
+
+def plain(steps, seconds_each, **options):
+    stream, time = io.StringIO(), Time()
+    with Progress(steps, stream=stream, clock=time, **options) as progress:
+        for step in range(1, steps + 1):
+            time.now += seconds_each
+            progress.update(record(step))
+    return stream.getvalue().splitlines()
+
+
+def steps_of(lines):
+    return [int(line.split("/")[0].removeprefix("step")) for line in lines]
+
+
+def test_plain_lines_hold_every_known_figure():
+    first, second = plain(2, 1.0, ranks=2)
+    assert first == (
+        "step 1/2 | loss 3.2500 | tok/s 25.3k | tok/s/rank 12.7k | MFU 41.3% | mem 2.15 GB | grad 0.82 | lr 3.00e-4"
+    )
+    assert second == first.replace("1/2", "2/2") + " | left 0:00"
+
+
+def test_fast_steps_print_the_first_five_then_every_two_seconds_and_the_last():
+    assert steps_of(plain(100, 0.125)) == [1, 2, 3, 4, 5, 21, 37, 53, 69, 85, 100]
+
+
+def test_slow_steps_print_each():
+    assert steps_of(plain(12, 3.0)) == list(range(1, 13))
+
+
+def test_a_long_run_prints_at_most_every_thirty_seconds():
+    lines = steps_of(plain(20_000, 1.0))
+    assert lines[-2] - lines[-3] == 30 and len(lines) < 1000
+
+
+def test_time_left_follows_the_pace_and_skips_the_first_step():
+    stream, time = io.StringIO(), Time()
+    progress = Progress(100, stream=stream, clock=time)
+    time.now = 500.0  # compiling
+    progress.update(record(1))
+    time.now = 502.0
+    progress.update(record(2))
+    assert stream.getvalue().splitlines()[-1].endswith("left 3:16")
+
+
+def test_unknown_figures_are_left_out():
+    stream = io.StringIO()
+    progress = Progress(9, stream=stream)
+    progress.update(record(1, mfu=None, memory_peak_bytes=None, grad_norm=1.5))
+    assert "MFU" not in stream.getvalue() and "mem" not in stream.getvalue() and "grad 1.5" in stream.getvalue()
+    hidden = io.StringIO()
+    Progress(9, stream=hidden, show_mfu=False).update(record(1))
+    assert "MFU" not in hidden.getvalue()
+
+
+def test_a_loss_that_is_not_finite_is_said():
+    stream = io.StringIO()
+    Progress(9, stream=stream).update(record(1, loss=None, grad_norm=float("nan")))
+    assert "loss not finite" in stream.getvalue() and "grad not finite" in stream.getvalue()
+
+
+def test_validation_prints_a_line_and_joins_the_next():
+    stream = io.StringIO()
+    progress = Progress(9, stream=stream)
+    progress.update({"kind": "validation", "step": 1, "loss": 2.5})
+    progress.update(record(2))
+    lines = stream.getvalue().splitlines()
+    progress.update({"kind": "validation", "step": 2, "loss": 2.5, "by_source": {"code": 2.0, "web": None}})
+    assert stream.getvalue().endswith("step 2 | validation loss 2.5000 (code 2.0000, web not finite)\n")
+    assert lines[0] == "step 1 | validation loss 2.5000" and "| val 2.5000 |" in lines[1]
+
+
+def test_notes_are_plain_text():
+    stream = io.StringIO()
+    Progress(9, stream=stream).note("[bold]checkpoint[/] written to /a/very/long/path" + "x" * 200)
+    assert stream.getvalue() == "[bold]checkpoint[/] written to /a/very/long/path" + "x" * 200 + "\n"
+
+
+def test_a_closed_stream_ends_the_display_and_not_the_run():
+    stream = io.StringIO()
+    progress = Progress(9, stream=stream)
+    stream.close()
+    progress.update(record(1))
+    progress.note("still running")
+    progress.close()
+
+
+def test_a_broken_pipe_ends_the_display_and_not_the_run():
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w", buffering=1)
+    progress = Progress(9, stream=stream)
+    os.close(reader)
+    progress.update(record(1))
+    progress.update(record(2))
+    progress.close()
+
+
+def on_terminal(monkeypatch, scene, **options):
+    """Run `scene(progress)` on a pseudo-terminal of 80 columns and return what it showed."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    ours, theirs = pty.openpty()
+    stream = os.fdopen(theirs, "w")
+    with Progress(100, stream=stream, title="quick", ranks=2, **options) as progress:
+        scene(progress)
+    stream.close()
+    return drained(ours)
+
+
+def drained(terminal):
+    """All that is left in a pseudo-terminal whose other end is closed: Linux ends it with an error."""
+    text = b""
+    try:
+        while part := os.read(terminal, 1 << 16):
+            text += part
+    except OSError:
+        pass
+    os.close(terminal)
+    return text.decode()
+
+
+def test_a_terminal_shows_the_bar_figures_and_notes(monkeypatch):
+    def scene(progress):
+        progress.update(record(50))
+        progress.note("checkpoint written")
+
+    text = on_terminal(monkeypatch, scene)
+    assert "quick" in text and "50/100" in text and "━" in text and "checkpoint written" in text
+    assert "3.2500" in text and "41.3%" in text and "elapsed" in text
+
+
+def test_a_terminal_keeps_a_step_line_every_few_seconds_above_the_display(monkeypatch):
+    time = Time()
+
+    def scene(progress):
+        for step in range(1, 61):
+            time.now += 0.5
+            progress.update(record(step))
+        progress.update({"kind": "validation", "step": 60, "loss": 2.5})
+
+    text = on_terminal(monkeypatch, scene, clock=time)
+    lines = [int(step) for step in re.findall(r"step +(\d+)/100", text)]
+    assert lines == [1, 2, 3, 4, 5, *range(9, 61, 4)]
+    assert "step 60 | validation loss 2.5000" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_goes_to_stdout_and_never_to_stderr(monkeypatch, terminal):
+    monkeypatch.setenv("TERM", "xterm" if terminal else "dumb")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as out, io.StringIO() as err:
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        with Progress(9) as progress:
+            progress.update(record(1))
+            print("a warning", file=sys.stderr)
+        shown = err.getvalue()
+    assert shown == "a warning\n" and "step 1/9" in drained(ours)
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    stream = os.fdopen(theirs, "w")
+    progress = Progress(100, stream=stream)
+    os.close(ours)
+    progress.update(record(1))
+    progress.note("still running")
+    progress.close()
+    progress.close()

@@ -1,0 +1,68 @@
+"""Which layers multiply in fp8, and which devices are refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.kernels.linear import Linear
+from meshwright.models.decoder import Decoder
+from meshwright.parallel import fp8_weights as fp8
+from meshwright.parallel.fp8_weights import multiply_low
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import LayerStrategy, Plan, Precision
+from tests.parallel.test_apply import SPEC, plan
+
+LOW = replace(plan("none"), precision=Precision(linear="fp8_tensorwise"))
+CPU = torch.device("cpu")
+
+
+def scalings(chosen: Plan) -> dict[str, str | None]:
+    with torch.device("meta"):
+        model = Decoder(SPEC)
+    multiply_low(model, chosen, CPU)
+    return {name: module.scaling for name, module in model.named_modules() if isinstance(module, Linear)}
+
+
+def test_linear_layers_of_blocks_and_nothing_else() -> None:
+    names = [
+        f"layers.{layer}.{name}"
+        for layer in range(2)
+        for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    ]
+    assert scalings(LOW) == dict.fromkeys(names, "tensorwise")
+    assert set(scalings(plan("none")).values()) == {None}
+    mixed = replace(
+        LOW, layers=(LayerStrategy(range="0", linear="compute"), LayerStrategy(range="1", linear="fp8_rowwise"))
+    )
+    assert {name[:8]: scaling for name, scaling in scalings(mixed).items()} == {"layers.0": None, "layers.1": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "wrong", "said"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "NVIDIA A100-SXM4-80GB has no fp8 products.*compute capability 8.9"),
+        ("NVIDIA H200", (9, 0), None, None),
+        (
+            "NVIDIA H200",
+            (9, 0),
+            "fp8_swiglu",
+            "fp8_swiglu gives wrong bytes as /mine assembles it; expected TRITON_PTXAS",
+        ),
+    ],
+)
+def test_a_gpu_that_would_compute_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], wrong: str | None, said: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fp8, "miscompiled", lambda device: wrong)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine")
+    with torch.device("meta"):
+        model = Decoder(SPEC)
+    multiply_low(model, plan("none"), torch.device("cuda", 0))
+    with nullcontext() if said is None else pytest.raises(BadInput, match=said):
+        multiply_low(model, LOW, torch.device("cuda", 0))

@@ -1,0 +1,83 @@
+"""A step's figures: utilisation only for a known chip, and a number that is not finite ends the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.spec.cluster import CHIPS, ClusterSpec
+from meshwright.spec.errors import NumericalFailure
+from meshwright.spec.model import flops_per_token
+from meshwright.spec.plan import Plan
+from meshwright.training.step_record import FigureReader, _Pending, check_finite
+from meshwright.training.train_step import StepFigures
+from tests.training.tiny import make_tiny, prepared
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def assignment(tmp_path_factory: pytest.TempPathFactory):
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    return prepared(tiny, tmp_path_factory.mktemp("runs")).assignment
+
+
+def figures(
+    loss: float = 2.0, norm: float = 1.0, valid: float = 100, flag: float = 0, tokens: float = 7
+) -> StepFigures:
+    return StepFigures(torch.tensor([loss, norm, valid, tokens, flag], dtype=torch.float64))
+
+
+def reader(assignment, gpu: str, compute: str = "bf16") -> FigureReader:
+    run = replace(assignment.run, cluster=ClusterSpec(gpu=gpu, gpus_per_node=2))
+    plan: Plan = replace(assignment.plan, precision=replace(assignment.plan.precision, compute=compute))
+    return FigureReader(run, plan, CPU, tokens_before=1000)
+
+
+@pytest.mark.parametrize("gpu", sorted(CHIPS))
+def test_utilisation_is_model_flops_over_the_chips_peak(assignment, gpu: str) -> None:
+    compute = next(name for name in ("bf16", "fp32") if name in CHIPS[gpu].peak_flops)
+    (record,) = reader(assignment, gpu, compute).push(1, figures(), {})
+    each = record["tokens_per_second"] / 2
+    assert record["tokens_per_second_per_gpu"] == pytest.approx(each)
+    for key, causal in (("mfu", True), ("mfu_full", False)):
+        flops = flops_per_token(assignment.run.model, 16, causal=causal)
+        assert record[key] == pytest.approx(each * flops / CHIPS[gpu].peak_flops[compute])
+
+
+@pytest.mark.parametrize(("gpu", "compute"), [("cpu", "fp32"), ("NVIDIA RTX 4090", "bf16"), ("V100", "bf16")])
+def test_an_unknown_chip_or_format_has_no_utilisation(assignment, gpu: str, compute: str) -> None:
+    (record,) = reader(assignment, gpu, compute).push(1, figures(), {})
+    assert record["mfu"] is None and record["mfu_full"] is None and record["tokens_per_second"] > 0
+
+
+def test_tokens_add_up_from_where_the_run_was(assignment) -> None:
+    taken = reader(assignment, "cpu")
+    records = [taken.push(step, figures(valid=100 + step, flag=step == 2), {"lr": 0.1})[0] for step in (1, 2)]
+    assert [record["tokens"] for record in records] == [1101, 1203]
+    assert [(record["step"], record["lr"], record["token_sum"]) for record in records] == [(1, 0.1, 7), (2, 0.1, 7)]
+    assert taken.stop_flag == 1
+
+
+@pytest.mark.parametrize("bad", [{"loss": float("nan")}, {"norm": float("inf")}, {"loss": float("-inf")}])
+def test_what_is_not_finite_ends_the_run(assignment, bad: dict[str, float]) -> None:
+    (record,) = reader(assignment, "cpu").push(3, figures(**bad), {})
+    with pytest.raises(
+        NumericalFailure, match=r"step 3: .* not finite .* update was not applied.*data show RUN --step 3"
+    ):
+        check_finite(record)
+    (record,) = reader(assignment, "cpu").push(3, figures(), {})
+    check_finite(record)
+
+
+def test_a_pause_waits_for_what_was_launched(assignment) -> None:
+    """On a device a step is read after the next one was launched; to pause before that would give it a negative time."""
+    taken = reader(assignment, "cpu")
+    taken._pending.append(_Pending(3, {}, figures().values, taken._clock.stamp()))
+    with pytest.raises(RuntimeError, match="step 3"):
+        taken.pause()
+    (record,) = taken.drain()
+    assert record["step_seconds"] > 0
+    taken.pause()

@@ -1,0 +1,112 @@
+"""What a step sent between nodes is counted by the kernel, and stands in the metrics and at the end beside what was predicted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.observe import interface_counters as traffic
+from meshwright.observe.metrics import read_metrics
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.network import NetworkSpec
+from meshwright.training.wire_count import WireCount, interface_between_nodes
+from tests.slow import quick_first
+from tests.training.tiny import make_tiny
+
+PLANS = {"pipeline": ["plan.pipeline=2", "plan.schedule=zbv"], "replicas": ["plan.replicate=2"]}
+
+
+class Sent:
+    """A counter that says what it is told."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def bytes(self) -> int:
+        return self.total
+
+
+@pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
+@pytest.mark.parametrize("plan", quick_first(1, PLANS))
+def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, plan: str
+) -> None:
+    file = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    words = ["cluster.gpus_per_node=2", "cluster.emulate_nodes=2", "plan.micro_batch=2", "train.steps=6"]
+    words += [
+        "train.seq_len=128",
+        "model.max_seq_len=128",
+        "model.hidden=128",
+        "model.head_dim=32",
+        "model.layers=4",
+        "train.validate_every=3",
+    ]
+    command = [sys.executable, "-m", "meshwright", "train", str(file), "--runs", str(tmp_path), *words, *PLANS[plan]]
+    answer = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+    records = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
+    steps = [record for record in records if record["kind"] == "step"]
+    predicted = {record["predicted_wire_bytes"] for record in steps}
+    assert len(steps) == 6
+    assert len(predicted) == 1
+    # The quietest step: others use loopback too.
+    assert (
+        predicted.pop()
+        <= min(record["counted_wire_bytes"] for record in steps)
+        <= 1.1 * steps[0]["predicted_wire_bytes"]
+    )
+    said = [
+        record["text"] for record in records if record["kind"] == "event" and "bytes between nodes" in record["text"]
+    ]
+    mean = sum(record["counted_wire_bytes"] for record in steps) / 6e6
+    assert said == [
+        f"bytes between nodes per step: {mean:,.1f} MB counted, {steps[0]['predicted_wire_bytes'] / 1e6:,.1f} MB predicted"
+    ]
+    assert said[0] in answer.stdout
+
+
+def test_pauses_are_left_out_and_steps_add_up() -> None:
+    sent = Sent()
+    count = WireCount(predicted=100.4, hosts=1, counting=sent)  # type: ignore[arg-type]
+    sent.total = 110
+    assert count.step() == {"counted_wire_bytes": 110, "predicted_wire_bytes": 100}
+    sent.total = 5000
+    count.pause()
+    sent.total = 5090
+    assert count.step() == {"counted_wire_bytes": 90, "predicted_wire_bytes": 100}
+    assert (count.counted, count.steps) == (200, 2)
+
+
+def test_ranks_that_leave_it_to_another_record_nothing() -> None:
+    count = WireCount(predicted=1.0, hosts=1, counting=None)
+    count.pause()
+    assert count.step() == {}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "interface"),
+    [
+        (ClusterSpec(gpu="H200", gpus_per_node=4), None),
+        (ClusterSpec(gpu="H200", gpus_per_node=4, emulate_nodes=2), "lo"),
+        (ClusterSpec(gpu="cpu", gpus_per_node=2, emulate_nodes=2), "lo"),
+        (ClusterSpec(gpu="cpu", gpus_per_node=4, emulate_nodes=2), None),
+        (ClusterSpec(gpu="H200", nodes=2, network=NetworkSpec(interface="eth1")), "eth1"),
+        (ClusterSpec(gpu="H200", nodes=2, network=NetworkSpec(fabric="tcp")), None),
+        (ClusterSpec(gpu="H200", nodes=1, network=NetworkSpec(interface="eth1")), None),
+    ],
+)
+def test_the_interface_is_one_that_carries_nothing_else(cluster: ClusterSpec, interface: str | None) -> None:
+    assert interface_between_nodes(cluster) == interface
+
+
+def test_hosts_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts' counts, as the sum over all ranks would leave them: each sent 300 in two steps."""
+    monkeypatch.setattr(dist, "all_reduce", lambda sums, group: sums.mul_(2))
+    count = WireCount(predicted=280e6, hosts=2, counting=Sent(), counted=int(300e6), steps=2)  # type: ignore[arg-type]
+    assert count.line(None) == "bytes between nodes per step: 300.0 MB counted, 280.0 MB predicted"  # type: ignore[arg-type]
+    assert count.step() == {}
+    assert WireCount(1.0, 2, None, missing=True, counted=1, steps=1).line(None) is None  # type: ignore[arg-type]
