@@ -78,7 +78,7 @@ def _outer_orders(
 
 
 def _members(layout: Layout, axis: str, level: float) -> float:
-    """Members of a group of `axis` among `level` neighbouring ranks: its bandwidth follows (costs.collective_costs, simulator.links)."""
+    """Members of a group of `axis` among `level` neighbouring ranks; they set its bandwidth (costs.collective_costs, simulator.links)."""
     return min(layout.size(axis), max(1.0, level / layout.stride(axis)))
 
 
