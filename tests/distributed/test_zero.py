@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.costs.memory import block_count, memory_by_kind
+from meshwright.costs.memory import memory_by_kind
 from meshwright.events.span import NullRecorder
 from meshwright.parallel.world import World
 from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import block_parameters
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, SEQ, compare, one_device, sharded
@@ -121,7 +122,7 @@ def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stag
     plan = by_range(OVER_SHARDS, stages)
     by_text = zip(RANGES, stages * 3 if len(stages) == 1 else stages, strict=True)
     of_layer = [stage for text, stage in by_text for _ in layer_range(text, DEEP.layers)]
-    block = 8 * block_count(DEEP, 0, 1, 1)
+    block = 8 * sum(parameter.count for parameter in block_parameters(DEEP, routed=False))
     for seen in pool.run(held, 2, plan):
         # The first block's may be on their way again.
         assert seen["weights"][1:] == [block if stage < 3 else 0 for stage in of_layer[1:]]
