@@ -14,10 +14,10 @@ from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
 from tests.gpu.test_offload import BOUND, RUN, peak
 
 from meshwright.config.load import load_resolved
-from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
 from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
 from meshwright.optim.host import MASTER, HostAdamW
 from meshwright.spec.model import parameter_count
+from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 

@@ -12,17 +12,24 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 FLOORS = {
     "spec": 0, "durable": 0,
-    "config": 1, "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
+    "config": 1, "workload": 1, "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
     "simulator": 2, "parallel": 2, "optim": 2, "calibration": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3,
     "training": 4, "serve": 4,
     "launch": 5,
     "cli": 6,
 }  # fmt: skip
-SAME_FLOOR = {("models", "kernels"), ("durable", "spec"), ("data", "policies"), ("costs", "config")}
+SAME_FLOOR = {
+    ("models", "kernels"),
+    ("durable", "spec"),
+    ("data", "policies"),
+    ("costs", "config"),
+    ("costs", "workload"),
+}
 TORCH_FREE = (
     "spec",
     "config",
+    "workload",
     "durable",
     "costs",
     "schedules",
@@ -79,6 +86,18 @@ def test_only_predict_imports_calibration() -> None:
         and any(module.startswith("meshwright.calibration") for _, module in imports(path))
     }
     assert users == {"cli/predict.py"}
+
+
+def test_engine_does_not_import_its_prices() -> None:
+    """What the engine does is a field of the plan or a rule of `workload`; `costs` prices it."""
+    users = [
+        f"{path.relative_to(SOURCE)}:{line}"
+        for path in files()
+        if path.relative_to(SOURCE).parts[0] in ("parallel", "optim", "kernels", "models", "schedules")
+        for line, module in imports(path)
+        if module.startswith("meshwright.costs")
+    ]
+    assert not users
 
 
 def test_every_room_has_a_floor() -> None:

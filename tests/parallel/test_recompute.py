@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._logging import warning_once
 
-from meshwright.costs.memory import kept_per_token
 from meshwright.parallel.apply import COMPILER
 from meshwright.parallel.recompute import recomputing
 from meshwright.spec.plan import Recompute
+from meshwright.workload.activations import kept_per_token
 from tests.models.tiny import LLAMA, QWEN3_MOE, built
 from tests.slow import quick_first
 

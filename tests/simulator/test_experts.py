@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
 from meshwright.costs.plan_costs import plan_time, pricing
 from meshwright.simulator.step_simulation import inside_compute, memory_of, simulate_plan, timing_of
 from meshwright.simulator.units import UnitCosts
@@ -16,6 +15,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, layer_parameters
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan
+from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
 MIXTRAL = from_plain(ModelSpec, MODEL_PRESETS["mixtral-8x7b"])
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])

@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.memory import activation_bytes
 from meshwright.costs.plan_costs import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, number, plan_time, pricing
 from meshwright.schedules.plan_schedule import stages_of, training_schedule
 from meshwright.schedules.validity import check
@@ -32,6 +31,7 @@ from meshwright.spec.plan import (
     Recompute,
     SchedulePlan,
 )
+from meshwright.workload.activations import activation_bytes
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
 NARROW = replace(LLAMA, vocab_size=128)

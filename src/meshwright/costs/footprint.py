@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costs.account import LAYERS_STAYING, Formats, Held, account
+from meshwright.costs.account import Formats, Held, account
 from meshwright.costs.constants import table
 from meshwright.costs.inputs import ALL_BUT_ATTENTION, Array, Layouts, Shape
-from meshwright.costs.memory import exchanged_per_token, kept_per_token, travelled_per_token, worked_per_token
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.spec.layout import balanced_stages
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import RECOMPUTES
+from meshwright.workload.activations import exchanged_per_token, kept_per_token, travelled_per_token, worked_per_token
+from meshwright.workload.buffers import LAYERS_STAYING
 
 MOST_STAGES = 1 << 16
 """More virtual stages than a pipeline rank can have."""

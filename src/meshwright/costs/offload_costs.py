@@ -1,10 +1,11 @@
 """What host memory holds and what that costs: activations, copied behind other layers' compute, and the optimizer's state.
 
-A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device. The link
-has the forwards of all layers for the copies of those that are moved, and their backwards (`parallel.timetable`): only what is
-longer than that shows. What is copied is what fused blocks keep (`costs.memory.kept_per_token`): residuals and norms' outputs, the joined
-projection with turned queries and keys, attention's output, the feed-forward's halves and their product; with selective recompute residuals
-and what products and attention gave; with full recompute the layer's input alone, with all_but_attention also what attention gave.
+A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device. The
+link has the forwards of all layers for the copies of those that are moved, and their backwards (`parallel.timetable`): only what is
+longer than that shows. What is copied is what fused blocks keep (`workload.activations.kept_per_token`): residuals and norms' outputs,
+the joined projection with turned queries and keys, attention's output, the feed-forward's halves and their product; with selective
+recompute residuals and what products and attention gave; with full recompute the layer's input alone, with all_but_attention also what
+attention gave.
 """
 
 from __future__ import annotations

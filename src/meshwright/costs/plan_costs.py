@@ -35,6 +35,8 @@ from meshwright.spec.model import ModelSpec, mean_span
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import slowest_rank
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Linear, Plan, Precision
+from meshwright.workload.dtypes import state_bytes
+from meshwright.workload.groups import context_size, experts_over, shard_size
 
 STACK = OWN
 """Whose constants price a plan."""
@@ -211,26 +213,6 @@ def number(value: object) -> float:
 def gathered_bytes(precision: Precision) -> float:
     """Bytes of a block's weight while it is gathered, for the closed form, which knows no wider format than bf16."""
     return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
-
-
-def state_bytes(precision: Precision) -> float:
-    """Bytes of a parameter's state where its optimizer is in host memory: two moments, and the master weight unless that stays."""
-    return (8.0 if precision.stored == "fp64" else 4.0) * (2 + (precision.resident != precision.stored))
-
-
-def context_size(plan: Plan) -> int:
-    """Ranks that one sequence is split over."""
-    return plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
-
-
-def shard_size(plan: Plan) -> int:
-    """Ranks that parameters, gradients and optimizer are split over: the shard axis and, as they hold the same weights, context ranks."""
-    return plan.axis_size("shard") * context_size(plan)
-
-
-def experts_over(plan: Plan) -> int:
-    """Ranks, of those that share one tensor rank's weights, that a layer's experts are spread over."""
-    return plan.experts.expert if plan.experts else 1
 
 
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from math import prod
 
-from meshwright.costs.memory import bytes_of, gathered_width, sent_width
-from meshwright.costs.plan_costs import context_size, shard_size
 from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import REPEATING, SHARD_AXES, Plan
+from meshwright.workload.dtypes import bytes_of, gathered_width, sent_width
+from meshwright.workload.groups import context_size, shard_size
 
 Counts = Mapping[tuple[int, int], tuple[int, int]]
 """(stage, unit) → gathers and reductions in one step (`schedules.counts.collectives_of` the plan's schedule)."""

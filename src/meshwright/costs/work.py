@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.costs.memory import added_up, bytes_of, sent_width
-from meshwright.costs.plan_costs import context_size, experts_over, shard_size
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_stay, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
+from meshwright.workload.dtypes import added_up, bytes_of, sent_width
+from meshwright.workload.groups import context_size, experts_over, shard_size
 
 NORM, ROPE = 8.0, 4.0
 """Elements read and written, forward and backward: of a norm that is joined to the residual sum before it, per element of the stream; of

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.costs.account import STAGED_ELEMENTS, STAGING_BUFFERS
 from meshwright.kernels.pinned import pinned
 from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
+from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
 MASTER = "weight"
 STAGED_ON_CPU = 1 << 10

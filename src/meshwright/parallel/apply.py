@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.costs.memory import summed_by_products
 from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial_values import initial_values
@@ -42,6 +41,7 @@ from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, held_b
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
+from meshwright.workload.dtypes import summed_by_products
 
 COMPILER: dict[str, Any] = {"unroll_reductions_threshold": 17}
 """How blocks are compiled. Sums over a token's experts, up to 16, are written out as additions, which torch does below 8 by itself: as a

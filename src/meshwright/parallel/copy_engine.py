@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.costs.account import BLOCK_SLOTS
 from meshwright.parallel.fsdp import ShardedUnit
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import SHARD_AXES
+from meshwright.workload.buffers import BLOCK_SLOTS
 
 ALIGNED = 4096
 """Bytes: where a slot begins; NCCL asks it of windows."""

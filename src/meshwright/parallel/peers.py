@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.costs.account import TOKEN_SLOTS
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.stream_memory import wait_at_least, write
+from meshwright.workload.buffers import TOKEN_SLOTS
 
 ALIGNED = 256
 """Bytes: where a slot begins, so that copies run at full width."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.costs.memory import elements_kept
 from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
@@ -22,6 +21,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec.layout import Division, gradients_stay, held_shape
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
+from meshwright.workload.activations import elements_kept
 
 Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
 Sharded = ShardedUnit | JointUnit

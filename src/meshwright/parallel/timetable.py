@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from meshwright.costs.account import LAYERS_STAYING
+from meshwright.workload.buffers import LAYERS_STAYING
 
 ROUNDING = 1 + 1e-9
 """Of sums in one order over those in another."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from meshwright.costs.plan_costs import shard_size
 from meshwright.schedules.registry import entry_of
 from meshwright.simulator.step_simulation import host_bytes, memory_of
 from meshwright.spec.chips import CHIPS, GiB
@@ -26,6 +25,7 @@ from meshwright.spec.plan import (
     Precision,
 )
 from meshwright.spec.run import RunSpec
+from meshwright.workload.groups import shard_size
 
 HEADROOM = 0.91
 """Share of a device's memory a plan may fill; the rest is left to fragments, for an allocator at its limit gives back and asks again. On

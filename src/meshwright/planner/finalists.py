@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import groupby
 from math import inf
 
-from meshwright.costs.plan_costs import shard_size
 from meshwright.planner.candidate import Candidate, compiles, fits, over_by_rank, peak_bytes, pins_of, precision_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
@@ -22,6 +21,7 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
+from meshwright.workload.groups import shard_size
 
 SIMULATED, LEAST, LARGE = 12, 3, 60_000
 """Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. None

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import prod
 
 from meshwright.costs.machine_rates import is_guessed
-from meshwright.costs.plan_costs import shard_size
 from meshwright.planner.candidate import (
     HEADROOM,
     HOST_HEADROOM,
@@ -28,6 +27,7 @@ from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
+from meshwright.workload.groups import shard_size
 
 CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
     ("pipeline", ("pipeline",), lambda plan: plan.axis_size("pipeline")),

@@ -20,9 +20,9 @@ import numpy as np
 from meshwright.costs.footprint import planned
 from meshwright.costs.idle import fill
 from meshwright.costs.inputs import Array, Layouts, usual_imbalance
-from meshwright.costs.memory import bytes_of, formats
+from meshwright.costs.memory import formats
 from meshwright.costs.offload_costs import waiting_bytes
-from meshwright.costs.plan_costs import Pricing, gathered_bytes, state_bytes, strategy_columns
+from meshwright.costs.plan_costs import Pricing, gathered_bytes, strategy_columns
 from meshwright.costs.step import StepCost, owned_params, step_cost
 from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
@@ -33,6 +33,7 @@ from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
+from meshwright.workload.dtypes import bytes_of, state_bytes
 
 BATCH = 512
 """Points whose strategies are priced together: what is reached so far tells what of the others to leave, and arrays of them stay small."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.plan_costs import as_nodes, context_size, number, plan_time
+from meshwright.costs.plan_costs import as_nodes, number, plan_time
 from meshwright.planner.candidate import budget_of, fits, pins_of, untrainable
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.reprice import repriced
@@ -29,6 +29,7 @@ from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
 from meshwright.spec.plan_name import mesh_name
 from meshwright.spec.run import RunSpec
+from meshwright.workload.groups import context_size
 
 QUICK = 0.5
 """Seconds a search may have taken for a change to be searched too."""

@@ -18,13 +18,14 @@ import numpy as np
 from meshwright.costs.collective_costs import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.inputs import Layouts, Shape
-from meshwright.costs.memory import added_up, bytes_of, gathered_width, sent_width, summed_by_products
 from meshwright.costs.offload_costs import copied_bytes, host_optimizer, host_rate, late_copies
-from meshwright.costs.plan_costs import Pricing, experts_over, number, shard_size, state_bytes
+from meshwright.costs.plan_costs import Pricing, number
 from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.layout import gradients_stay, stage_table
 from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
 from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Linear, Plan, Recompute
+from meshwright.workload.dtypes import added_up, bytes_of, gathered_width, sent_width, state_bytes, summed_by_products
+from meshwright.workload.groups import experts_over, shard_size
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""

@@ -1,0 +1,120 @@
+"""Elements and bytes of activations: what one forward of a block keeps for its backward, and what the backward holds beside it.
+
+Counts what autograd keeps of a block whose element-wise work is fused: every matrix product's input, what attention reads and writes, the
+two residuals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import stage_table
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import REPEATING, Linear, Plan, Recompute
+from meshwright.workload.dtypes import bytes_of, low_share
+from meshwright.workload.groups import context_size, experts_over
+
+Array = Any
+"""A number or an array of numbers."""
+
+
+def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, *, away: bool = False) -> tuple[float, ...]:
+    """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves until its backward: on the
+    device, or `away` in host memory."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
+    elements, strategies = elements_kept(model, plan), plan.strategies(model.layers)
+    left = [kept if one.activations_away == away else 0.0 for kept, one in zip(elements, strategies, strict=True)]
+    each = tokens_of(train, plan) * bytes_of(plan.precision.compute)
+    return tuple(each * sum(left[stage.start : stage.stop]) for stage in stages)
+
+
+def elements_kept(model: ModelSpec, plan: Plan) -> list[float]:
+    """By layer, elements of one token that a forward leaves for its backward, on the device or in host memory."""
+    per_token = per_token_of(model, plan)
+    return [per_token(layer)[0] for layer in range(model.layers)]
+
+
+def per_token_of(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[float, float]]:
+    """Says how many elements of one token a block keeps, and how many its backward holds beside them; counted once for blocks alike."""
+    spread, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
+    known = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
+
+    def per_token(layer: int) -> tuple[float, float]:
+        mode = strategies[layer].recompute
+        kind = model.routed(layer), mode, strategies[layer].linear
+        if kind not in known:
+            low = low_share(plan.precision, plan.linear(layer, model.layers))
+            kept = kept_per_token(model, layer, mode, low) + travelled_per_token(model, layer, mode, spread)
+            known[kind] = kept, worked_per_token(model, layer, mode, low)
+        return known[kind]
+
+    return per_token
+
+
+def tokens_of(train: TrainSpec, plan: Plan) -> float:
+    """Tokens of a micro-batch that one rank keeps activations of: context ranks split the sequence, tensor ranks what lies between."""
+    return plan.batch.micro_batch * train.seq_len / (context_size(plan) * plan.axis_size("tensor"))
+
+
+def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
+    """Elements that autograd keeps of block `layer` for one token; inputs of products count `low`."""
+    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    joined = query + 2 * kv
+    if recompute in REPEATING:
+        return model.hidden + (query if recompute == "all_but_attention" else 0)
+    wide, inner, routed = _feed_forward(model, layer)
+    if recompute == "selective":
+        # What experts are given is gathered again; what they gave is the result of a product.
+        return 2 * model.hidden + query + joined + wide + routed - _copied(model, layer)
+    # Each norm with what it reads and makes: a parallel block has one, and nothing keeps the sums of its two branches.
+    norms = 1 if model.parallel_block else 2
+    # Values are a view into the joined projection, which therefore stays whole beside the turned queries and keys.
+    turned = query + kv if model.positions == "rope" else 0
+    # Attention keeps its own result as it is: in fp8 the product behind it has a copy.
+    again = low * query if low < 1 else 0
+    return (1 + low) * norms * model.hidden + query + again + joined + turned + wide + low * inner + routed
+
+
+def travelled_per_token(model: ModelSpec, layer: int, recompute: Recompute, ranks: int) -> float:
+    """Elements of one token that are kept besides where its experts are on `ranks` ranks: selective recompute does not ask for rows twice,
+    and keeps what the experts gave as it left and as it arrived."""
+    again = recompute == "selective" and ranks > 1
+    return 2 * _copied(model, layer) if again else 0.0
+
+
+def worked_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
+    """Elements of one token that a block's backward holds over what its forward kept: gradients of the feed-forward's wide half and of the
+    stream beyond what it has let go, and what is computed again. Of an expert's input and output one is there: with the gradient of the
+    output the output goes, and then the input is gathered again."""
+    wide, _, _ = _feed_forward(model, layer)
+    made = wide + model.hidden
+    if recompute == "none":
+        return made
+    again = kept_per_token(model, layer, "none", low) - kept_per_token(model, layer, recompute, low)
+    return made + again - _copied(model, layer)
+
+
+def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Array:
+    """Elements of the block at work that other ranks sent: its gathered input with the gradient; queries, keys and values."""
+    gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
+    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+    return gathered + np.where(np.asarray(context) > 1, heads, 0)
+
+
+def _feed_forward(model: ModelSpec, layer: int) -> tuple[float, float, float]:
+    """Elements of one token before the activation, behind it, and of what routing makes: copies for and of its experts, and choices."""
+    width, routed = model.ffn_hidden, 0.0
+    if model.routed(layer):
+        width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
+        routed = 2 * _copied(model, layer) + model.experts
+    return (2 * width if model.mlp == "swiglu" else width), width, routed
+
+
+def _copied(model: ModelSpec, layer: int) -> float:
+    """Elements of a token's copies, one for each of its experts; 0 in a block without."""
+    return float(model.experts_per_token * model.hidden) if model.routed(layer) else 0.0
