@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,8 +52,10 @@ class Preparation:
             raise BadInput(f"shard size {self.shard_tokens}: expected a positive number of tokens")
         if parse_train_request(self.tokenizer) is None:
             load_tokenizer(Path(self.tokenizer), self.eos)
-        if self.out.exists() and not self.out.is_dir():
-            raise BadInput(f"{self.out}: is a file, expected a directory to write into")
+        with suppress(FileNotFoundError):
+            # One stat, not exists() and is_dir(): another process may remove its empty directory between two.
+            if not stat.S_ISDIR(self.out.stat().st_mode):
+                raise BadInput(f"{self.out}: is a file, expected a directory to write into")
 
     def describe(self, files: list[InputFile]) -> dict[str, Any]:
         """The request as the manifest records it."""
