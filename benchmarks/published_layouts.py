@@ -1,7 +1,7 @@
 """Holds the planner against layouts that others published: `make published-layouts` (two minutes of one core).
 
 For each run: the published seconds, what this program's own engine is predicted to take in that layout (pinned: tensor, context, pipeline
-and expert ranks, schedule, micro-batch), and what it chooses freely among plans that it can train. Writes docs/published-layouts.md.
+and expert ranks, schedule, micro-batch), and what it chooses freely among plans that it can train. Writes docs/reference/published-layouts.md.
 Published seconds are another software's; the pinned prediction is this one's, so the two differ by more than a model's error.
 """
 
@@ -18,7 +18,7 @@ from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_name import plan_name
 
-PAGE = Path(__file__).parents[1] / "docs" / "published-layouts.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "published-layouts.md"
 DEEPSEEK = (
     "model.family=qwen3_moe model.layers=61 model.hidden=7168 model.heads=128 model.kv_heads=8 model.head_dim=128 model.ffn_hidden=18432 "
     "model.experts=256 model.experts_per_token=8 model.expert_hidden=2048 model.shared_expert_hidden=2048 model.first_dense_layers=3 "
