@@ -1,7 +1,8 @@
 """Holds the planner against layouts that others published: `make published-layouts` (two minutes of one core).
 
 For each run: the published seconds, what this program's own engine is predicted to take in that layout (pinned: tensor, context, pipeline
-and expert ranks, schedule, micro-batch), and what it chooses freely among plans that it can train. Writes docs/reference/published-layouts.md.
+and expert ranks, schedule, micro-batch), and what it chooses freely among plans that it can train. Writes
+docs/reference/published-layouts.md.
 Published seconds are another software's; the pinned prediction is this one's, so the two differ by more than a model's error.
 """
 
