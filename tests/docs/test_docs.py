@@ -53,7 +53,10 @@ NOT_RUN = {
     ),
     ("docs/getting-started.md", "#!/bin/bash"),
     ("docs/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
-    ("docs/how-to/measure-a-machine.md", "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json"),
+    (
+        "docs/how-to/measure-a-machine.md",
+        "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",
+    ),
     (
         "docs/how-to/measure-a-machine.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
