@@ -53,12 +53,15 @@ NOT_RUN = {
     ),
     ("docs/getting-started.md", "#!/bin/bash"),
     ("docs/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
-    ("docs/profile.md", "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json"),
     (
-        "docs/profile.md",
+        "docs/how-to/measure-a-machine.md",
+        "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",
+    ),
+    (
+        "docs/how-to/measure-a-machine.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
     ),
-    ("docs/profile.md", "meshwright profile --from-run runs/quickstart --out here.json"),
+    ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
 }
 """Blocks marked `norun`, by their first line: they need GPUs, several hosts, the network, or a longer run than the one made here."""
 LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
@@ -255,7 +258,7 @@ def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> 
 
 
 def test_the_reference_is_the_generated_one() -> None:
-    assert text_of("docs/run-file.md") == reference_markdown(), "run `make docs`"
+    assert text_of("docs/reference/run-file.md") == reference_markdown(), "run `make docs`"
 
 
 def test_exit_codes_are_those_of_the_code() -> None:
@@ -269,7 +272,7 @@ def test_phases_of_a_start_are_those_of_the_code() -> None:
 
 
 def test_presets_are_those_of_the_code() -> None:
-    rows = {codes(row["preset"])[0]: row for row in table("docs/models.md", "preset")}
+    rows = {codes(row["preset"])[0]: row for row in table("docs/reference/models.md", "preset")}
     assert set(rows) == set(MODEL_PRESETS)
     for name, row in rows.items():
         spec = from_plain(
@@ -286,7 +289,7 @@ def test_presets_are_those_of_the_code() -> None:
 def test_chips_are_those_of_the_code() -> None:
     named = [
         re.sub(r" \(.*\)", "", chip)
-        for row in table("docs/clusters.md", "made for")
+        for row in table("docs/reference/cluster-file.md", "made for")
         for chip in row["chips"].split(", ")
     ]
     assert sorted(named) == sorted(CHIPS)
