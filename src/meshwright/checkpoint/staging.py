@@ -102,7 +102,7 @@ class Stager:
             host_state_is_written()
             for number, group in enumerate(self._host_copies):
                 for target, source in group:
-                    target.copy_(source)
+                    _copy(target, source)
                 copies.host_flags[number].set()
         except BaseException as error:
             copies.failure = error
@@ -141,6 +141,10 @@ class Copies:
             event.synchronize()
         if self.failure is not None:
             raise self.failure
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
 
 
 def _within_parts(target: Tensor, source: Tensor, start: int) -> list[Copy]:
