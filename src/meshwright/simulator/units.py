@@ -17,7 +17,6 @@ import numpy as np
 
 from meshwright.costs.collective_costs import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
-from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.offload_costs import copied_bytes, host_optimizer, host_rate, late_copies
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.costs.step import context_traffic, waits
@@ -26,6 +25,8 @@ from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
 from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Linear, Plan, Recompute
 from meshwright.workload.dtypes import added_up, bytes_of, gathered_width, sent_width, state_bytes, summed_by_products
 from meshwright.workload.groups import experts_over, shard_size
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import with_blocks
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -269,7 +270,10 @@ class UnitCosts:
 
     def _travels(self, mode: Recompute, routed: bool) -> float:
         """Seconds of a block's copy, one way."""
-        return number(copied_bytes(self._of_kind(routed), self._lone(mode)) / host_rate(self.priced.machine))
+        return number(
+            copied_bytes(with_blocks(self.priced.shape, routed=routed), self._lone(mode))
+            / host_rate(self.priced.machine)
+        )
 
     def _alike(self, unit: Unit) -> Unit:
         """The first block of the unit's kind, or the end itself."""
@@ -297,16 +301,6 @@ class UnitCosts:
         """Of these the embedding's and the head's count."""
         return layer_times(self.priced.shape, self.priced.machine, self._lone("none"), self.priced.constants)
 
-    def _of_kind(self, routed: bool) -> Shape:
-        """The model with all its blocks of one kind."""
-        layers = self.model.layers
-        return replace(
-            self.priced.shape,
-            moe_layers=layers * routed,
-            dense_layers=layers * (not routed),
-            experts=self.model.experts * routed,
-        )
-
     def _lone(self, mode: Recompute) -> Layouts:
         """One micro-batch of one replica in one piece."""
         layout = self.priced.layout
@@ -317,7 +311,12 @@ class UnitCosts:
 
     def _block(self, mode: Recompute, routed: bool, linear: Linear) -> Seconds:
         priced = self.priced.of(linear)
-        shape, lone, machine, k = self._of_kind(routed), self._lone(mode), priced.machine, priced.constants
+        shape, lone, machine, k = (
+            with_blocks(self.priced.shape, routed=routed),
+            self._lone(mode),
+            priced.machine,
+            priced.constants,
+        )
         times = layer_times(shape, machine, lone, k)
         inside = waits(shape, machine, lone, k, times)
         tensor, context, expert, host = (

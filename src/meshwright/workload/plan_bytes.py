@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from meshwright.costs.account import KINDS, Formats, Held, account
-from meshwright.costs.inputs import Array
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_stay, stage_table
 from meshwright.spec.model import ModelSpec, parameters
@@ -24,10 +22,12 @@ from meshwright.spec.plan import (
     ReduceEngine,
 )
 from meshwright.workload.activations import exchanged_per_token, per_token_of, tokens_of
+from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import LAYERS_STAYING
 from meshwright.workload.dtypes import added_up, bytes_of, low_share, sent_width, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.stage_parts import StagePart, stage_part
+from meshwright.workload.tensor_bytes import KINDS, Formats, Held, account
 
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
