@@ -45,7 +45,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
 )
 
-PAGE = "docs/parallelism/features.md"
+PAGE = "docs/reference/features.md"
 Tested = tuple[Plan, ModelSpec]
 """A plan that is compared with one device, and the model that it is compared on."""
 
