@@ -200,7 +200,6 @@ def never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     copied = plan.gather_engine == "copy" and shard_size(plan) > 1
     found += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
-    found += ["gradients exchanged"] if plan.reduce_engine == "exchange" and shard_size(plan) > 1 else []
     low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
     found += ["fp8 products"] if low else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])

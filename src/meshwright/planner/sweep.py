@@ -426,8 +426,8 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
         run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
         virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
         layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, vee),
-        copied=points.column("copied"), exchanged=float(pins_of(run).reduce_engine == "exchange"),
-        tokens_copied=points.column("tokens copied"), slowest=points.column("pace"), port=points.column("port"),
+        copied=points.column("copied"), tokens_copied=points.column("tokens copied"),
+        slowest=points.column("pace"), port=points.column("port"),
         **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
     )  # fmt: skip
 
@@ -457,7 +457,6 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 def bytes_of_rank(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
-    precision, engine = precision_of(run), pins_of(run).reduce_engine or "kernel"
-    numbers = formats(run.train, precision, cpu=run.cluster.is_cpu, reduce_engine=engine, added=layout.added_up)
+    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
     numbers = replace(numbers, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied)
     return np.asarray(sum(planned(run.model, layout, numbers).values()))

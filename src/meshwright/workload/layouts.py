@@ -49,8 +49,6 @@ class Layouts:
     """Of a block's weight while it is gathered."""
     copied: Array = 0.0
     """1 when copy engines gather weights, on links of a communicator of their own."""
-    exchanged: Array = 0.0
-    """1 when gradients are summed over shards by an exchange, in the format they were computed in."""
     tokens_copied: Array = 0.0
     """1 when tensor ranks copy their tokens beside the products."""
     gather_once: Array = 0.0
@@ -170,11 +168,6 @@ class Layouts:
         """Micro-batches of one replica in one step."""
         return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
 
-    @property
-    def added_up(self) -> Array:
-        """Whether a rank adds several micro-batches' gradients up before they are summed over shards."""
-        return (self.micro_batches > 1) & ((np.asarray(self.layered) > 0) | (np.asarray(self.reduce_once) > 0))
-
 
 UNEVEN = 0.2
 """What the busiest of many expert ranks gets beyond the mean where nobody says: 1.2 times the mean. Balanced by a weak loss alone, 32 ranks
@@ -192,7 +185,7 @@ def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     columns = layouts_of(
         model, train, plan.precision, plan.axis_size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
         virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
-        layers=table_layers(table), copied=plan.gather_engine == "copy", exchanged=plan.reduce_engine == "exchange",
+        layers=table_layers(table), copied=plan.gather_engine == "copy",
         tokens_copied=plan.tensor_engine == "copy", **_strides(plan), **strategy_columns(plan.layers[0]),
     )  # fmt: skip
     return Layouts(**{field.name: float(getattr(columns, field.name)) for field in fields(Layouts)})
