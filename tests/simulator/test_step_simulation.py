@@ -170,9 +170,9 @@ def test_an_exchange_moves_what_was_computed_and_adds_it_up_beside_compute(gradi
     assert exchange.reduce[0][1] / kernels.reduce[0][1] == pytest.approx(sent / 4, rel=0.06)  # latency beside
     priced = pricing(LLAMA, job(given), given, NODE)
     assert priced is not None
-    aside, laid = number(priced.constants.side_copies), 1 / number(priced.constants.packing)
+    concurrent_span, laid = number(priced.constants.side_copies), 1 / number(priced.constants.packing)
     shard = 12 / 8 if gradients == "shard" else 0
-    copied = ((2 + sent) * laid + aside * (sent + 4 / 8 + shard)) / ((2 + 4) * laid + aside * shard)
+    copied = ((2 + sent) * laid + concurrent_span * (sent + 4 / 8 + shard)) / ((2 + 4) * laid + concurrent_span * shard)
     assert exchange.copy_in[0][1] / kernels.copy_in[0][1] == pytest.approx(copied)
     assert exchange.unshard == kernels.unshard and exchange.accumulate == kernels.accumulate
     played = play(given).step_seconds - play(exchanged).step_seconds

@@ -17,8 +17,14 @@ from meshwright.config.yaml_positions import Document, KeyPath, say
 from meshwright.spec.chips import CHIPS, chip_from_device_name, formats_on
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
-from meshwright.spec.fp8_limits import MULTIPLE, WIDTHS, sides
-from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfit, stage_table, tensor_misfit
+from meshwright.spec.fp8_limits import FP8_MULTIPLE, FP8_WIDTH_KEYS, product_sides
+from meshwright.spec.layout import (
+    STAGES_PER_RANK,
+    context_split_error,
+    expert_split_error,
+    stage_table,
+    tensor_split_error,
+)
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_numbers, layer_range
 from meshwright.spec.run import RunSpec
@@ -252,8 +258,8 @@ def _tensor_misfit(run: _Run, ranks: int) -> str | None:
     heads, kv_heads, width = run("model.heads"), run("model.kv_heads"), run("model.ffn_hidden")
     if not (heads and kv_heads and width):
         return None
-    misfit = tensor_misfit(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
-    return misfit or expert_misfit(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
+    misfit = tensor_split_error(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
+    return misfit or expert_split_error(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
 
 
 def _context(run: _Run) -> Iterator[Mistake]:
@@ -271,7 +277,7 @@ def _context_misfit(run: _Run, sizes: dict[str, int]) -> tuple[str, str] | None:
     if not (heads and kv_heads):
         return None
     ring, ulysses, tensor = (sizes.get(axis, 1) for axis in (*CONTEXT_AXES, "tensor"))
-    return context_misfit(ring, ulysses, tensor, heads, kv_heads, run("train.seq_len"))
+    return context_split_error(ring, ulysses, tensor, heads, kv_heads, run("train.seq_len"))
 
 
 def _warmup(run: _Run) -> Iterator[Mistake]:
@@ -495,6 +501,8 @@ def _fp8_rules(
         yield "linear", f"compute, as {run('cluster.gpu')} has no fp8 products"
     if compute in ("fp16", "fp64"):
         yield "linear", f"compute, as plan.compute is {compute}: fp8 goes with bf16 or fp32"
-    for name, size in sides({key: run(f"model.{key}") for key in WIDTHS}, run("train.seq_len"), context).items():
-        if size % MULTIPLE:
-            yield "linear", f"compute, as {name} = {size} is no multiple of {MULTIPLE}, which fp8 products need"
+    for name, size in product_sides(
+        {key: run(f"model.{key}") for key in FP8_WIDTH_KEYS}, run("train.seq_len"), context
+    ).items():
+        if size % FP8_MULTIPLE:
+            yield "linear", f"compute, as {name} = {size} is no multiple of {FP8_MULTIPLE}, which fp8 products need"

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwright.spec.plan import RECOMPUTES
+from meshwright.spec.plan import RECOMPUTE_MODES
 
 Array = Any
 """A float or a float64 array; arrays of one call share one length."""
 SELECTIVE, ALL_BUT_ATTENTION, FULL = (
-    float(RECOMPUTES.index(mode)) for mode in ("selective", "all_but_attention", "full")
+    float(RECOMPUTE_MODES.index(mode)) for mode in ("selective", "all_but_attention", "full")
 )
 """As `Layouts.recompute` has them: from the second on a forward's products are repeated."""
 ROWWISE = 4.0
@@ -134,7 +134,7 @@ class Layouts:
     global_batch: Array
     seq: Array
     recompute: Array
-    """The mode's place in `RECOMPUTES`; in published runs selective repeats attention's core."""
+    """The mode's place in `RECOMPUTE_MODES`; in published runs selective repeats attention's core."""
     keep_gathered: Array = 0.0
     """1 when gathered weights stay after forward."""
     gathered_bytes: Array = 2.0
@@ -204,8 +204,8 @@ class Layouts:
     def ranks(self) -> Array:
         return self.tensor * self.pipeline * self.context * self.data
 
-    def gradients_stay(self, tied: Array) -> Array:
-        """Where `spec.layout.gradients_stay`; `tied` as in `Shape`."""
+    def gradients_final_in_backward(self, tied: Array) -> Array:
+        """Where `spec.layout.gradients_final_in_backward`; `tied` as in `Shape`."""
         return (
             (self.micro_batches <= 1)
             & (self.ranks == self.pipeline)

@@ -33,8 +33,8 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec, mean_span
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.nodes import slowest_rank
-from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Linear, Plan, Precision
+from meshwright.spec.nodes import slowest_rank_cluster
+from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Linear, Plan, Precision
 from meshwright.workload.dtypes import state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
 
@@ -101,7 +101,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     compute, cluster = plan.precision.compute, as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
         machine_of(cluster, products(plan.precision, cluster))  # says what is wrong with the groups
-        cluster = slowest_rank(cluster, Layout.of(plan, cluster.gpus_per_node))
+        cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
@@ -218,7 +218,7 @@ def gathered_bytes(precision: Precision) -> float:
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
     """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
     counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
-    moved = sum(count for layer, count in counts.items() if layer.activations_away) / model.layers
+    moved = sum(count for layer, count in counts.items() if layer.activations_offloaded) / model.layers
     costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled, moved) for layer in counts]
     shares = [count / model.layers for count in counts.values()]
 
@@ -242,12 +242,12 @@ def _uniform_cost(priced: Pricing, layer: LayerStrategy, filled: float, moved: f
 def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, float]:
     """What a strategy sets in a layout, of which the share `moved` of all layers have their activations in host memory where it has."""
     return {
-        "recompute": float(RECOMPUTES.index(layer.recompute)),
+        "recompute": float(RECOMPUTE_MODES.index(layer.recompute)),
         "keep_gathered": float(not layer.reshard),
         "gather_once": float(not layer.reshard),
         "reduce_once": float(layer.gradients == "whole"),
-        "offload": float(layer.optimizer_away),
-        "offload_activations": moved * layer.activations_away,
+        "offload": float(layer.optimizer_offloaded),
+        "offload_activations": moved * layer.activations_offloaded,
     }
 
 

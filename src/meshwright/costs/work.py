@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import gradients_stay, token_exchanges
+from meshwright.spec.layout import gradients_final_in_backward, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
@@ -126,7 +126,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         loss_bytes=seen * model.vocab_size * 2 * bytes_of(plan.precision.compute),
         copy_bytes=owned * CAST + _summed_bytes(model, plan, held, owned),
         parameters=owned,
-        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_stay(model, plan) else plan.precision.stored),
+        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
         collectives=(
             *_weight_collectives(model, plan, dense, shard_size(plan)),
             *_weight_collectives(model, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
@@ -138,7 +138,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
 def _summed_bytes(model: ModelSpec, plan: Plan, held: float, owned: float) -> float:
     """Brought to the format of their sum where kernels sum gradients. What came by an exchange is read, and its sum written; several
     micro-batches' gradients are in the wide format before."""
-    if gradients_stay(model, plan):
+    if gradients_final_in_backward(model, plan):
         return 0.0
     if plan.reduce_engine == "kernel" or shard_size(plan) == 1:
         return held * SUM
