@@ -33,7 +33,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/pyrefly check
 
 docs: $(VENV)/.installed
-	$(BIN)/meshwright schema --reference > docs/run-file.md
+	$(BIN)/meshwright schema --reference > docs/reference/run-file.md
 
 examples: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.examples

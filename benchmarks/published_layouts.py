@@ -1,7 +1,8 @@
 """Holds the planner against layouts that others published: `make published-layouts` (two minutes of one core).
 
 For each run: the published seconds, what this program's own engine is predicted to take in that layout (pinned: tensor, context, pipeline
-and expert ranks, schedule, micro-batch), and what it chooses freely among plans that it can train. Writes docs/published-layouts.md.
+and expert ranks, schedule, micro-batch), and what it chooses freely among plans that it can train. Writes
+docs/reference/published-layouts.md.
 Published seconds are another software's; the pinned prediction is this one's, so the two differ by more than a model's error.
 """
 
@@ -18,7 +19,7 @@ from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_name import plan_name
 
-PAGE = Path(__file__).parents[1] / "docs" / "published-layouts.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "published-layouts.md"
 DEEPSEEK = (
     "model.family=qwen3_moe model.layers=61 model.hidden=7168 model.heads=128 model.kv_heads=8 model.head_dim=128 model.ffn_hidden=18432 "
     "model.experts=256 model.experts_per_token=8 model.expert_hidden=2048 model.shared_expert_hidden=2048 model.first_dense_layers=3 "
@@ -152,7 +153,7 @@ Made by `make published-layouts`. Each row is a run that others published. *Pinn
 predicted to take with the published tensor, context, pipeline and expert ranks and micro-batch; the other choices are the
 planner's. *Chosen* is the best plan that this release can train. The last column says in which parts of the step the two
 differ. Published seconds are another software's on its own network, so they are no test of the pinned prediction; the
-[cost model](cost-model.md) is held against published runs with their own software's constants.
+[cost model](../design/cost-model.md) is held against published runs with their own software's constants.
 
 | run | published | pinned | chosen | chosen plan | chosen against pinned |
 |---|---|---|---|---|---|

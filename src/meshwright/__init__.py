@@ -1,6 +1,6 @@
 """Train large language models from one plan: model + cluster + job in, one explicit Plan out.
 
-From Python: `load_run`, `plan` and `train` (docs/python.md).
+From Python: `load_run`, `plan` and `train` (docs/how-to/python.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Meshwright from Python: the functions and errors that `import meshwright` offers, stable within a minor version (docs/python.md)."""
+"""The public Python functions and errors of Meshwright, stable within a minor version (docs/how-to/python.md)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
 )
 
-PAGE = "docs/parallelism/features.md"
+PAGE = "docs/reference/features.md"
 Tested = tuple[Plan, ModelSpec]
 """A plan that is compared with one device, and the model that it is compared on."""
 

@@ -1,4 +1,4 @@
-"""The tables of docs/parallelism/features.md: what goes together is what the equality tests try, what is refused is refused."""
+"""The tables of docs/reference/features.md: what goes together is what the equality tests try, what is refused is refused."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import typer
 
 def schema(
     reference: Annotated[
-        bool, typer.Option("--reference", help="Print the reference as Markdown instead (docs/run-file.md).")
+        bool, typer.Option("--reference", help="Print the reference as Markdown instead (docs/reference/run-file.md).")
     ] = False,
 ) -> None:
     """Print the JSON schema of the run file, for completion and checks in an editor.

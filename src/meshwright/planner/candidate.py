@@ -101,7 +101,11 @@ def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
     say where they are."""
     beside = fp8_conflict(plan, experts=mixture or plan.experts is not None)
     parts = [f"products in fp8 with {beside}"] if beside else []
-    parts += ["computation in fp16 (it does not scale losses)"] if plan.precision.compute == "fp16" else []
+    parts += (
+        ["computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"]
+        if plan.precision.compute == "fp16"
+        else []
+    )
     parts += dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer))
     if not parts:
         return _uncopyable(plan)
