@@ -119,7 +119,6 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         ("schedule", plan.schedule.name, not plan.layered and plan.schedule.name != "1f1b", plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", own_sums, shards, "shard"),
         ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
-        ("reduce_engine", "exchange", plan.reduce_engine == "exchange", shards, "shard"),
         ("reduce_replicas", plan.precision.reduce_replicas, plan.precision.reduce_replicas, plan.axis_size("replicate"), "replica"),
         ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
     ):  # fmt: skip

@@ -69,7 +69,6 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         layers=pins.layers or (strategy.layer(strategy.rich),),
         precision=precision_of(run),
         gather_engine="copy" if points.column("copied")[row] else "kernel",
-        reduce_engine=pins.reduce_engine or "kernel",
         tensor_engine="copy" if points.column("tokens copied")[row] else "kernel",
         compile=compiles(run),
     )
