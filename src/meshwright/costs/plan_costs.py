@@ -32,7 +32,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.nodes import slowest_rank
+from meshwright.spec.nodes import slowest_rank_cluster
 from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision
 from meshwright.workload.arrays import Array
 from meshwright.workload.groups import experts_over, shard_size
@@ -102,7 +102,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     compute, cluster = plan.precision.compute, as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
         machine_of(cluster, products(plan.precision, cluster))  # says what is wrong with the groups
-        cluster = slowest_rank(cluster, Layout.of(plan, cluster.gpus_per_node))
+        cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
@@ -213,7 +213,7 @@ def number(value: object) -> float:
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
     """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
     counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
-    moved = sum(count for layer, count in counts.items() if layer.activations_away) / model.layers
+    moved = sum(count for layer, count in counts.items() if layer.activations_offloaded) / model.layers
     costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled, moved) for layer in counts]
     shares = [count / model.layers for count in counts.values()]
 

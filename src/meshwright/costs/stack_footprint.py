@@ -1,6 +1,6 @@
 """Bytes of the fullest rank by category in closed form, of other software stacks: one set of constants a stack says what it keeps.
 
-`workload.layout_bytes` counts the tensors of this program. Formulas and sources: docs/cost-model.md, "Memory".
+`workload.layout_bytes` counts the tensors of this program. Formulas and sources: docs/design/cost-model.md, "Memory".
 """
 
 from __future__ import annotations

@@ -26,7 +26,15 @@ from meshwright.planner.space import SCHEDULES, Points
 from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import flops_per_token
-from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
+from meshwright.spec.plan import (
+    PARTIAL_RECOMPUTES,
+    RECOMPUTE_MODES,
+    Gradients,
+    LayerStrategy,
+    Offload,
+    PlanPins,
+    Recompute,
+)
 from meshwright.spec.run import RunSpec
 from meshwright.workload.arrays import Array
 from meshwright.workload.layout_bytes import planned
@@ -239,7 +247,10 @@ def _ways_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradients, ...
     kinds = tuple(dict.fromkeys(kind for pair in ends for kind in pair))
     places = {kind: place for place, kind in enumerate(kinds)}
     rich, lean = np.array([[places[kind] for kind in pair] for pair in ends]).T
-    moving = [not one.layer(one.rich).activations_away and one.layer(one.lean).activations_away for one in strategies]
+    moving = [
+        not one.layer(one.rich).activations_offloaded and one.layer(one.lean).activations_offloaded
+        for one in strategies
+    ]
     alike = [(one.lean.recompute, one.lean.offload in ("activations", "both")) for one in strategies]
     classes = tuple(np.flatnonzero([one == kind for one in alike]) for kind in dict.fromkeys(alike))
     return _Ways(tuple(strategies), kinds, rich, lean, np.array(moving), classes)
@@ -291,11 +302,11 @@ def _trained(run: RunSpec, points: Points, kind: LayerStrategy) -> np.ndarray:
     """By point, whether candidate.untrainable lets layers of this kind through. Where the pins ask for both of two things that do not go
     together, they are followed, and the plan says so."""
     pins, trained = pins_of(run), np.ones(len(points), bool)
-    away = [layer for layer in pins.layers or (kind,) if layer.activations_away]
+    away = [layer for layer in pins.layers or (kind,) if layer.activations_offloaded]
     if away and not (pins.schedule and (pins.offload or pins.layers)):
         trained &= ~np.isin(points.schedule, SPLITTING)
     if away and not (pins.recompute and pins.offload) and not pins.layers and not compiles(run):
-        trained &= kind.recompute not in CHOOSING
+        trained &= kind.recompute not in PARTIAL_RECOMPUTES
     return trained
 
 
@@ -408,7 +419,7 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     pinned = pins_of(run).recompute
     if pinned is not None:
         return (pinned,)
-    return tuple(mode for mode in RECOMPUTES if mode != "all_but_attention" or _attends_long(run))
+    return tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attends_long(run))
 
 
 def _attends_long(run: RunSpec) -> bool:

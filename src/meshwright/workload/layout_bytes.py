@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.plan import RECOMPUTES
+from meshwright.spec.plan import RECOMPUTE_MODES
 from meshwright.workload.activations import exchanged_per_token, kept_per_token, travelled_per_token, worked_per_token
 from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import LAYERS_STAYING
@@ -36,7 +36,9 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> Held:
     tokens = layout.micro_batch * layout.seq / layout.context / width
     mode = np.asarray(layout.recompute, dtype=np.int64)
     kept = tokens * f.compute * np.choose(mode, np.broadcast_arrays(*sizes.kept))
-    kept = kept + tokens * f.compute * sizes.travelled * ((mode == RECOMPUTES.index("selective")) & (layout.expert > 1))
+    kept = kept + tokens * f.compute * sizes.travelled * (
+        (mode == RECOMPUTE_MODES.index("selective")) & (layout.expert > 1)
+    )
     forwards, forwards_first = _forwards(layout, last)
     staying = np.minimum(LAYERS_STAYING + (np.asarray(layout.pipeline) > 1), layers)
     moved = np.asarray(layout.offload_activations)
@@ -52,7 +54,7 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> Held:
         last=np.where((loss > 0) & ~shared, loss, block), sums=np.where((piled > 0) | (m <= 1), 0.0, sums),
         reduces=np.where(~whole | (lone & ~forwards_first) | (piled > 0), 1.0, 0.0), away=layout.offload, layers=layers,
         alive=alive * kept, working=tokens * f.compute * working, tokens=tokens, width=width, hidden=model.hidden,
-        vocab=model.vocab_size, stays=layout.gradients_stay(model.tied), piled=piled,
+        vocab=model.vocab_size, stays=layout.gradients_final_in_backward(model.tied), piled=piled,
         piled_head=np.where(forwards_first, m, np.maximum(1.0, piled)),
         messages=np.where(lone, -1.0, _sends(layout, last)),
     )  # fmt: skip
@@ -115,10 +117,11 @@ def _sizes(model: ModelSpec, low: float) -> _Sizes:
         final=ends - embed,
         embed=embed,
         kept=tuple(
-            sum(kept_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTES
+            sum(kept_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTE_MODES
         ),
         worked=tuple(
-            sum(worked_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTES
+            sum(worked_per_token(model, layer, mode, low) for layer in layers) / model.layers
+            for mode in RECOMPUTE_MODES
         ),
         travelled=sum(travelled_per_token(model, layer, "selective", 2) for layer in layers) / model.layers,
     )

@@ -12,14 +12,14 @@ from meshwright.schedules.in_flight import NAMES, in_flight
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import RECOMPUTES, AxisName, LayerStrategy, Plan, Precision
+from meshwright.spec.plan import RECOMPUTE_MODES, AxisName, LayerStrategy, Plan, Precision
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, state_bytes
 from meshwright.workload.groups import experts_over
 from meshwright.workload.rank_layers import table_layers
 
 SELECTIVE, ALL_BUT_ATTENTION, FULL = (
-    float(RECOMPUTES.index(mode)) for mode in ("selective", "all_but_attention", "full")
+    float(RECOMPUTE_MODES.index(mode)) for mode in ("selective", "all_but_attention", "full")
 )
 """As `Layouts.recompute` has them: from the second on a forward's products are repeated."""
 
@@ -42,7 +42,7 @@ class Layouts:
     global_batch: Array
     seq: Array
     recompute: Array
-    """The mode's place in `RECOMPUTES`; in published runs selective repeats attention's core."""
+    """The mode's place in `RECOMPUTE_MODES`; in published runs selective repeats attention's core."""
     keep_gathered: Array = 0.0
     """1 when gathered weights stay after forward."""
     gathered_bytes: Array = 2.0
@@ -113,8 +113,8 @@ class Layouts:
     def ranks(self) -> Array:
         return self.tensor * self.pipeline * self.context * self.data
 
-    def gradients_stay(self, tied: Array) -> Array:
-        """Where `spec.layout.gradients_stay`; `tied` as in `Shape`."""
+    def gradients_final_in_backward(self, tied: Array) -> Array:
+        """Where `spec.layout.gradients_final_in_backward`; `tied` as in `Shape`."""
         return (
             (self.micro_batches <= 1)
             & (self.ranks == self.pipeline)
@@ -235,12 +235,12 @@ def gathered_bytes(precision: Precision) -> float:
 def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, float]:
     """The columns that a layer's strategy sets; `moved` is the share of all layers that offload their activations if it does."""
     return {
-        "recompute": float(RECOMPUTES.index(layer.recompute)),
+        "recompute": float(RECOMPUTE_MODES.index(layer.recompute)),
         "keep_gathered": float(not layer.reshard),
         "gather_once": float(not layer.reshard),
         "reduce_once": float(layer.gradients == "whole"),
-        "offload": float(layer.optimizer_away),
-        "offload_activations": moved * layer.activations_away,
+        "offload": float(layer.optimizer_offloaded),
+        "offload_activations": moved * layer.activations_offloaded,
     }
 
 
