@@ -20,7 +20,6 @@ from tests.distributed import (
     test_equality,
     test_experts,
     test_fp8,
-    test_gradient_exchange,
     test_host_optimizer,
     test_offload,
     test_pairs,
@@ -130,9 +129,6 @@ FEATURES: dict[str, Feature] = {
     "copied gathers": Feature(
         lambda plan, spec: plan.gather_engine == "copy", lambda plan: replace(plan, gather_engine="copy")
     ),
-    "exchanged gradients": Feature(
-        lambda plan, spec: plan.reduce_engine == "exchange", lambda plan: replace(plan, reduce_engine="exchange")
-    ),
     "copied tokens": Feature(
         lambda plan, spec: plan.tensor_engine == "copy",
         lambda plan: replace(axis("tensor").ask(plan), tensor_engine="copy"),
@@ -201,11 +197,6 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
         spec, chosen = test_copy_engine.CASES[given["name"]]
         yield test_copy_engine.copying(chosen), spec
     yield test_copy_engine.copying(test_copy_engine.IN_FP8), test_equality.LLAMA
-    for given in given_to(test_gradient_exchange.test_float64_equals_one_device):
-        spec, chosen = test_gradient_exchange.CASES[given["name"]]
-        yield test_gradient_exchange.exchanging(chosen), spec
-    for given in given_to(test_gradient_exchange.test_two_ranks_get_the_bits_of_kernels):
-        yield test_gradient_exchange.exchanging(test_gradient_exchange.BITS[given["name"]]), test_equality.LLAMA
     for given in given_to(test_async_tensor.test_float64_equals_one_device):
         yield test_async_tensor.beside(given["case"].plan), given["spec"]
     for given in given_to(test_zero.test_over_shards):
