@@ -24,7 +24,7 @@ from meshwright.checkpoint.staging import Copies, Stager, StagingBuffer
 from meshwright.checkpoint.writer import Save, Setup, encoded_contents
 from meshwright.checkpoint.writer_process import WriterProcess
 from meshwright.spec.errors import MeshwrightError, OutOfResources
-from meshwright.spec.failures import failure_of
+from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.run import Lease
 from meshwright.state.parts import StateParts
 
@@ -234,7 +234,7 @@ class _SaveInFlight:
             self._writer.save(complete, self._committed)
             self._result = self._result or SaveResult(step)
         except Exception as error:
-            failure = failure_of(error, "" if isinstance(error, MeshwrightError) else f"saving step {step}")
+            failure = as_meshwright_error(error, "" if isinstance(error, MeshwrightError) else f"saving step {step}")
             if not isinstance(error, MeshwrightError):
                 self._writer.discard(self.save)
             self._result = SaveResult(step, failure=failure)

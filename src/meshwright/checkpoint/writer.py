@@ -33,7 +33,7 @@ from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.header import Row, encode_header
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
-from meshwright.spec.failures import failure_of
+from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.run import Lease
 
 log = logging.getLogger("meshwright")
@@ -137,7 +137,7 @@ class Writer:
         try:
             self._discard(self._setup, command) if isinstance(command, Discard) else self._save(self._setup, command)
         except Exception as error:
-            failure = failure_of(error, f"saving step {command.step}")
+            failure = as_meshwright_error(error, f"saving step {command.step}")
             with suppress(OSError, MeshwrightError):
                 self._discard(self._setup, Discard(command.step, command.attempt))
             self._reply("failed", step=command.step, message=str(failure), exit_code=failure.exit_code)
@@ -174,7 +174,7 @@ class Writer:
             delete_beyond(attempt.checkpoints, setup.keep, attempt.target)
             remove_stale(attempt.checkpoints, None if attempt.lease is None else attempt.lease.epoch)
         except (OSError, MeshwrightError) as error:
-            log.warning("old checkpoints were not deleted: %s", failure_of(error))
+            log.warning("old checkpoints were not deleted: %s", as_meshwright_error(error))
         self._reply("deleted", step=save.step)
 
     def _write(self, setup: Setup, save: Save, folder: Path) -> dict[str, FileRecord]:

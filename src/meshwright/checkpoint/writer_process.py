@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.writer import Command, Discard, Save, Setup, encode
-from meshwright.spec.errors import CLASS_OF_CODE, MeshwrightError, OutOfResources
+from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, OutOfResources
 
 SILENT_SECONDS = 30.0
 """A writer that gives no sign of life for so long is killed: it was stopped, or its host is overloaded."""
@@ -79,7 +79,7 @@ class WriterProcess:
             for reply in self._replies():
                 event = reply["event"]
                 if event == "failed" and reply["step"] == save.step:
-                    raise CLASS_OF_CODE[reply["exit_code"]](reply["message"])
+                    raise ERROR_CLASS_BY_EXIT_CODE[reply["exit_code"]](reply["message"])
                 if event == "committed":
                     committed(reply)
                 if event in ("done", "deleted") and reply["step"] == save.step:

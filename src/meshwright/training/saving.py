@@ -78,9 +78,9 @@ class Saver:
             return cls(session, reporter, None)
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
-            local_ranks=session.world.place.local_ranks, parent=session.step or None,
+            local_ranks=session.world.environment.local_ranks, parent=session.step or None,
         )  # fmt: skip
-        obstacle = memory_obstacle(background.layout, ranks, session.world.place.local_ranks)
+        obstacle = memory_obstacle(background.layout, ranks, session.world.environment.local_ranks)
         if obstacle is not None:
             reporter.say(f"checkpoints are written while training waits: {obstacle}")
             return cls(session, reporter, None)
