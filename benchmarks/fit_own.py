@@ -48,7 +48,7 @@ MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, beside a row's own from step to step."""
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
 # On others the generation's row of constants.yaml holds, but for what costs.constants.unmeasured says.
-# Set by hand, from runs named in docs/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes, moe_back,
+# Set by hand, from runs named in docs/design/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes, moe_back,
 # moe_spread, quantise, token_passes, net_ring, packing, product_sums. `before`: of the first kernels, that older runs ran on.
 """
 

@@ -4,7 +4,7 @@ The ranks of one host lay what others need into memory that all of them map, and
 flags in the same memory, written and waited for in stream order: by 4-byte copies to the peers and the driver's stream memory operations
 (CUDA driver API, "Stream Memory Operations"), so neither the host nor a kernel waits. A slot is written again only when every peer has
 taken its last contents. On 2 H200s its gathers were slower than NCCL's copy engines, its sums faster than NCCL's
-(docs/parallelism/gathers.md).
+(docs/design/gathers.md).
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ Made by `make published-layouts`. Each row is a run that others published. *Pinn
 predicted to take with the published tensor, context, pipeline and expert ranks and micro-batch; the other choices are the
 planner's. *Chosen* is the best plan that this release can train. The last column says in which parts of the step the two
 differ. Published seconds are another software's on its own network, so they are no test of the pinned prediction; the
-[cost model](../cost-model.md) is held against published runs with their own software's constants.
+[cost model](../design/cost-model.md) is held against published runs with their own software's constants.
 
 | run | published | pinned | chosen | chosen plan | chosen against pinned |
 |---|---|---|---|---|---|

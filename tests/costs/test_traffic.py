@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.costs.traffic import cross_node_bytes
-from meshwright.schedules.counts import collectives_of
+from meshwright.schedules.collective_counts import collective_counts
 from meshwright.schedules.expand import expand
 from meshwright.schedules.registry import build
 from meshwright.schedules.schedule import Schedule
@@ -62,7 +62,7 @@ def played(chosen: Plan) -> Schedule:
 
 def crossing(model: ModelSpec, chosen: Plan, per_node: int = 4) -> dict[str, float]:
     layout = Layout.of(chosen, per_node)
-    return vars(cross_node_bytes(model, chosen, layout, SEQ, collectives_of(played(chosen))))
+    return vars(cross_node_bytes(model, chosen, layout, SEQ, collective_counts(played(chosen))))
 
 
 def test_one_node_sends_nothing() -> None:
@@ -214,7 +214,7 @@ def test_blocks_gathered_in_fp8_send_half() -> None:
     """A byte less for each element of the eight blocks, each time one is gathered; two of eight neighbours face another node."""
     wide = plan(("shard", 8))
     low = replace(wide, precision=replace(wide.precision, linear="fp8_tensorwise", gather="fp8"))
-    counts, block = collectives_of(played(wide)), (COUNT - 2 * 64 * 32 - 32) / 8
+    counts, block = collective_counts(played(wide)), (COUNT - 2 * 64 * 32 - 32) / 8
     gathers = sum(counts[0, unit][0] for unit in range(1, 9))
     both, ours = crossing(MODEL, wide), crossing(MODEL, low)
     assert both["gather"] - ours["gather"] == 2 * 7 / 8 * gathers * block

@@ -149,7 +149,7 @@ def test_experts_on_ranks_of_their_own_get_the_rows_of_all_and_move_them() -> No
 
 
 def test_tokens_that_ranks_exchange_are_those_of_the_axes_pages() -> None:
-    """Tables of docs/parallelism/tensor.md and context.md."""
+    """Tables of docs/design/tensor.md and context.md."""
     model, train = model_of("llama3-8b"), TrainSpec(steps=1, global_batch=1, seq_len=SEQ)
     stream, keys = SEQ * 4096 * 2, SEQ // 2 * 2 * 8 * 128
 

@@ -121,7 +121,7 @@ def tied_sums(world, ranks: int, micro: int) -> tuple[torch.Tensor, int]:
     mine = [tensor[world.rank * share : (world.rank + 1) * share].split(micro) for tensor in batch(0, GPT)]
     batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
     play = executor._Play(engine.executor, engine.training, batches, NullRecorder(), torch.tensor(9.0), {})
-    play.row = tuple(action for action in play.row if action.kind not in ("norm_barrier", "optim"))
+    play.rank_actions = tuple(action for action in play.rank_actions if action.op not in ("norm_barrier", "optim"))
     play.run()
     for units in engine.executor.stages.values():
         for unit in units:

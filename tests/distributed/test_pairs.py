@@ -1,6 +1,6 @@
 """Features two and more at a time, where test_schedules and test_equality leave a pair out: the same comparison with one device.
 
-docs/parallelism/executor.md has the table; tests/docs/test_features.py makes it from these lists.
+docs/design/executor.md has the table; tests/docs/test_features.py makes it from these lists.
 """
 
 from __future__ import annotations

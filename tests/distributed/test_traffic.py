@@ -17,7 +17,7 @@ from meshwright.observe.interface_counters import Traffic
 from meshwright.parallel.apply import build_engine
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.world import World
-from meshwright.schedules.counts import collectives_of
+from meshwright.schedules.collective_counts import collective_counts
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import AxisName, BatchPlan, MeshAxis, Plan, Precision, ScheduleName, SchedulePlan
 from tests.distributed.pool import Pool
@@ -43,7 +43,7 @@ def counted_and_predicted(world: World, chosen: Plan, tries: int) -> tuple[int, 
         dist.barrier()
         assert counting is not None
         counts.append(counting.bytes())
-    found = cross_node_bytes(MODEL, chosen, mesh.layout, SEQ, collectives_of(engine.training))
+    found = cross_node_bytes(MODEL, chosen, mesh.layout, SEQ, collective_counts(engine.training))
     return min(counts), found.total
 
 

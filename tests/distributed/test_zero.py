@@ -1,6 +1,6 @@
 """ZeRO's stages by layer range: one model whose layers are sharded each in its own way equals one device, and holds what the account says.
 
-docs/parallelism/zero.md says which fields of a plan are which stage.
+docs/design/sharding.md says which fields of a plan are which stage.
 """
 
 from __future__ import annotations

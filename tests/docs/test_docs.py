@@ -43,7 +43,7 @@ TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1
 ONCE = "meshwright quickstart"
 """The one command that is run once for all pages."""
 NOT_RUN = {
-    ("docs/benchmarks.md", "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl"),
+    ("docs/results.md", "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl"),
     ("docs/getting-started.md", "python3 -m venv --system-site-packages .venv"),
     ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
     ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
@@ -52,7 +52,7 @@ NOT_RUN = {
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
     ),
     ("docs/getting-started.md", "#!/bin/bash"),
-    ("docs/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
+    ("docs/design/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     (
         "docs/how-to/measure-a-machine.md",
         "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",
@@ -267,7 +267,7 @@ def test_exit_codes_are_those_of_the_code() -> None:
 
 
 def test_phases_of_a_start_are_those_of_the_code() -> None:
-    rows = {codes(row["phase"])[0]: row["what it is"] for row in table("docs/start-up.md", "phase")}
+    rows = {codes(row["phase"])[0]: row["what it is"] for row in table("docs/design/start-up.md", "phase")}
     assert list(rows.items()) == list(PHASES.items())
 
 
@@ -296,14 +296,16 @@ def test_chips_are_those_of_the_code() -> None:
 
 
 def test_rooms_are_those_of_the_house() -> None:
-    rows = {codes(row["room"])[0]: row for row in table("docs/architecture.md", "floor")}
+    rows = {codes(row["room"])[0]: row for row in table("docs/design/architecture.md", "floor")}
     assert {name: int(row["floor"]) for name, row in rows.items()} == FLOORS
     for name, row in rows.items():
         answer = subprocess.run(
             ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
         )
         there = bool(answer.stdout)  # what is not committed is not in the house yet
-        assert row["holds"].startswith("planned") != there, f"docs/architecture.md says of {name}: {row['holds']}"
+        assert row["holds"].startswith("planned") != there, (
+            f"docs/design/architecture.md says of {name}: {row['holds']}"
+        )
         assert ("*" in row["room"]) == (name in TORCH_FREE), name
 
 
@@ -320,7 +322,7 @@ def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Worksh
 
 
 def test_every_kept_result_has_its_row() -> None:
-    page = text_of("docs/benchmarks.md")
+    page = text_of("docs/results.md")
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(file.read_text())
         if result.get("benchmark") != "dense_8b":
@@ -331,17 +333,17 @@ def test_every_kept_result_has_its_row() -> None:
             if side in result
         ]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"docs/benchmarks.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        assert not missing, f"docs/results.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
 
 
 def test_every_kept_table_has_its_rows() -> None:
-    page = text_of("docs/benchmarks.md")
+    page = text_of("docs/results.md")
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         sides = {(line["row"], line["side"]) for line in lines if line["kind"] == "run" and "error" not in line}
         rates = [f"{side_of(lines, row, side)['rate']:,.0f}" for row, side in sorted(sides)]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"docs/benchmarks.md: no {', '.join(missing)} of {file.name}"
+        assert not missing, f"docs/results.md: no {', '.join(missing)} of {file.name}"
 
 
 def test_the_front_page_is_short_and_its_picture_light() -> None:

@@ -1,4 +1,4 @@
-"""The laws of the house (docs/architecture.md): imports run down only, and some rooms never see torch."""
+"""The laws of the house (docs/design/architecture.md): imports run down only, and some rooms never see torch."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_a_message_begins_when_both_ends_are_there() -> None:
     both = [
         (start, end)
         for _, _, act, start, end in found.records
-        if act.kind in ("send", "recv") and act.payload == "activation"
+        if act.op in ("send", "recv") and act.payload == "activation"
     ]
     assert both[0] == pytest.approx(both[1])
 
@@ -217,12 +217,12 @@ def test_a_pipeline_run_draws_what_its_schedule_says(pool: Pool, tmp_path: Path,
             mine = [e for e in events if e["pid"] == process[rank] and e["args"]["step"] == step]
             row = [part for action in played.actions[rank] for part in action.parts]
             run = [e["name"] for e in mine if e["lane"] == "compute"]
-            assert run == [p.label for p in row if p.kind in COMPUTE or p.kind in ("norm_barrier", "optim")]
+            assert run == [p.label for p in row if p.op in COMPUTE or p.op in ("norm_barrier", "optim")]
             begins = [e["ts"] for e in mine if e["lane"] == "compute"]
             assert begins == sorted(begins)
             for kind in ("send", "recv"):
                 assert [e["name"] for e in mine if e["lane"] == f"{kind} {1 - rank}"] == [
-                    p.label for p in row if p.kind == kind
+                    p.label for p in row if p.op == kind
                 ]
     found = json.loads(file.with_name("steps-2-3.summary.json").read_text())
     assert found["steps"] == [2, 3] and found["ranks"] == 2
@@ -243,7 +243,7 @@ def test_a_step_of_a_cpu_without_a_profile_is_drawn_without_a_prediction(pool: P
 def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path) -> None:
     words = ("plan.pipeline=2", "plan.schedule=breadth_first", "plan.shard=1", "plan.replicate=2")
     file, played, _ = drawn(pool, tmp_path / "replicate", 4, *words)
-    sums = [action.label for action in played.actions[0] if action.kind == "reduce_grad"]
+    sums = [action.label for action in played.actions[0] if action.op == "reduce_grad"]
     names, events = read_trace(file)
     first = measured_rank(names)[0]
     of_step = [e for e in events if e["pid"] == first and e["args"]["step"] == 2]
@@ -257,7 +257,7 @@ def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path) -> Non
     for rank, process in measured_rank(names).items():
         of_step = [e for e in events if e["pid"] == process and e["args"]["step"] == 3]
         for lane, kind in (("unshard", "unshard"), ("reduce", "reduce_grad")):
-            row = [action.label for action in played.actions[rank // 2] if action.kind == kind]
+            row = [action.label for action in played.actions[rank // 2] if action.op == kind]
             assert [e["name"] for e in of_step if e["lane"] == lane] == row
     exposed = json.loads(file.with_name("steps-2-3.summary.json").read_text())["measured"]["exposed_shard"]
     assert exposed > 0  # under Gloo the host stands still while it gathers

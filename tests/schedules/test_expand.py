@@ -18,7 +18,7 @@ GATHERS, REDUCTIONS = ("never", "step", "stretch"), ("never", "once", "stretch")
 def moves(schedule):
     """How often each unit is gathered and reduced: {(kind, stage, unit): times}."""
     kinds = ("unshard", "reduce_grad")
-    return Counter((a.kind, a.stage, a.unit) for row in schedule.actions for a in row if a.kind in kinds)
+    return Counter((a.op, a.stage, a.unit) for row in schedule.actions for a in row if a.op in kinds)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -40,7 +40,7 @@ def test_transfers_keep_their_order(name):
         for order in ("depth_first", "layered"):
             for before, after in zip(schedule.actions, expand(schedule, 2, order=order).actions, strict=True):
                 for kind in ("send", "recv"):
-                    assert [a for a in before if a.kind == kind] == [a for a in after if a.kind == kind]
+                    assert [a for a in before if a.op == kind] == [a for a in after if a.op == kind]
 
 
 @pytest.mark.parametrize("batches", [1, 2, 7])
@@ -89,7 +89,7 @@ def test_no_more_than_the_computing_unit_and_the_next_are_gathered(name):
             for row in expand(build(name, ranks, batches, stages), 3, order=order).actions:
                 held = most = 0
                 for action in row:
-                    held += (action.kind == "unshard") - (action.kind == "reshard")
+                    held += (action.op == "unshard") - (action.op == "reshard")
                     most = max(most, held)
                 assert most <= (4 if pairs else 2)
 
@@ -98,10 +98,10 @@ def test_no_more_than_the_computing_unit_and_the_next_are_gathered(name):
 def test_gathers_are_issued_one_unit_ahead(name):
     """Between a gather and the first compute that needs it runs the compute of another unit, except for the step's first."""
     for row in expand(build(name, 2, 4), 3).actions:
-        first_compute = next(place for place, action in enumerate(row) if action.kind in COMPUTE)
+        first_compute = next(place for place, action in enumerate(row) if action.op in COMPUTE)
         for place, action in enumerate(row[first_compute:], first_compute):
-            if action.kind == "unshard":
-                following = next(a for a in row[place:] if a.kind in COMPUTE)
+            if action.op == "unshard":
+                following = next(a for a in row[place:] if a.op in COMPUTE)
                 assert (action.stage, action.unit) not in [(part.stage, part.unit) for part in following.parts]
 
 

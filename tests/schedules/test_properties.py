@@ -27,9 +27,9 @@ def test_each_stage_meets_each_micro_batch_once_each_way(name):
         forwards, inputs, weights = Counter(), Counter(), Counter()
         for part in (part for row in schedule.actions for action in row for part in action.parts):
             where = part.stage, part.micro_batch
-            forwards[where] += part.kind == "forward"
-            inputs[where] += part.kind in ("backward", "backward_input")
-            weights[where] += part.kind in ("backward", "backward_weight")
+            forwards[where] += part.op == "forward"
+            inputs[where] += part.op in ("backward", "backward_input")
+            weights[where] += part.op in ("backward", "backward_weight")
         every = {(stage, batch) for stage in range(ranks * stages) for batch in range(batches)}
         for counted in (forwards, inputs, weights):
             assert {where for where, times in counted.items() if times == 1} == every, (ranks, batches, stages)
@@ -51,9 +51,9 @@ def test_both_ends_of_a_channel_issue_the_same_messages_in_the_same_order(name):
         for rank, row in enumerate(schedule.actions):
             for action in row:
                 other = schedule.rank_of[action.peer] if action.peer >= 0 else rank
-                if action.kind == "send":
+                if action.op == "send":
                     sent[rank, other].append((action.stage, action.peer, action.micro_batch))
-                elif action.kind == "recv":
+                elif action.op == "recv":
                     received[other, rank].append((action.peer, action.stage, action.micro_batch))
         assert sent == received
         assert schedule.channels == tuple(sorted(sent))
@@ -83,11 +83,11 @@ def runs_though_compute_waits(schedule: Schedule) -> bool:
     places, unmatched = [0] * schedule.ranks, [set() for _ in range(schedule.ranks)]
 
     def issue(rank: int, action: Action) -> bool:
-        if action.kind in COMPUTE:
+        if action.op in COMPUTE:
             return all(min(sent[pair], received[pair]) >= number for pair, number in unmatched[rank])
-        if action.kind in ("send", "recv"):
-            other, ends = schedule.rank_of[action.peer], sent if action.kind == "send" else received
-            pair = (rank, other) if action.kind == "send" else (other, rank)
+        if action.op in ("send", "recv"):
+            other, ends = schedule.rank_of[action.peer], sent if action.op == "send" else received
+            pair = (rank, other) if action.op == "send" else (other, rank)
             ends[pair] += 1
             unmatched[rank].add((pair, ends[pair]))
         return True
@@ -116,7 +116,7 @@ def test_memory_stays_within_the_published_bound(name):
 def test_the_optimizer_runs_once_and_last(name):
     for ranks, batches, stages in sizes(name, range(1, 5), range(1, 9)):
         for row in build(name, ranks, batches, stages).actions:
-            kinds = [action.kind for action in row]
+            kinds = [action.op for action in row]
             assert kinds.count("norm_barrier") == kinds.count("optim") == 1
             assert kinds[-2:] == ["norm_barrier", "optim"]
 
@@ -127,9 +127,9 @@ def test_a_receive_is_posted_before_the_compute_ahead_of_its_consumer(name):
         for row in build(name, ranks, batches, stages).actions:
             running, arrived_late = None, []
             for action in row:
-                if action.kind == "recv":
+                if action.op == "recv":
                     arrived_late.append((action.stage, action.micro_batch))
-                elif action.kind in COMPUTE:
+                elif action.op in COMPUTE:
                     needed = {(p.stage, p.micro_batch) for p in action.parts}
                     assert running is None or not needed & set(arrived_late)
                     running, arrived_late = action, []

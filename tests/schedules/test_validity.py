@@ -94,10 +94,10 @@ def test_two_messages_of_one_channel_swapped_are_caught(name, ranks, data):
     schedule = build(name, ranks, 2 * ranks)
     rank = data.draw(st.integers(0, ranks - 1))
     row = list(schedule.actions[rank])
-    first = data.draw(st.sampled_from([i for i, action in enumerate(row) if action.kind in ("send", "recv")]))
+    first = data.draw(st.sampled_from([i for i, action in enumerate(row) if action.op in ("send", "recv")]))
 
     def channel(action):
-        return action.kind, schedule.rank_of[action.peer]
+        return action.op, schedule.rank_of[action.peer]
 
     others = [i for i, action in enumerate(row) if i > first and channel(action) == channel(row[first])]
     assume(others)
@@ -123,5 +123,5 @@ def test_a_lost_action_is_caught(name, ranks, data):
 def test_a_placement_must_hold_every_stage_once():
     with pytest.raises(BadInput, match="must hold every stage from 0 on, once"):
         check(written(*GOOD, placement=((0,), (0,))))
-    with pytest.raises(BadInput, match="1 rows of actions for 2 ranks"):
+    with pytest.raises(BadInput, match="1 lists of actions for 2 ranks"):
         check(replace(written(GOOD[0]), placement=looped(2)))

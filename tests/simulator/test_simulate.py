@@ -21,7 +21,7 @@ from tests.schedules.test_validity import GOOD, written
 
 
 def spans_of(timeline, kind, rank=0):
-    return [(start, end) for r, _, a, start, end in timeline.records if a.kind == kind and r == rank]
+    return [(start, end) for r, _, a, start, end in timeline.records if a.op == kind and r == rank]
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth_and_is_exposed_where_nothing_runs():
@@ -131,7 +131,7 @@ def test_compute_copies_what_was_gathered_once_a_gather(gather, gathers):
     schedule = expand(build("1f1b", 1, 3), 2, gather=gather, reduce="never")
     plain = simulate(schedule, replace(COPIED, copy_out=(), accumulate=())).step_seconds
     copied = simulate(schedule, replace(COPIED, accumulate=())).step_seconds
-    count = Counter(action.unit for action in schedule.actions[0] if action.kind == "unshard")
+    count = Counter(action.unit for action in schedule.actions[0] if action.op == "unshard")
     assert sum(count.values()) >= gathers
     assert copied - plain == 0.25 * count[0] + 0.5 * count[1]
 
@@ -164,7 +164,7 @@ def test_a_slow_rank_holds_up_the_pipeline():
 
 def test_an_overlap_hides_the_part_of_its_shorter_side_that_it_is_told_to():
     schedule = build("dualpipe_v", 1, 3)
-    pairs = sum(action.kind == "overlap" for action in schedule.actions[0])
+    pairs = sum(action.op == "overlap" for action in schedule.actions[0])
     apart, together = (simulate(schedule, replace(even(2), overlap_hidden=hidden)) for hidden in (0.0, 1.0))
     assert apart.step_seconds - together.step_seconds == pytest.approx(pairs * 1.0)
 
@@ -252,7 +252,7 @@ def test_any_durations_give_the_times_that_the_rules_give(name, ranks, batches, 
     timeline = simulate(schedule, timing)
     expected = _by_the_rules(schedule, timing)
     for rank in range(ranks):
-        mine = [(start, end) for r, lane, a, start, end in timeline.records if r == rank and a.kind in COMPUTE]
+        mine = [(start, end) for r, lane, a, start, end in timeline.records if r == rank and a.op in COMPUTE]
         assert mine == [pytest.approx(one) for one in expected[rank]]
 
 
@@ -270,22 +270,20 @@ def _by_the_rules(schedule: Schedule, timing: Timing) -> list[list[tuple[float, 
             compute_end, lane_end, gathered = 0.0, {"unshard": 0.0, "reduce_grad": 0.0}, {}
             for place, action in enumerate(row):
                 start = end = compute_end
-                if action.kind in COMPUTE:
+                if action.op in COMPUTE:
                     for part in action.parts:
-                        needs = (
-                            0.0 if part.kind == "backward_weight" else gathered.get((part.stage, part.unit or 0), 0.0)
-                        )
+                        needs = 0.0 if part.op == "backward_weight" else gathered.get((part.stage, part.unit or 0), 0.0)
                         start = max(start, needs, _arrival(part, messages, last_unit))
                     end = compute_end = start + _seconds(action, timing)
-                elif action.kind in lane_end:
-                    table = timing.unshard if action.kind == "unshard" else timing.reduce
-                    end = max(compute_end, lane_end[action.kind]) + table[action.stage][action.unit]
-                    lane_end[action.kind] = end
-                    if action.kind == "unshard":
+                elif action.op in lane_end:
+                    table = timing.unshard if action.op == "unshard" else timing.reduce
+                    end = max(compute_end, lane_end[action.op]) + table[action.stage][action.unit]
+                    lane_end[action.op] = end
+                    if action.op == "unshard":
                         gathered[action.stage, action.unit] = end
-                elif action.kind == "send":
+                elif action.op == "send":
                     channels.setdefault((rank, held[action.peer]), ([], []))[0].append((action, compute_end))
-                elif action.kind == "recv":
+                elif action.op == "recv":
                     channels.setdefault((held[action.peer], rank), ([], []))[1].append((action, compute_end))
                 moved |= (starts[rank][place], ends[rank][place]) != (start, end)
                 starts[rank][place], ends[rank][place] = start, end
@@ -297,15 +295,15 @@ def _by_the_rules(schedule: Schedule, timing: Timing) -> list[list[tuple[float, 
                 moved |= messages.get(key) != free
                 messages[key] = free
     return [
-        [(starts[rank][place], ends[rank][place]) for place, action in enumerate(row) if action.kind in COMPUTE]
+        [(starts[rank][place], ends[rank][place]) for place, action in enumerate(row) if action.op in COMPUTE]
         for rank, row in enumerate(rows)
     ]
 
 
 def _arrival(part, messages, last_unit):
-    if part.kind == "forward":
+    if part.op == "forward":
         return messages.get(("activation", part.stage, part.micro_batch), 0.0) if not part.unit else 0.0
-    if part.kind != "backward_weight" and part.unit in (None, last_unit[part.stage]):
+    if part.op != "backward_weight" and part.unit in (None, last_unit[part.stage]):
         return messages.get(("gradient", part.stage, part.micro_batch), 0.0)
     return 0.0
 
@@ -313,6 +311,6 @@ def _arrival(part, messages, last_unit):
 def _seconds(action, timing):
     if action.pair:
         return sum(_seconds(part, timing) for part in action.pair)
-    names = ("backward_input", "backward_weight") if action.kind == "backward" else (action.kind,)
+    names = ("backward_input", "backward_weight") if action.op == "backward" else (action.op,)
     rows = [getattr(timing, name)[action.stage] for name in names]
     return sum(sum(row) if action.unit is None else row[action.unit] for row in rows)

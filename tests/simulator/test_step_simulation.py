@@ -107,7 +107,7 @@ def test_gathers_and_reductions_are_as_many_as_the_plan_says(schedule: str, resh
     whole = plan({"shard": 8}, 1, 8, schedule, reshard=reshard, gradients="whole")
     sharded = plan({"shard": 8}, 1, 8, schedule, reshard=reshard, gradients="shard")
     for given, reductions in ((whole, 1), (sharded, 1 if schedule == "breadth_first" else 8)):
-        count = Counter((a.kind, a.unit) for a in training_schedule(given, LLAMA.layers).actions[0])
+        count = Counter((a.op, a.unit) for a in training_schedule(given, LLAMA.layers).actions[0])
         assert count["unshard", 7] == GATHERS[schedule, reshard]
         assert count["reduce_grad", 7] == reductions
 

@@ -2,7 +2,7 @@
 
 Memory shows that both were run: from tensor 8 on it lies near one of two values that differ by 1.5 elements a token, layer and hidden
 element, kept whole or split. Time follows: in runs that split, each step of a ring takes 0.3 ms, and pipelines across many nodes stall.
-The rule below names the right one for about 85% of the rows where memory tells them apart (docs/cost-model.md).
+The rule below names the right one for about 85% of the rows where memory tells them apart (docs/design/cost-model.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A row of a table of published runs → what the cost model is asked, with every default it had to take.
 
-Columns and units: docs/cost-model.md, "Tables of runs". Measured columns are read for comparison only; nothing here depends on them.
+Columns and units: docs/design/cost-model.md, "Tables of runs". Measured columns are read for comparison only; nothing here depends on them.
 """
 
 from __future__ import annotations

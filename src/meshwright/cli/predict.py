@@ -20,7 +20,9 @@ REQUIRED = ("gpu", "gpus", "tp", "pp")
 
 
 def predict(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Runs, one a row; columns in docs/cost-model.md.")],
+    runs: Annotated[
+        Path, typer.Argument(metavar="RUNS.csv", help="Runs, one a row; columns in docs/design/cost-model.md.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Predict step time and memory of every run in a table, each under the plan that its row fixes.
@@ -55,7 +57,7 @@ def _read(path: Path) -> list[dict[str, str]]:
     missing = [name for name in REQUIRED if name not in columns]
     if missing:
         raise BadInput(
-            f"{path} has no column {missing[0]!r}; expected at least {', '.join(REQUIRED)} (docs/cost-model.md)"
+            f"{path} has no column {missing[0]!r}; expected at least {', '.join(REQUIRED)} (docs/design/cost-model.md)"
         )
     return rows
 

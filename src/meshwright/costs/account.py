@@ -1,5 +1,6 @@
 """Bytes of pipeline ranks by kind, as arithmetic on arrays: what the exact account of a Plan (`memory`) and the closed form for many
-layouts at once (`footprint`) share. Which tensors are alive is read off the executor, FSDP2 and the kernels: docs/cost-model.md, "Memory".
+layouts at once (`footprint`) share. The executor, FSDP2 and the kernels decide which tensors are alive
+(docs/design/cost-model.md, "Memory").
 
 A rank is fullest at one of three moments: in the head (logits and the head's gradients), in the first block's backward while all
 activations are alive (gradients on their way), or when backward has ended (every gradient's sum, and copies that travel).

@@ -2,7 +2,7 @@
 
 A group of n ranks whose neighbours are `stride` ranks apart has domain / stride members in each fast domain. Across domains it may use
 the network ports of its own members only, for the groups beside it use theirs: that is the contention of concurrent groups.
-Source of the forms: Thakur et al. 2005 (ring, tree), NCCL's documentation; see docs/cost-model.md.
+Source of the forms: Thakur et al. 2005 (ring, tree), NCCL's documentation; see docs/design/cost-model.md.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def by_copies(where: Group, machine: Machine, k: Constants) -> Group:
 def crowding(machine: Machine, layout: Layouts, k: Constants) -> Array:
     """The chance that a run's network is overrun, by its number of nodes: small below `stall_nodes`, certain far above.
 
-    Seen only in runs that split the sequence (docs/cost-model.md).
+    Seen only in runs that split the sequence (docs/design/cost-model.md).
     """
     nodes = np.maximum(1.0, layout.ranks / machine.per_node) * np.maximum(1.0, layout.tensor / machine.domain)
     ratio = k.stall_nodes / nodes

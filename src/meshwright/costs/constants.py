@@ -139,7 +139,7 @@ class Constants:
     and wire (benchmarks/results/2026-11-22-tensor-2xH200.json and 2026-11-22-tensor-fsdp-2xH200.json, `tp2-fsdp`)."""
     copied_tokens: Array = 0.9
     """Of what shows of an exchange between two tensor ranks by kernels, what still shows where copy engines carry it beside the products
-    (1.04 of 1.22 ms a layer of Llama-3-8B on 2 H200s alone, 0.12 s of a step of 1.56: docs/parallelism/tensor.md)."""
+    (1.04 of 1.22 ms a layer of Llama-3-8B on 2 H200s alone, 0.12 s of a step of 1.56: docs/design/tensor.md)."""
     copied_tokens_of_more: Array = 2.0
     """The same between more than two ranks: between four a step took 2.39 s in place of 1.95 by kernels (Llama-3-8B on 4 H200s:
     benchmarks/results/2026-11-22-tensor-4xH200.json). Of more a guess."""
@@ -151,7 +151,7 @@ class Constants:
     (`kernels.pack`)."""
     product_sums: Array = 1.0
     """Bytes moved where the product that makes a gradient adds it to a sum, of those that a pass over both takes. Own engine: the sum read
-    and written and no gradient, 6 of 10; a product that adds took as long as one that does not (docs/parallelism/executor.md)."""
+    and written and no gradient, 6 of 10; a product that adds took as long as one that does not (docs/design/executor.md)."""
     side_copies: Array = 0.0
     """Of the time that such copies take on a stream of their own, the share by which they hold compute up: both want the same memory."""
     logit_bytes: Array = 16.0

@@ -2,7 +2,7 @@
 
 `planned` is the account that `memory.py` keeps of a Plan, for layouts that are not written out as plans yet: the same arithmetic, with
 counts of layers and micro-batches in closed form. `footprint` is for other software: what a stack keeps is one set of constants a stack.
-Formulas and sources: docs/cost-model.md, "Memory".
+Formulas and sources: docs/design/cost-model.md, "Memory".
 """
 
 from __future__ import annotations

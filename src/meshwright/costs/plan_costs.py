@@ -1,7 +1,7 @@
 """Step time of a run's own Plan, from the closed-form cost model.
 
 Constants and band are this program's own (costs/own.yaml), fitted on its runs on H200; on other generations they are a guess
-(docs/cost-model.md). A plan's `layers` may differ; `plan_time` takes the mean of their steps, and
+(docs/design/cost-model.md). A plan's `layers` may differ; `plan_time` takes the mean of their steps, and
 a pipeline's fill is 1F1B's times a factor of the schedule. `simulator.step_simulation` plays the schedule itself, unit by unit.
 """
 

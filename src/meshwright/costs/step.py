@@ -2,7 +2,7 @@
 
     step = pipeline(m micro-batches of the slowest stage, plus the fill) + exposed data-parallel traffic + optimizer + constants
 
-Each part is a formula of docs/cost-model.md. Groups of ranks lie where the layout's strides put them.
+Each part is a formula of docs/design/cost-model.md. Groups of ranks lie where the layout's strides put them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.costs.stage_layers import dealt_layers, stage_layers
 WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
 """Share of an interleaved pipeline's last round under which gradients travel. The schedule allows 1, a wire that is busy with
-activations less; set by hand (docs/cost-model.md, "Blind spots")."""
+activations less; set by hand (docs/design/cost-model.md, "Blind spots")."""
 EDGES = 1.5
 """Units of a stage whose collectives do not hold up the next one: two of gathers, one of reductions."""
 WEIGHT_HALF = 0.7

@@ -21,7 +21,7 @@ from meshwright.workload.dtypes import bytes_of, gathered_width, sent_width
 from meshwright.workload.groups import context_size, shard_size
 
 Counts = Mapping[tuple[int, int], tuple[int, int]]
-"""(stage, unit) → gathers and reductions in one step (`schedules.counts.collectives_of` the plan's schedule)."""
+"""(stage, unit) → gathers and reductions in one step, from `schedules.collective_counts`."""
 
 
 @dataclass(frozen=True, kw_only=True)

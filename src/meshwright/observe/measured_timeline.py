@@ -1,6 +1,6 @@
 """Recorded steps as the simulator's timelines: the same actions, lanes and totals, with times that were measured.
 
-What a rank recorded is matched with its row of the schedule, so an action that did not run, or ran out of order, is found here.
+What a rank recorded is matched with its actions of the schedule, so an action that did not run, or ran out of order, is found here.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[T
     """
     if len(ranks) != schedule.ranks:
         raise ValueError(f"{len(ranks)} recorded ranks for a schedule of {schedule.ranks}")
-    compute = [_compute(rank, row, _lane(mine, "compute")) for rank, (row, mine) in enumerate(_rows(schedule, ranks))]
-    others = [_collectives(rank, row, mine) for rank, (row, mine) in enumerate(_rows(schedule, ranks))]
+    compute = [
+        _compute(rank, actions, _lane(mine, "compute"))
+        for rank, (actions, mine) in enumerate(_by_rank(schedule, ranks))
+    ]
+    others = [_collectives(rank, actions, mine) for rank, (actions, mine) in enumerate(_by_rank(schedule, ranks))]
     messages = _messages(schedule, ranks)
     records = [record for found in (*compute, *others, messages) for record in found]
     origin = min(record[3] for record in records)
     at_barrier = [_arrival(mine, other) for mine, other in zip(compute, others, strict=True)]
     tallies = [_Walk(schedule, rank, origin, records).over(compute[rank], at_barrier) for rank in range(schedule.ranks)]
-    work = [(start, end) for found in compute for _, _, action, start, end in found if action.kind in COMPUTE]
+    work = [(start, end) for found in compute for _, _, action, start, end in found if action.op in COMPUTE]
     return Timeline(
         schedule=schedule,
         step_seconds=max(mine.seconds for mine in ranks),
@@ -50,7 +53,7 @@ def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[T
     ), origin
 
 
-def _rows(schedule: Schedule, ranks: Sequence[StepSpans]) -> Iterable[tuple[tuple[Action, ...], StepSpans]]:
+def _by_rank(schedule: Schedule, ranks: Sequence[StepSpans]) -> Iterable[tuple[tuple[Action, ...], StepSpans]]:
     return zip(schedule.actions, ranks, strict=True)
 
 
@@ -62,13 +65,13 @@ def _end(span: Span) -> float:
     return span.start + span.duration
 
 
-def _compute(rank: int, row: Sequence[Action], spans: Sequence[Span]) -> list[Record]:
+def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> list[Record]:
     """Each part of each action with its span; neighbours of one name (a backward, then its gradients added up) are one."""
     joined: list[tuple[str, float, float]] = []
     for span in spans:
         first = joined.pop()[1] if joined and joined[-1][0] == span.name else span.start
         joined.append((span.name, first, _end(span)))
-    wanted = [part for act in row for part in act.parts if act.kind in COMPUTE or act.kind in ("norm_barrier", "optim")]
+    wanted = [part for act in actions for part in act.parts if act.op in COMPUTE or act.op in ("norm_barrier", "optim")]
     for place, part in enumerate(wanted):
         got = joined[place][0] if place < len(joined) else "nothing"
         if got != part.label:
@@ -78,9 +81,9 @@ def _compute(rank: int, row: Sequence[Action], spans: Sequence[Span]) -> list[Re
     return [(rank, "compute", part, start, end) for part, (_, start, end) in zip(wanted, joined, strict=True)]
 
 
-def _collectives(rank: int, row: Sequence[Action], step: StepSpans) -> list[Record]:
+def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[Record]:
     """What ran in the lanes of collectives. A gather of weights that were there, and one over a single rank, did not."""
-    named = {action.label: action for action in row if action.kind in ("unshard", "reduce_grad")}
+    named = {action.label: action for action in actions if action.op in ("unshard", "reduce_grad")}
     return [(rank, s.lane, named[s.name], s.start, _end(s)) for s in step.spans if s.lane in COLLECTIVES]
 
 
@@ -88,8 +91,8 @@ def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
     """Both ends of every message. A channel matches the k-th send with the k-th receive."""
     held, records = schedule.rank_of, []
     for source, target in schedule.channels:
-        sends = [a for a in schedule.actions[source] if a.kind == "send" and held[a.peer] == target]
-        receives = [a for a in schedule.actions[target] if a.kind == "recv" and held[a.peer] == source]
+        sends = [a for a in schedule.actions[source] if a.op == "send" and held[a.peer] == target]
+        receives = [a for a in schedule.actions[target] if a.op == "recv" and held[a.peer] == source]
         sent, received = _lane(ranks[source], f"send {target}"), _lane(ranks[target], f"recv {source}")
         free = float("-inf")
         for send, s, receive, r in zip(sends, sent, receives, received, strict=True):
@@ -103,8 +106,8 @@ def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
 
 def _arrival(compute: Sequence[Record], collectives: Sequence[Record]) -> float:
     """When a rank had waited for its own reductions, inside norm_barrier."""
-    _, _, _, start, end = next(record for record in compute if record[2].kind == "norm_barrier")
-    last = max((record[4] for record in collectives if record[2].kind == "reduce_grad"), default=start)
+    _, _, _, start, end = next(record for record in compute if record[2].op == "norm_barrier")
+    last = max((record[4] for record in collectives if record[2].op == "reduce_grad"), default=start)
     return min(max(start, last), end)
 
 
@@ -138,21 +141,21 @@ class _Walk:
             if mine != rank:
                 continue
             self._lanes[lane].append((start, end))
-            if action.kind == "recv":
+            if action.op == "recv":
                 self._arrived[action.payload, action.stage, action.micro_batch] = _Way("pipeline", (lane,), end)
-            elif action.kind == "unshard":
+            elif action.op == "unshard":
                 self._gathers[action.stage, action.unit].append((start, end))
-            elif action.kind == "reduce_grad":
+            elif action.op == "reduce_grad":
                 self._reductions.append(_Way("replicate" if lane == "replicate" else "shard", (lane,), end, start))
         self._tally = _Tally()
 
     def over(self, compute: Sequence[Record], at_barrier: Sequence[float]) -> _Tally:
         tally = self._tally
         for _, _, action, start, end in compute:
-            if action.kind in COMPUTE:
+            if action.op in COMPUTE:
                 self._wait(start, self._waited_for(action, start))
                 tally.computed += end - start
-            elif action.kind == "norm_barrier":
+            elif action.op == "norm_barrier":
                 mine = at_barrier[self._rank]
                 self._wait(mine, _latest_first(self._reductions))
                 tally.closing += end - min(max(at_barrier), end)
@@ -166,9 +169,9 @@ class _Walk:
         stage, unit, units = action.stage, action.unit, self._schedule.units
         ways: list[_Way] = []
         payload = None
-        if action.kind in FORWARD and not unit:
+        if action.op in FORWARD and not unit:
             payload = "activation"
-        elif action.kind in GRADIENT and (unit is None or (units is not None and unit + 1 == units[stage])):
+        elif action.op in GRADIENT and (unit is None or (units is not None and unit + 1 == units[stage])):
             payload = "gradient"
         if message := self._arrived.get((payload, stage, action.micro_batch)):
             ways.append(message)

@@ -38,7 +38,7 @@ def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
     labels = "".join(
         f'<li style="top:{top * (ROW + THIN + GAP) + ROW / 2}px">rank {rank}</li>' for rank, top in rows.items()
     )
-    used = dict.fromkeys(COLOURS[record[2].kind] for record in timeline.records if record[2].kind in COLOURS)
+    used = dict.fromkeys(COLOURS[record[2].op] for record in timeline.records if record[2].op in COLOURS)
     keys = "".join(f'<li class="{colour} column">{NAMES[colour]}</li>' for colour in NAMES if colour in used)
     left = f"{ranks - len(rows)} ranks between them look alike. " if ranks > len(rows) else ""
     return f"""<figure class="card chart wide"><figcaption><h3>{escape(title)}</h3><span class="unit">{escape(figures.duration(end))}</span>
@@ -52,9 +52,9 @@ def _rank(records: Sequence[Record], rank: int, top: float, scale: float) -> str
     """Blocks of one rank: a path for each colour, compute in the tall row, transfers in the thin one below."""
     drawn: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
     for mine, _, action, start, end in records:
-        if mine == rank and action.kind in COLOURS and end > start:
-            computes = action.kind in COMPUTE or action.kind in ("norm_barrier", "optim")
-            drawn[computes, COLOURS[action.kind]].append((start * scale, end * scale))
+        if mine == rank and action.op in COLOURS and end > start:
+            computes = action.op in COMPUTE or action.op in ("norm_barrier", "optim")
+            drawn[computes, COLOURS[action.op]].append((start * scale, end * scale))
     base = f'<path style="fill:var(--grid);stroke:none" d="M0,{top}H{WIDTH}V{top + ROW}H0Z"/>'
     return base + "".join(
         f'<path class="column {colour}" d="{_blocks(spans, top if computes else top + ROW + 1, ROW if computes else THIN)}"/>'

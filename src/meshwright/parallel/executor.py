@@ -1,4 +1,4 @@
-"""One executor for every plan: it plays a rank's row of the schedule on the rank's stages, action by action.
+"""One executor for every plan: it plays one rank's actions of the schedule on the rank's stages, action by action.
 
 Every unit of a stage runs as a graph of its own: its input is cut off the unit before, and its gradient handed back by hand. So the
 schedule alone decides the order, down to single units, whether a pipeline is there or not. Nothing here waits for the device.
@@ -31,12 +31,12 @@ from meshwright.parallel.stages import Sharded, Unit
 from meshwright.parallel.tensor import CopySums
 from meshwright.parallel.tied import TiedSum
 from meshwright.parallel.timetable import Visit
-from meshwright.schedules.action import COMPUTE, Action, Kind
+from meshwright.schedules.action import COMPUTE, Action, Op
 from meshwright.schedules.schedule import Schedule
 
 Where = tuple[int, int]
 """(stage, micro-batch)."""
-Closing = Mapping[Kind, Callable[[], None]]
+Closing = Mapping[Op, Callable[[], None]]
 """What to do at norm_barrier and optim."""
 
 
@@ -81,7 +81,7 @@ class Executor:
         valid: Tensor | None = None,
         closing: Closing | None = None,
     ) -> Tensor:
-        """Run this rank's row of an expanded schedule and return its share of the loss (float64; 0 without the last stage).
+        """Run this rank's actions of an expanded schedule and return its share of the loss (float64; 0 without the last stage).
 
         `batches` are the step's micro-batches by number. With `valid`, the number of valid tokens over all ranks, losses are divided by it.
         Without, they are sums. Collective over every rank that the schedule or the mesh joins this one with. The first step that trains
@@ -92,7 +92,7 @@ class Executor:
         return _Play(self, schedule, batches, recorder, valid, closing or {}).run()
 
     def logits(self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder) -> dict[int, Tensor]:
-        """Run this rank's row of a forward-only schedule on micro-batches without targets, which may differ in shape.
+        """Run this rank's actions of a forward-only schedule on micro-batches without targets, which may differ in shape.
 
         Returns the logits `(batch, seq, vocab)` by micro-batch on the ranks of the last stage, nothing elsewhere. Collective as `play` is.
         """
@@ -119,12 +119,15 @@ class _Play:
         self.batches = batches if executor.context is None else [executor.context.part_of(batch) for batch in batches]
         self.valid, self.closing = valid, closing
         self.rank_of = schedule.rank_of
-        self.row = schedule.actions[executor.rank]
+        self.rank_actions = schedule.actions[executor.rank]
         self.logits: dict[int, Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=executor.device)
         self.shared: dict[int, SharedInputs] = {}
         self.forwards_left = Counter(
-            part.micro_batch for action in self.row for part in action.parts if part.kind in ("forward", "forward_only")
+            part.micro_batch
+            for action in self.rank_actions
+            for part in action.parts
+            if part.op in ("forward", "forward_only")
         )
         self.inputs: dict[Where, Tensor] = {}
         self.gradients: dict[Where, Tensor] = {}
@@ -136,7 +139,7 @@ class _Play:
         self.leaving: dict[tuple[str, int, int], Tensor] = {}
         self.sent: list[Transfer] = []
         offloads = executor.host is not None
-        visits = {place: self.visits(action) for place, action in enumerate(self.row)} if offloads else {}
+        visits = {place: self.visits(action) for place, action in enumerate(self.rank_actions)} if offloads else {}
         self.begins = {place: found for place, found in visits.items() if found}
         units = {visit: self.unit_at(visit) for found in self.begins.values() for visit in found}
         keeps = {visit: unit.keeps for visit, unit in units.items()}
@@ -145,7 +148,7 @@ class _Play:
         self.alone = False
         """Whether the gradients of the action that runs are reduced before their unit makes more."""
         # Counted by what is sharded together, which for tied ends is two units.
-        self.reductions_left = Counter(self.unit(a).sharded for a in self.row if a.kind == "reduce_grad")
+        self.reductions_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reduce_grad")
 
     def run(self) -> Tensor:
         if self.on._scales is not None:
@@ -156,12 +159,12 @@ class _Play:
         if self.recorder.detail and self.on._channels is not None:
             self.on._channels.time_messages()
         taken_as_it_is = self.reduced_next()
-        for place, action in enumerate(self.row):
+        for place, action in enumerate(self.rank_actions):
             self.alone = place in taken_as_it_is
             if place in self.begins:
                 self.moves.begin()
             for part in action.parts:
-                _DO[part.kind](self, part)
+                _DO[part.op](self, part)
                 if self.makes_gradients(part) and not self.alone:
                     with self.recorder.span(part.label, "compute"):  # adding up is part of making them
                         self.unit(part).sharded.accumulate()
@@ -180,8 +183,8 @@ class _Play:
         return tuple(
             (part.stage, part.micro_batch, part.unit or 0)
             for part in action.parts
-            if part.kind == "forward"
-            or (part.kind in ("backward", "backward_input") and not self.is_loss(part.stage, part.unit or 0))
+            if part.op == "forward"
+            or (part.op in ("backward", "backward_input") and not self.is_loss(part.stage, part.unit or 0))
         )
 
     def is_loss(self, stage: int, unit: int) -> bool:
@@ -189,18 +192,18 @@ class _Play:
 
     def makes_gradients(self, part: Action) -> bool:
         """Whether the action adds to its unit's weight gradients."""
-        if part.kind not in COMPUTE:
+        if part.op not in COMPUTE:
             return False
-        kinds = ("forward",) if self.is_loss(part.stage, part.unit or 0) else ("backward", "backward_weight")
-        return part.kind in kinds
+        ops = ("forward",) if self.is_loss(part.stage, part.unit or 0) else ("backward", "backward_weight")
+        return part.op in ops
 
     def reduced_next(self) -> set[int]:
         """Places of actions whose gradients are reduced before their unit makes more: the reduction takes them as they are."""
         found: set[int] = set()
         latest: dict[Sharded, int] = {}
-        for place, action in enumerate(self.row):
+        for place, action in enumerate(self.rank_actions):
             # Tied weights are in two places, and the reduction of the first waits for what the second adds.
-            if action.kind == "reduce_grad" and self.unit(action).sharded.places == 1:
+            if action.op == "reduce_grad" and self.unit(action).sharded.places == 1:
                 found.add(latest[self.unit(action).sharded])
             latest |= {self.unit(part).sharded: place for part in action.parts if self.makes_gradients(part)}
         return found
@@ -218,7 +221,7 @@ class _Play:
         if not self.forwards_left[number]:
             del self.shared[number]  # what a backward needs of it, autograd keeps
         mine.sharded.wait()
-        trains = action.kind == "forward"
+        trains = action.op == "forward"
         x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
         parked = (
             self.moves.park((stage, number, unit), self.not_its_own(mine, shared)) if mine.offloads and trains else None
@@ -363,7 +366,7 @@ class _Play:
 
     def posted(self, action: Action, transfer: Transfer) -> None:
         if self.recorder.detail:
-            self.recorder.message(action.label, f"{action.kind} {self.rank_of[action.peer]}", transfer.travel)
+            self.recorder.message(action.label, f"{action.op} {self.rank_of[action.peer]}", transfer.travel)
 
     def unshard(self, action: Action) -> None:
         self.unit(action).sharded.unshard(self.aside(action, "unshard"))
@@ -413,7 +416,7 @@ def _aside(recorder: Recorder, name: str, lane: str) -> AbstractContextManager[N
 
 
 # Not the play's own: held by itself it would keep its step's tensors until Python collects garbage, many steps later.
-_DO: dict[Kind, Callable[[_Play, Action], None]] = {
+_DO: dict[Op, Callable[[_Play, Action], None]] = {
     "forward": _Play.forward,
     "forward_only": _Play.forward,
     "backward": _Play.backward,

@@ -3,7 +3,7 @@
 A reduce-scatter by ring adds on the way, so what travels has the format of the sum, mostly fp32, and the order of addition is the ring's.
 Here every rank sends every other rank the part that is to be added there, in the format of the gradients (bf16: half the bytes, and
 nothing is rounded), and adds in the format of the sum what came from all. The order of addition is a function of the number of ranks alone.
-Each of n ranks sends (n - 1) / n of the gradients, as in a ring; but of these more leave a node (docs/parallelism/reductions.md).
+Each of n ranks sends (n - 1) / n of the gradients, as in a ring; but of these more leave a node (docs/design/reductions.md).
 Method: reduce-scatter by pairwise exchange (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
 """
 

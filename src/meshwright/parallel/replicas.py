@@ -17,7 +17,7 @@ import torch.distributed as dist
 class ReplicaSums:
     """Sums over `group`, begun unit by unit on a stream of their own; `finish` waits for all of them.
 
-    `dtype` is the format that travels: half the bytes in bf16, at the price of one rounding (docs/parallelism/networks.md).
+    `dtype` is the format that travels: half the bytes in bf16, at the price of one rounding (docs/design/networks.md).
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.spec.errors import BadInput
 
-Kind = Literal[
+Op = Literal[
     "forward",
     "backward",
     "backward_input",
@@ -35,7 +35,7 @@ Kind = Literal[
 ]
 Payload = Literal["activation", "gradient"]
 
-LETTERS: dict[Kind, str] = {
+LETTERS: dict[Op, str] = {
     "forward": "F",
     "backward": "B",
     "backward_input": "I",
@@ -50,13 +50,13 @@ LETTERS: dict[Kind, str] = {
     "optim": "O",
 }
 """The letter an action's printed form starts with; an overlap prints its pair."""
-KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
-COMPUTE = frozenset[Kind](("forward", "backward", "backward_input", "backward_weight", "forward_only", "overlap"))
-"""Kinds that occupy the device's compute."""
-FORWARD = frozenset[Kind](("forward", "forward_only"))
-"""Kinds that turn a stage's input into its output."""
-GRADIENT = frozenset[Kind](("backward", "backward_input"))
-"""Kinds that turn the gradient of a stage's output into that of its input."""
+_OP_BY_LETTER: dict[str, Op] = {letter: op for op, letter in LETTERS.items()}
+COMPUTE = frozenset[Op](("forward", "backward", "backward_input", "backward_weight", "forward_only", "overlap"))
+"""Ops that occupy the device's compute."""
+FORWARD = frozenset[Op](("forward", "forward_only"))
+"""Ops that turn a stage's input into its output."""
+GRADIENT = frozenset[Op](("backward", "backward_input"))
+"""Ops that turn the gradient of a stage's output into that of its input."""
 
 _COMPUTE_FORM = re.compile(r"([FBIWE])(\d+)\.(\d+)(?:/(\d+))?")
 _TRANSFER_FORM = re.compile(r"([SR])([AG])(\d+)\.(\d+)([<>])(\d+)")
@@ -72,7 +72,7 @@ class Action(NamedTuple):
     overlap holds its forward and its backward in `pair` and takes its own stage and micro-batch from neither.
     """
 
-    kind: Kind
+    op: Op
     stage: int = -1
     micro_batch: int = -1
     unit: int | None = None
@@ -87,25 +87,25 @@ class Action(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The kind, then where it works: `backward_input 3.2/1`. The name of its span in measured and predicted timelines."""
+        """The op, then stage, micro-batch and unit: `backward_input 3.2/1`. The name of its span in measured and predicted timelines."""
         if self.pair:
             return " & ".join(part.label for part in self.pair)
         if self.stage < 0:
-            return self.kind
+            return self.op
         micro_batch = "" if self.micro_batch < 0 else f".{self.micro_batch}"
         unit = "" if self.unit is None else f"/{self.unit}"
-        return f"{self.kind} {self.stage}{micro_batch}{unit}"
+        return f"{self.op} {self.stage}{micro_batch}{unit}"
 
     def __str__(self) -> str:
-        if self.kind == "overlap":
+        if self.op == "overlap":
             return "&".join(map(str, self.pair))
-        letter = LETTERS[self.kind]
-        if self.kind in ("norm_barrier", "optim"):
+        letter = LETTERS[self.op]
+        if self.op in ("norm_barrier", "optim"):
             return letter
-        if self.kind in ("unshard", "reshard", "reduce_grad"):
+        if self.op in ("unshard", "reshard", "reduce_grad"):
             return f"{letter}{self.stage}/{self.unit}"
         if self.payload is not None:
-            arrow = ">" if self.kind == "send" else "<"
+            arrow = ">" if self.op == "send" else "<"
             return f"{letter}{self.payload[0].upper()}{self.stage}.{self.micro_batch}{arrow}{self.peer}"
         unit = "" if self.unit is None else f"/{self.unit}"
         return f"{letter}{self.stage}.{self.micro_batch}{unit}"
@@ -122,16 +122,18 @@ def parse(text: str) -> Action:
         forward, _, backward = text.partition("&")
         return overlap(parse(forward), parse(backward))
     if text in ("N", "O"):
-        return Action(KINDS[text])
+        return Action(_OP_BY_LETTER[text])
     if found := _COMPUTE_FORM.fullmatch(text):
         letter, stage, micro_batch, unit = found.groups()
-        return Action(KINDS[letter], int(stage), int(micro_batch), None if unit is None else int(unit))
+        return Action(_OP_BY_LETTER[letter], int(stage), int(micro_batch), None if unit is None else int(unit))
     if found := _UNIT_FORM.fullmatch(text):
         letter, stage, unit = found.groups()
-        return Action(KINDS[letter], int(stage), unit=int(unit))
+        return Action(_OP_BY_LETTER[letter], int(stage), unit=int(unit))
     found = _TRANSFER_FORM.fullmatch(text)
     if found and (found[1] == "S") == (found[5] == ">"):
-        return Action(KINDS[found[1]], int(found[3]), int(found[4]), peer=int(found[6]), payload=_PAYLOADS[found[2]])
+        return Action(
+            _OP_BY_LETTER[found[1]], int(found[3]), int(found[4]), peer=int(found[6]), payload=_PAYLOADS[found[2]]
+        )
     raise BadInput(
         f"{text!r} is no action; expected a form such as F3.2, B3.2/1, SA3.2>4, RG2.2<3, U3/1, N, O or F3.2&B4.0"
     )

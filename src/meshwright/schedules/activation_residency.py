@@ -25,20 +25,20 @@ def peak_in_flight(
 def _peak(schedule: Schedule, rank: int, held: Sequence[float], kept: Sequence[float]) -> float:
     alive = most = 0.0
     for action in schedule.actions[rank]:
-        if action.kind not in COMPUTE:
+        if action.op not in COMPUTE:
             continue
         for part in action.parts:
             stage, first = part.stage, not part.unit
-            if part.kind == "forward" and first:
+            if part.op == "forward" and first:
                 alive += held[stage]
         most = max(most, alive)
         for part in action.parts:
             stage, first = part.stage, not part.unit
-            if part.kind == "backward" and first:
+            if part.op == "backward" and first:
                 alive -= held[stage]
-            elif part.kind == "backward_input" and first:
+            elif part.op == "backward_input" and first:
                 alive -= held[stage] - kept[stage]
-            elif part.kind == "backward_weight" and first:
+            elif part.op == "backward_weight" and first:
                 alive -= kept[stage]
     return most
 
@@ -57,10 +57,10 @@ def _fullest(stages: Sequence[int], mine: Sequence[Action]) -> tuple[tuple[int, 
     alive, found = [0] * len(places), dict[tuple[int, ...], None]()
     rising = False
     for action in mine:
-        forwards = [part.stage for part in action.parts if part.kind == "forward"]
+        forwards = [part.stage for part in action.parts if part.op == "forward"]
         for stage in forwards:
             alive[places[stage]] += 1
-        backwards = [part.stage for part in action.parts if part.kind in ("backward", "backward_weight")]
+        backwards = [part.stage for part in action.parts if part.op in ("backward", "backward_weight")]
         if backwards and (rising or forwards):
             found[tuple(alive)] = None
         rising = bool(forwards) or (rising and not backwards)

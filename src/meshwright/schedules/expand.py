@@ -14,8 +14,8 @@ from itertools import groupby
 from typing import Literal
 
 from meshwright.schedules.action import COMPUTE, FORWARD, Action, overlap
-from meshwright.schedules.collectives import Gather, Reduce, with_collectives
 from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.unit_collectives import Gather, Reduce, with_collectives
 
 Order = Literal["depth_first", "layered"]
 """depth_first: a micro-batch runs through all units of a stage. layered: all micro-batches that the schedule runs through
@@ -33,7 +33,7 @@ def expand(
     """The schedule in unit actions.
 
     `gather` says for all units, or by stage and unit, how long gathered parameters stay; `reduce` says likewise when
-    gradients are summed over the ranks that share them. Both are described in `schedules.collectives`.
+    gradients are summed over the ranks that share them. Both are described in `schedules.unit_collectives`.
     """
     count = [units_per_stage] * schedule.stages if isinstance(units_per_stage, int) else list(units_per_stage)
     gathers = [[gather] * units for units in count] if isinstance(gather, str) else gather
@@ -53,10 +53,10 @@ def _steps(actions: Iterable[Action]) -> list[Step]:
     steps: list[Step] = []
     before: list[Action] = []
     for action in actions:
-        if action.kind in COMPUTE:
+        if action.op in COMPUTE:
             steps.append((tuple(before), action, ()))
             before = []
-        elif action.kind == "send":
+        elif action.op == "send":
             receives, compute, sends = steps[-1]
             steps[-1] = receives, compute, (*sends, action)
         else:
@@ -83,7 +83,7 @@ def _cut(steps: list[Step], units: Sequence[int], order: Order) -> list[Action]:
 def _run_key(step: Step) -> tuple[str, int] | int:
     """Equal for neighbours that layered order may mix: the same work of the same stage. An overlap stands alone."""
     compute = step[1]
-    return id(step) if compute is None or compute.pair else (compute.kind, compute.stage)
+    return id(step) if compute is None or compute.pair else (compute.op, compute.stage)
 
 
 def _units(action: Action | None, units: Sequence[int]) -> list[Action]:
@@ -96,4 +96,4 @@ def _units(action: Action | None, units: Sequence[int]) -> list[Action]:
         pairs = [overlap(*pair) for pair in zip(forward, backward, strict=False)]
         return pairs + forward[both:] + backward[both:]
     numbers = range(units[action.stage])
-    return [action._replace(unit=unit) for unit in (numbers if action.kind in FORWARD else reversed(numbers))]
+    return [action._replace(unit=unit) for unit in (numbers if action.op in FORWARD else reversed(numbers))]

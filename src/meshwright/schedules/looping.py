@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from meshwright.schedules.action import Action, Kind
+from meshwright.schedules.action import Action, Op
 from meshwright.schedules.phrases import warm_then_alternate
 from meshwright.schedules.schedule import ComputeOrder, Placement, Schedule, evaluated, looped
 
@@ -56,5 +56,5 @@ def groups_of(ranks: int, micro_batches: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(starts)]
 
 
-def _sweep(kind: Kind, stages: Sequence[int], micro_batches: int) -> list[Action]:
-    return [Action(kind, stage, micro_batch) for stage in stages for micro_batch in range(micro_batches)]
+def _sweep(op: Op, stages: Sequence[int], micro_batches: int) -> list[Action]:
+    return [Action(op, stage, micro_batch) for stage in stages for micro_batch in range(micro_batches)]

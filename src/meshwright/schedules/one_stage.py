@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.schedules.action import Action
-from meshwright.schedules.phrases import Row, warm_then_alternate
+from meshwright.schedules.phrases import ComputeWriter, warm_then_alternate
 from meshwright.schedules.schedule import ComputeOrder, looped
 
 
@@ -28,15 +28,15 @@ def zb_h1(ranks: int, micro_batches: int) -> ComputeOrder:
     """
     compute = []
     for rank in range(ranks):
-        row = Row([rank])
+        writer = ComputeWriter([rank])
         warm_up = min(micro_batches, ranks - 1 - rank)
-        row.write("F0", warm_up)
+        writer.write("F0", warm_up)
         for done in range(micro_batches):
-            row.write("F0", warm_up + done < micro_batches)
-            row.write("I0")
-            row.write("W", done >= rank)
-        row.write_owed()
-        compute.append(row.actions)
+            writer.write("F0", warm_up + done < micro_batches)
+            writer.write("I0")
+            writer.write("W", done >= rank)
+        writer.write_pending_weights()
+        compute.append(writer.actions)
     return looped(ranks), compute
 
 

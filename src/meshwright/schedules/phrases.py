@@ -1,5 +1,6 @@
-"""Schedules written as phrases: `F0 I1 W1` is a forward of the rank's first stage, then the two halves of a backward of
-its second. Each word takes the next micro-batch of its kind, so a schedule reads like the row of its picture.
+"""Schedules written as phrases: `F0 I1 W1` is a forward of the rank's first stage, then both halves of a backward of its second stage.
+
+A word takes the next micro-batch of its direction and stage, so a phrase reads like one rank of the schedule's timeline.
 """
 
 from __future__ import annotations
@@ -10,30 +11,30 @@ from collections.abc import Sequence
 from meshwright.schedules.action import Action, overlap
 
 
-class Row:
-    """One rank's compute, written phrase by phrase.
+class ComputeWriter:
+    """Builds one rank's compute actions from phrases.
 
-    A word is a letter and the place of the stage on the rank: F forward, B whole backward, I and W its halves. `W` alone
-    is the oldest weight half still owed, of whichever stage. `F0&B1` is a pair that overlaps.
+    A word is a letter and the index of the stage on the rank: F forward, B whole backward, I input half and W weight half of a backward.
+    `W` alone is the oldest pending weight half of any stage. `F0&B1` is a pair that overlaps.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
         self.actions: list[Action] = []
         self._stages = stages
-        self._taken: Counter[tuple[str, int]] = Counter()
-        self._owed: deque[tuple[int, int]] = deque()
+        self._next_micro_batch: Counter[tuple[str, int]] = Counter()
+        self._pending_weights: deque[tuple[int, int]] = deque()
 
     def write(self, phrase: str, times: int = 1) -> None:
         for _ in range(times):
             self.actions += [self._read(word) for word in phrase.split()]
 
-    def write_owed(self) -> None:
-        """Every weight half still owed, oldest first."""
-        self.write("W", len(self._owed))
+    def write_pending_weights(self) -> None:
+        """Write every pending weight half, oldest first."""
+        self.write("W", len(self._pending_weights))
 
-    def forwards(self, place: int) -> int:
-        """How many forwards of the stage at `place` have been written."""
-        return self._taken["forward", place]
+    def forwards(self, index: int) -> int:
+        """The number of forwards written so far for the rank's stage `index`."""
+        return self._next_micro_batch["forward", index]
 
     def _read(self, word: str) -> Action:
         if "&" in word:
@@ -41,23 +42,24 @@ class Row:
             return overlap(self._read(forward), self._read(backward))
         if word[0] == "W":
             return self._weight(word[1:])
-        letter, place = word[0], int(word[1])
-        stage, micro_batch = self._stages[place], self._next("forward" if letter == "F" else "backward", place)
+        letter, index = word[0], int(word[1])
+        stage, micro_batch = self._stages[index], self._take("forward" if letter == "F" else "backward", index)
         if letter == "F":
             return Action("forward", stage, micro_batch)
         if letter == "B":
             return Action("backward", stage, micro_batch)
-        self._owed.append((stage, micro_batch))
+        self._pending_weights.append((stage, micro_batch))
         return Action("backward_input", stage, micro_batch)
 
-    def _next(self, kind: str, place: int) -> int:
-        self._taken[kind, place] += 1
-        return self._taken[kind, place] - 1
+    def _take(self, direction: str, index: int) -> int:
+        self._next_micro_batch[direction, index] += 1
+        return self._next_micro_batch[direction, index] - 1
 
-    def _weight(self, place: str) -> Action:
-        owed = next(one for one in self._owed if not place or one[0] == self._stages[int(place)])
-        self._owed.remove(owed)
-        return Action("backward_weight", *owed)
+    def _weight(self, index: str) -> Action:
+        """The oldest pending weight half, of the rank's stage `index` unless that is empty."""
+        pending = next(half for half in self._pending_weights if not index or half[0] == self._stages[int(index)])
+        self._pending_weights.remove(pending)
+        return Action("backward_weight", *pending)
 
 
 def warm_then_alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
@@ -68,10 +70,10 @@ def warm_then_alternate(forwards: Sequence[Action], backwards: Sequence[Action],
     return order + list(backwards[len(forwards) - warm_up :])
 
 
-def keep(row: Sequence[Action], micro_batches: int) -> list[Action]:
-    """The row without micro-batches from `micro_batches` on; of a pair the member that stays."""
+def truncate(rank_actions: Sequence[Action], micro_batches: int) -> list[Action]:
+    """`rank_actions` for the first `micro_batches` micro-batches only. A pair with one such member becomes that member."""
     kept = []
-    for action in row:
+    for action in rank_actions:
         parts = [part for part in action.parts if part.micro_batch < micro_batches]
         kept += [action] if len(parts) == len(action.parts) else parts
     return kept

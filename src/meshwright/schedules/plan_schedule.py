@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TypeVar
 
-from meshwright.schedules.collectives import Gather, Reduce
 from meshwright.schedules.expand import Order, expand
 from meshwright.schedules.looping import forward_only
 from meshwright.schedules.registry import build, order_of
 from meshwright.schedules.schedule import ComputeOrder, Schedule
+from meshwright.schedules.unit_collectives import Gather, Reduce
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import LayerStrategy, Plan
 
@@ -26,17 +26,17 @@ Kept = tuple[tuple[T, ...], ...]
 def training_schedule(plan: Plan, layers: int) -> Schedule:
     """A step of a model of `layers` blocks, in unit actions. Raises BadInput when it cannot be made for the plan's sizes."""
     strategies = unit_strategies(plan, layers)
-    gather = tuple(tuple(map(_gather, row)) for row in strategies)
-    reduce = tuple(tuple(map(_reduce, row)) for row in strategies)
+    gather = tuple(tuple(map(_gather, stage)) for stage in strategies)
+    reduce = tuple(tuple(map(_reduce, stage)) for stage in strategies)
     return _expanded(*schedule_key(plan, layers), _order(plan), gather, reduce)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
     """A pass without backward over the same stages, in unit actions."""
     strategies = unit_strategies(plan, layers)
-    gather = [[_gather(one) for one in row] for row in strategies]
-    stages = forward_only(stage_schedule(plan, layers).placement, micro_batches)
-    passes = expand(stages, [len(row) for row in strategies], order=_order(plan), gather=gather, reduce="never")
+    gather = [list(map(_gather, stage)) for stage in strategies]
+    placed = forward_only(stage_schedule(plan, layers).placement, micro_batches)
+    passes = expand(placed, list(map(len, strategies)), order=_order(plan), gather=gather, reduce="never")
     return passes.in_turns()
 
 
@@ -48,7 +48,7 @@ def stage_schedule(plan: Plan, layers: int) -> Schedule:
 def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
     """Layers of every virtual stage, in the order a micro-batch visits them."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
-    return tuple(sorted((stage for row in table for stage in row), key=lambda stage: stage.start))
+    return tuple(sorted((stage for stages in table for stage in stages), key=lambda stage: stage.start))
 
 
 def schedule_key(plan: Plan, layers: int) -> tuple[str, int, int, int]:
@@ -59,11 +59,11 @@ def schedule_key(plan: Plan, layers: int) -> tuple[str, int, int, int]:
 
 def unit_strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
     """By stage and unit."""
-    rows = []
+    by_stage = []
     for stage in stages_of(plan, layers):
         blocks = list(plan.strategies(layers)[stage.start : stage.stop])
-        rows.append([*blocks[: stage.start == 0], *blocks, *blocks[len(blocks) - (stage.stop == layers) :]])
-    return rows
+        by_stage.append([*blocks[: stage.start == 0], *blocks, *blocks[len(blocks) - (stage.stop == layers) :]])
+    return by_stage
 
 
 def _gather(strategy: LayerStrategy) -> Gather:
@@ -100,4 +100,4 @@ def _expanded(
     reduce: Kept[Reduce],
 ) -> Schedule:
     built = _built(name, ranks, micro_batches, stages_per_rank)
-    return expand(built, [len(row) for row in gather], order=order, gather=gather, reduce=reduce)
+    return expand(built, list(map(len, gather)), order=order, gather=gather, reduce=reduce)

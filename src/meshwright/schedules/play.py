@@ -25,21 +25,21 @@ class Channel:
 
 
 class Play:
-    """All ranks, each as far in its list as it can get."""
+    """Plays all ranks, each as far through its actions as it can get."""
 
     def __init__(self, schedule: Schedule, sends_ahead: int | None) -> None:
         self.schedule = schedule
         self.sends_ahead = sends_ahead
         self.rank_of = schedule.rank_of
         self.last_unit = [count - 1 for count in schedule.units or (1,) * schedule.stages]
-        self.places = [0] * schedule.ranks
+        self.next_index = [0] * schedule.ranks
         self.done: set[tuple[str, int, int, int]] = set()
         self.arrived: set[tuple[int, int, int]] = set()
         self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
         self.gathered: set[tuple[int, int]] = set()
         self.unreduced: set[tuple[int, int]] = set()
-        kinds = {action.kind for actions in schedule.actions for action in actions}
-        self.gathers, self.reduces = "unshard" in kinds, "reduce_grad" in kinds
+        ops = {action.op for actions in schedule.actions for action in actions}
+        self.gathers, self.reduces = "unshard" in ops, "reduce_grad" in ops
 
     def run(self) -> None:
         """Play to the end; BadInput when ranks stand still, messages do not match, or an action lacks what it needs."""
@@ -47,11 +47,11 @@ class Play:
         while moved:
             moved = False
             for rank, actions in enumerate(self.schedule.actions):
-                while self.places[rank] < len(actions) and self._step(rank, actions[self.places[rank]]):
-                    self.places[rank] += 1
+                while self.next_index[rank] < len(actions) and self._step(rank, actions[self.next_index[rank]]):
+                    self.next_index[rank] += 1
                     moved = True
-        rows = enumerate(zip(self.places, self.schedule.actions, strict=True))
-        stuck = [f"rank {rank} at {row[place]}" for rank, (place, row) in rows if place < len(row)]
+        positions = enumerate(zip(self.next_index, self.schedule.actions, strict=True))
+        stuck = [f"rank {rank} at {actions[index]}" for rank, (index, actions) in positions if index < len(actions)]
         if stuck:
             self._wrong(f"deadlock: {', '.join(stuck)}")
         for (source, target), channel in self.channels.items():
@@ -60,15 +60,15 @@ class Play:
 
     def _step(self, rank: int, action: Action) -> bool:
         """Issue `action` if it can be issued now; False when the rank has to wait."""
-        if action.kind in COMPUTE:
+        if action.op in COMPUTE:
             return self._compute(rank, action)
-        if action.kind == "send":
+        if action.op == "send":
             return self._send(rank, action)
-        if action.kind == "recv":
+        if action.op == "recv":
             self._receive(rank, action)
-        elif action.kind == "norm_barrier":
+        elif action.op == "norm_barrier":
             self._close(rank)
-        elif action.kind != "optim":
+        elif action.op != "optim":
             self._unit(rank, action)
         return True
 
@@ -79,11 +79,11 @@ class Play:
             self._need(rank, part)
         for part in action.parts:
             where = part.stage, part.micro_batch, part.unit or 0
-            if part.kind in FORWARD:
+            if part.op in FORWARD:
                 self.done.add(("forward", *where))
-            if part.kind in ("backward", "backward_input"):
+            if part.op in ("backward", "backward_input"):
                 self.done.add(("gradient", *where))
-            if part.kind in ("backward", "backward_weight"):
+            if part.op in ("backward", "backward_weight"):
                 self.unreduced.add((part.stage, part.unit or 0))
         return True
 
@@ -95,9 +95,9 @@ class Play:
     def _source(self, part: Action) -> int | None:
         """The stage whose output or gradient `part` consumes, when it is another one."""
         unit = part.unit or 0
-        if part.kind in FORWARD and unit == 0 and part.stage > 0:
+        if part.op in FORWARD and unit == 0 and part.stage > 0:
             return part.stage - 1
-        if part.kind in ("backward", "backward_input") and unit == self.last_unit[part.stage]:
+        if part.op in ("backward", "backward_input") and unit == self.last_unit[part.stage]:
             return part.stage + 1 if part.stage + 1 < len(self.rank_of) else None
         return None
 
@@ -106,12 +106,12 @@ class Play:
         stage, micro_batch, unit = part.stage, part.micro_batch, part.unit or 0
         source = self._source(part)
         needs: list[tuple[str, int, int, int]] = []
-        if part.kind in FORWARD:
+        if part.op in FORWARD:
             if unit > 0:
                 needs.append(("forward", stage, micro_batch, unit - 1))
             elif source is not None and self.rank_of[source] == rank:
                 needs.append(("forward", source, micro_batch, self.last_unit[source]))
-        elif part.kind == "backward_weight":
+        elif part.op == "backward_weight":
             needs.append(("gradient", stage, micro_batch, unit))
         else:
             needs.append(("forward", stage, micro_batch, unit))
@@ -122,7 +122,7 @@ class Play:
         for what, *where in needs:
             if (what, *where) not in self.done:
                 self._wrong(f"rank {rank} runs {part} before the {what} of stage {where[0]} for it is done")
-        if self.gathers and part.kind != "backward_weight" and (stage, unit) not in self.gathered:
+        if self.gathers and part.op != "backward_weight" and (stage, unit) not in self.gathered:
             self._wrong(f"rank {rank} runs {part} while its parameters are not gathered")
 
     def _send(self, rank: int, action: Action) -> bool:
@@ -146,7 +146,7 @@ class Play:
         channel = self.channels[source, target]
         while channel.sends and channel.receives:
             send, receive = channel.sends.popleft(), channel.receives.popleft()
-            expected = send._replace(kind="recv", stage=send.peer, peer=send.stage)
+            expected = send._replace(op="recv", stage=send.peer, peer=send.stage)
             if receive != expected:
                 self._wrong(f"rank {source} sends {send} where rank {target} expects {receive}")
             self.arrived.add((receive.stage, receive.peer, receive.micro_batch))
@@ -154,13 +154,13 @@ class Play:
     def _unit(self, rank: int, action: Action) -> None:
         """Gather, drop, or reduce one unit of the rank."""
         unit = action.stage, action.unit or 0
-        if action.kind == "reduce_grad":
+        if action.op == "reduce_grad":
             self.unreduced.discard(unit)
-        elif (action.kind == "unshard") == (unit in self.gathered):
+        elif (action.op == "unshard") == (unit in self.gathered):
             self._wrong(
                 f"rank {rank} issues {action} while the unit is {'' if unit in self.gathered else 'not '}gathered"
             )
-        self.gathered ^= {unit} if action.kind in ("unshard", "reshard") else set()
+        self.gathered ^= {unit} if action.op in ("unshard", "reshard") else set()
 
     def _close(self, rank: int) -> None:
         mine = set(self.schedule.placement[rank])

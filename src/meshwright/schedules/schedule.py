@@ -52,11 +52,11 @@ class Schedule:
     @property
     def trains(self) -> bool:
         """Whether the step ends with the optimizer; false for `forward_only`."""
-        return any(action.kind == "optim" for action in self.actions[0])
+        return any(action.op == "optim" for action in self.actions[0])
 
     def compute(self, rank: int) -> tuple[Action, ...]:
         """What occupies the rank's device, in order: no transfers, no collectives."""
-        return tuple(action for action in self.actions[rank] if action.kind in COMPUTE)
+        return tuple(action for action in self.actions[rank] if action.op in COMPUTE)
 
     def in_turns(self) -> Schedule:
         """The same step with every message exchanged when it is needed: for compute that runs for the first time (`transfers`)."""

@@ -41,22 +41,22 @@ def with_transfers(rank_of: Sequence[int], compute: Sequence[Sequence[Action]]) 
     )
 
 
-def in_turns(rank_of: Sequence[int], rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """The same rows with each message sent and received when its receiver needs it, and no sooner.
+def in_turns(rank_of: Sequence[int], actions: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """The same actions with each message sent and received when its receiver needs it, and no sooner.
 
     They are cut from one order of everything, in which both ends of a message stand at one place. So they run to their end
     even if each action holds its host until all that was given to its device is through.
     """
-    left = [deque(action for action in row if action.kind not in _CLOSING) for row in rows]
-    cut: list[list[Action]] = [[] for _ in rows]
-    expected: list[dict[Input, Action]] = [{} for _ in rows]
+    left = [deque(action for action in rank_actions if action.op not in _CLOSING) for rank_actions in actions]
+    cut: list[list[Action]] = [[] for _ in actions]
+    expected: list[dict[Input, Action]] = [{} for _ in actions]
     sendable: set[Action] = set()
 
     def compute(rank: int, action: Action) -> bool:
         """Put in what the action needs of other ranks and then itself, or nothing where some of it is still to be made."""
-        inputs = [_input(part) for part in action.parts if part.kind in _CONSUMES]
+        inputs = [_input(part) for part in action.parts if part.op in _CONSUMES]
         needed = [expected[rank][one] for one in inputs if one in expected[rank]]
-        sends = [one._replace(kind="send", stage=one.peer, peer=one.stage) for one in needed]
+        sends = [one._replace(op="send", stage=one.peer, peer=one.stage) for one in needed]
         if not sendable.issuperset(sends):
             return False
         for send, receive in zip(sends, needed, strict=True):
@@ -68,33 +68,33 @@ def in_turns(rank_of: Sequence[int], rows: Sequence[Sequence[Action]]) -> tuple[
 
     while any(left):
         before = sum(map(len, left))
-        for rank, row in enumerate(left):
-            while row:
-                action = row[0]
-                computes = action.kind in COMPUTE
+        for rank, queue in enumerate(left):
+            while queue:
+                action = queue[0]
+                computes = action.op in COMPUTE
                 if computes and not compute(rank, action):
                     break
-                row.popleft()
+                queue.popleft()
                 if computes:
                     break  # the next rank's turn, as devices compute beside each other
-                if action.kind == "send":
+                if action.op == "send":
                     sendable.add(action)
-                elif action.kind == "recv":
+                elif action.op == "recv":
                     expected[rank][_input(action)] = action
                 else:
                     cut[rank].append(action)
         assert sum(map(len, left)) < before, "the order of compute cannot run"
     # All ranks meet in the closing, so it comes behind all messages.
-    ends = [[action for action in row if action.kind in _CLOSING] for row in rows]
+    ends = [[action for action in rank_actions if action.op in _CLOSING] for rank_actions in actions]
     return tuple((*mine, *end) for mine, end in zip(cut, ends, strict=True))
 
 
 def _sends(rank_of: Sequence[int], rank: int, action: Action) -> tuple[Action, ...]:
     found = []
     for part in action.parts:
-        if part.kind in FORWARD and part.stage + 1 < len(rank_of) and rank_of[part.stage + 1] != rank:
+        if part.op in FORWARD and part.stage + 1 < len(rank_of) and rank_of[part.stage + 1] != rank:
             found.append(Action("send", part.stage, part.micro_batch, None, part.stage + 1, "activation"))
-        elif part.kind in GRADIENT and part.stage > 0 and rank_of[part.stage - 1] != rank:
+        elif part.op in GRADIENT and part.stage > 0 and rank_of[part.stage - 1] != rank:
             found.append(Action("send", part.stage, part.micro_batch, None, part.stage - 1, "gradient"))
     return tuple(found)
 
@@ -123,9 +123,9 @@ def _receives(
 def _places(compute: Sequence[Action]) -> dict[Input, int]:
     """Where each input is consumed in the order of compute."""
     parts = ((part, place) for place, action in enumerate(compute) for part in action.parts)
-    return {_input(part): place for part, place in parts if part.kind in _CONSUMES}
+    return {_input(part): place for part, place in parts if part.op in _CONSUMES}
 
 
 def _input(action: Action) -> Input:
     """What a compute action consumes, or a receive brings."""
-    return action.kind in FORWARD or action.payload == "activation", action.stage, action.micro_batch
+    return action.op in FORWARD or action.payload == "activation", action.stage, action.micro_batch

@@ -38,7 +38,7 @@ def _check_placement(schedule: Schedule) -> None:
             f"schedule {schedule.name}: placement {schedule.placement} must hold every stage from 0 on, once"
         )
     if len(schedule.actions) != schedule.ranks:
-        raise BadInput(f"schedule {schedule.name}: {len(schedule.actions)} rows of actions for {schedule.ranks} ranks")
+        raise BadInput(f"schedule {schedule.name}: {len(schedule.actions)} lists of actions for {schedule.ranks} ranks")
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -65,10 +65,10 @@ def _counted(schedule: Schedule) -> Counter[tuple[str, int, int, int]]:
     seen: Counter[tuple[str, int, int, int]] = Counter()
     for rank, actions in enumerate(schedule.actions):
         held = schedule.placement[rank]
-        for part in (part for action in actions if action.kind in COMPUTE for part in action.parts):
+        for part in (part for action in actions if action.op in COMPUTE for part in action.parts):
             if part.stage not in held:
                 raise BadInput(f"schedule {schedule.name}: rank {rank} runs {part} but holds only stages {held}")
-            seen.update((what, part.stage, part.micro_batch, part.unit or 0) for what in _DOES[part.kind])
+            seen.update((what, part.stage, part.micro_batch, part.unit or 0) for what in _DOES[part.op])
     return seen
 
 
@@ -76,6 +76,6 @@ def _check_end(schedule: Schedule) -> None:
     if not schedule.trains:
         return
     for rank, actions in enumerate(schedule.actions):
-        closing = [action.kind for action in actions if action.kind in ("norm_barrier", "optim")]
-        if closing != ["norm_barrier", "optim"] or [action.kind for action in actions[-2:]] != closing:
+        closing = [action.op for action in actions if action.op in ("norm_barrier", "optim")]
+        if closing != ["norm_barrier", "optim"] or [action.op for action in actions[-2:]] != closing:
             raise BadInput(f"schedule {schedule.name}: rank {rank} must end with one norm_barrier and one optim")

@@ -7,7 +7,7 @@ micro-batches as fill the pipeline; with fewer, those that do not exist are stru
 from __future__ import annotations
 
 from meshwright.schedules.action import Action
-from meshwright.schedules.phrases import Row, keep
+from meshwright.schedules.phrases import ComputeWriter, truncate
 from meshwright.schedules.schedule import ComputeOrder, vee
 
 
@@ -16,7 +16,7 @@ def zbv(ranks: int, micro_batches: int) -> ComputeOrder:
     weight half take equal time, at 1F1B's memory (Qi et al., arXiv 2401.10241 §6).
     """
     filled = max(micro_batches, 2 * ranks - 1)
-    compute = [keep(_zbv_row(rank, ranks, filled), micro_batches) for rank in range(ranks)]
+    compute = [truncate(_zbv_rank(rank, ranks, filled), micro_batches) for rank in range(ranks)]
     return vee(ranks), compute
 
 
@@ -24,39 +24,39 @@ def dualpipe_v(ranks: int, micro_batches: int) -> ComputeOrder:
     """DeepSeek's DualPipe folded into a V: in the steady state a forward of one stage runs into a backward of the other,
     so that the communication of each hides under the compute of the other (DeepSeek-V3, arXiv 2412.19437; deepseek-ai/DualPipe).
     """
-    compute = [_dualpipe_row(rank, ranks, micro_batches) for rank in range(ranks)]
+    compute = [_dualpipe_rank(rank, ranks, micro_batches) for rank in range(ranks)]
     return vee(ranks), compute
 
 
-def _zbv_row(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+def _zbv_rank(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     below = ranks - rank
-    row = Row(vee(ranks)[rank])
-    row.write("F0", 2 * below - 1)  # until the first micro-batch is back from the last rank
-    row.write("F1 F0", rank)  # until its gradient arrives
-    row.write("F1 I1 W1", below)
-    row.write("F0 I0 W0 F1 I1 W1", micro_batches - row.forwards(0))
-    row.write("I0 W0 F1 I1 W1", micro_batches - row.forwards(1))
-    row.write("I0 I1", rank)  # the weight halves wait: the ranks above need the gradients
-    row.write("I0 W0", below)
-    row.write("W1", rank)
-    row.write("W0", rank)
-    return row.actions
+    writer = ComputeWriter(vee(ranks)[rank])
+    writer.write("F0", 2 * below - 1)  # until the first micro-batch is back from the last rank
+    writer.write("F1 F0", rank)  # until its gradient arrives
+    writer.write("F1 I1 W1", below)
+    writer.write("F0 I0 W0 F1 I1 W1", micro_batches - writer.forwards(0))
+    writer.write("I0 W0 F1 I1 W1", micro_batches - writer.forwards(1))
+    writer.write("I0 I1", rank)  # the weight halves wait: the ranks above need the gradients
+    writer.write("I0 W0", below)
+    writer.write("W1", rank)
+    writer.write("W0", rank)
+    return writer.actions
 
 
-def _dualpipe_row(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+def _dualpipe_rank(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     below = ranks - 1 - rank
-    row = Row(vee(ranks)[rank])
-    row.write("F0", 2 * below)
-    row.write("F0 F1", rank + 1)
-    row.write("I1 W F1", below)
+    writer = ComputeWriter(vee(ranks)[rank])
+    writer.write("F0", 2 * below)
+    writer.write("F0 F1", rank + 1)
+    writer.write("I1 W F1", below)
     steady = micro_batches - 2 * ranks + rank + 1
     if rank == ranks - 1:
-        row.write("F0 B1 F1&B0")  # this pair would hold back the first gradient of every rank
+        writer.write("F0 B1 F1&B0")  # this pair would hold back the first gradient of every rank
         steady -= 1
-    row.write("F0&B1 F1&B0", steady)
-    row.write("B1 F1&B0", below)
+    writer.write("F0&B1 F1&B0", steady)
+    writer.write("B1 F1&B0", below)
     for step in range(2 * (rank + 1)):  # the second half split, so that gradients leave early
-        row.write(f"{'I' if step > rank else 'B'}{1 - step % 2}")
-    row.write("W I0", below)
-    row.write_owed()
-    return row.actions
+        writer.write(f"{'I' if step > rank else 'B'}{1 - step % 2}")
+    writer.write("W I0", below)
+    writer.write_pending_weights()
+    return writer.actions

@@ -32,7 +32,7 @@ class Durations:
         if action.pair:
             shorter, longer = sorted(self.compute(part) for part in action.pair)
             return longer + self._shown * shorter
-        return self._rows[action.kind][action.stage][-1 if action.unit is None else action.unit]
+        return self._rows[action.op][action.stage][-1 if action.unit is None else action.unit]
 
 
 def stretched(start: float, work: float, busy: Iterable[Busy]) -> float:

@@ -13,7 +13,7 @@ from meshwright.simulator.timeline import Timeline
 def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
     """The compute of every rank, up to the end of the last backward. Widths are rounded to whole columns."""
     schedule = timeline.schedule
-    spans = [(r, a, start, end) for r, _, a, start, end in timeline.records if a.kind in COMPUTE]
+    spans = [(r, a, start, end) for r, _, a, start, end in timeline.records if a.op in COMPUTE]
     column = column_seconds or min(end - start for _, _, start, end in spans if end > start)
     width = len(str(schedule.micro_batches - 1)) + 2
     columns = round(max(end for *_, end in spans) / column)
@@ -50,7 +50,7 @@ def _by_stage(timeline: Timeline) -> list[tuple[int, Action, float, float]]:
     joined: list[tuple[int, Action, float, float]] = []
     latest: dict[int, int] = {}
     for rank, _, action, start, end in timeline.records:
-        if action.kind not in COMPUTE:
+        if action.op not in COMPUTE:
             continue
         whole = action._replace(unit=None, pair=tuple(part._replace(unit=None) for part in action.pair))
         at = latest.get(rank)
@@ -63,5 +63,5 @@ def _by_stage(timeline: Timeline) -> list[tuple[int, Action, float, float]]:
 
 
 def _label(action: Action, first_stage: int) -> str:
-    letter = LETTERS[action.kind]
+    letter = LETTERS[action.op]
     return f"{letter if action.stage == first_stage else letter.lower()}{action.micro_batch}"

@@ -88,7 +88,7 @@ class _Simulation:
         self.arrived: dict[int, float] = {}
         """When each rank came to the gradient norm."""
         self.reductions_left = Counter(
-            (a.stage, a.unit or 0) for mine in schedule.actions for a in mine if a.kind == "reduce_grad"
+            (a.stage, a.unit or 0) for mine in schedule.actions for a in mine if a.op == "reduce_grad"
         )
         """Of each unit: replicas sum once a step, after the last."""
         self.records: list[Record] = []
@@ -126,7 +126,7 @@ class _Simulation:
         actions, steps = self.schedule.actions[mine.number], self.steps
         while mine.place < len(actions):
             action = actions[mine.place]
-            if not steps[action.kind](mine, action):
+            if not steps[action.op](mine, action):
                 return
             mine.place += 1
 
@@ -148,9 +148,9 @@ class _Simulation:
     def _input(self, mine: _Rank, part: Action, ways: list[Way]) -> bool:
         """Add to `ways` what `part` waits for; False when a message's time is not known yet."""
         stage, unit = part.stage, part.unit
-        if part.kind in FORWARD:
+        if part.op in FORWARD:
             other = stage - 1 if not unit else -1
-        elif part.kind == "backward_weight":
+        elif part.op == "backward_weight":
             return True
         else:
             other = stage + 1 if unit is None or unit == self.last_unit[stage] else -1
@@ -170,7 +170,7 @@ class _Simulation:
         seconds, timing = mine.sums.get(mine.place, 0.0), self.timing
         if mine.gathers:
             for part in action.parts:
-                used = part.kind != "backward_weight" and mine.gathers.pop((part.stage, part.unit or 0), None)
+                used = part.op != "backward_weight" and mine.gathers.pop((part.stage, part.unit or 0), None)
                 if used and timing.copy_out:
                     seconds += timing.copy_out[part.stage][part.unit or 0]
         return seconds
@@ -299,8 +299,8 @@ def makes_gradients(schedule: Schedule, part: Action) -> bool:
     """Whether an action adds to its unit's weight gradients. The loss makes them in its forward (kernels.loss)."""
     units = schedule.units[part.stage] if schedule.units else 1
     if part.stage + 1 == schedule.stages and (part.unit or 0) + 1 == units and units > 1:
-        return part.kind == "forward"
-    return part.kind in ("backward", "backward_weight")
+        return part.op == "forward"
+    return part.op in ("backward", "backward_weight")
 
 
 def sums_of(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
@@ -310,10 +310,10 @@ def sums_of(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
     alone: set[int] = set()
     since: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, action in enumerate(schedule.actions[rank]):
-        if action.kind == "reduce_grad":
+        if action.op == "reduce_grad":
             places = since.pop((action.stage, action.unit or 0), [])
             alone.update(places if len(places) == 1 else ())
-        elif action.kind in COMPUTE:
+        elif action.op in COMPUTE:
             for part in action.parts:
                 if makes_gradients(schedule, part):
                     row = timing.accumulate[part.stage]

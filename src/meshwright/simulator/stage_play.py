@@ -431,7 +431,7 @@ def _last_weights(mine: Sequence[Action]) -> dict[int, int]:
     last: dict[int, int] = {}
     for action in mine:
         for part in action.parts:
-            if part.kind in ("backward", "backward_weight"):
+            if part.op in ("backward", "backward_weight"):
                 last[part.stage] = part.micro_batch
     return last
 

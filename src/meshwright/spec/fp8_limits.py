@@ -1,4 +1,4 @@
-"""What products in fp8 ask of a model and its mesh (docs/fp8.md)."""
+"""What products in fp8 ask of a model and its mesh (docs/design/fp8.md)."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class SchedulePlan:
     """In which order a rank runs its stages and micro-batches."""
 
     name: ScheduleName = "1f1b"
-    """The schedule (docs/schedules.md). On one pipeline rank 1f1b runs one micro-batch after another, breadth_first all of them
+    """The schedule (docs/design/schedules.md). On one pipeline rank 1f1b runs one micro-batch after another, breadth_first all of them
     through a layer before the next (layered accumulation), and the others gain nothing over 1f1b."""
     stages: tuple[tuple[str, ...], ...] = ()
     """By pipeline rank, the layer ranges of its virtual stages in the order a micro-batch visits them; left out, stages are even."""
@@ -112,7 +112,7 @@ class Precision:
     compute: Compute = "bf16"
     """Weights and activations of forward and backward. fp16 is planned only: its losses would have to be scaled."""
     linear: Linear = "compute"
-    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale a tensor or one a row (docs/fp8.md).
+    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale a tensor or a row (docs/design/fp8.md).
     Embedding, norms, attention and head are never in fp8."""
     gather: Literal["compute", "fp8"] = "compute"
     """Weights on their way to the ranks that compute: the format of `compute`, or fp8 for those that are multiplied in fp8, tensorwise."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.observe.interface_counters import Traffic
-from meshwright.schedules.counts import collectives_of
+from meshwright.schedules.collective_counts import collective_counts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.training.session import Session
 
@@ -74,7 +74,7 @@ def wire_count(session: Session) -> WireCount | None:
         session.plan,
         session.mesh.layout,
         session.run.train.seq_len,
-        collectives_of(session.engine.training),
+        collective_counts(session.engine.training),
         masked=session.run.data.document_mask,
     )
     counts = world.place.local_rank == 0

@@ -1,4 +1,4 @@
-"""How often a step gathers and reduces what."""
+"""Counts gathers and reductions of each unit in one step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from meshwright.schedules.schedule import Schedule
 
 
-def collectives_of(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
+def collective_counts(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
     """By (stage, unit) of an expanded schedule: gathers of its parameters and reductions of its gradients in one step."""
-    found = Counter((a.kind, a.stage, a.unit or 0) for row in schedule.actions for a in row)
+    counts = Counter((a.op, a.stage, a.unit or 0) for rank_actions in schedule.actions for a in rank_actions)
     units = schedule.units or (1,) * schedule.stages
     return {
-        (stage, unit): (found["unshard", stage, unit], found["reduce_grad", stage, unit])
+        (stage, unit): (counts["unshard", stage, unit], counts["reduce_grad", stage, unit])
         for stage, count in enumerate(units)
         for unit in range(count)
     }

@@ -1,0 +1,119 @@
+"""Inserts gathers of parameters and reductions of gradients into one rank's unit actions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+from meshwright.schedules.action import COMPUTE, Action
+
+Gather = Literal["never", "step", "stretch"]
+"""When a unit's parameters are gathered. never: every rank has them whole. step: gathered at the first use and kept until the last (FSDP
+without resharding, ZeRO-2). stretch: freed after every run of consecutive uses and gathered again (FSDP with resharding, ZeRO-3)."""
+Reduce = Literal["never", "once", "stretch"]
+"""When a unit's gradients are reduced. never: there is one replica. once: after the unit's last backward of the step; the rank keeps the
+whole gradient until then. stretch: after every run of consecutive backwards; the rank keeps only its shard of the gradient in between."""
+
+Unit = tuple[int, int]
+"""(stage, unit)."""
+
+
+def with_collectives(
+    actions: Sequence[Action], gather: Sequence[Sequence[Gather]], reduce: Sequence[Sequence[Reduce]]
+) -> tuple[Action, ...]:
+    """`actions` with unshard, reshard and reduce_grad inserted. Sends precede them, because another rank waits for the payload."""
+    before, after = _gathers(actions, gather)
+    for index, unit in _reductions(actions, reduce):
+        after[index].append(Action("reduce_grad", unit[0], unit=unit[1]))
+    result: list[Action] = []
+    after_sends: list[Action] = []
+    for index, action in enumerate(actions):
+        if action.op != "send":
+            result += after_sends
+            after_sends = []
+        result += before[index]
+        result.append(action)
+        after_sends += after[index]
+    return tuple(result + after_sends)
+
+
+def _gathers(
+    actions: Sequence[Action], gather: Sequence[Sequence[Gather]]
+) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
+    """By action index: the unshards to issue before the action, and the reshards after it."""
+    uses = [(index, units) for index, action in enumerate(actions) if (units := _units_read(action))]
+    stretches = _stretches([units for _, units in uses])
+    begin = _begins(stretches, len(uses))
+    gathered = [
+        (first, last, unit)
+        for unit, spans in stretches.items()
+        for first, last in _gathered_spans(spans, gather[unit[0]][unit[1]])
+    ]
+    before: dict[int, list[Action]] = defaultdict(list)
+    after: dict[int, list[Action]] = defaultdict(list)
+    freed_from: dict[Unit, int] = defaultdict(int)
+    for first, last, (stage, unit) in sorted(gathered):
+        # An overlap uses two units, so the previous stretch may begin while this unit is still gathered.
+        issue = uses[max(begin[first - 1], freed_from[stage, unit])][0] if first else 0
+        before[issue].append(Action("unshard", stage, unit=unit))
+        after[uses[last][0]].append(Action("reshard", stage, unit=unit))
+        freed_from[stage, unit] = last + 1
+    return before, after
+
+
+def _gathered_spans(spans: list[tuple[int, int]], gather: Gather) -> list[tuple[int, int]]:
+    """The (first, last) uses between which a unit stays gathered, from its stretches of use."""
+    if gather == "never":
+        return []
+    return spans if gather == "stretch" else [(spans[0][0], spans[-1][1])]
+
+
+def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -> list[tuple[int, Unit]]:
+    """(index of the backward that a reduction follows, unit) of every reduction."""
+    writes = [(index, units) for index, action in enumerate(actions) if (units := _units_written(action))]
+    stretches = _stretches([units for _, units in writes])
+    ends = {unit: [last for _, last in spans] for unit, spans in stretches.items()}
+    chosen = {"never": slice(0), "once": slice(-1, None), "stretch": slice(None)}
+    return [
+        (writes[last][0], (stage, unit))
+        for (stage, unit), lasts in ends.items()
+        for last in lasts[chosen[reduce[stage][unit]]]
+    ]
+
+
+def _units_read(action: Action) -> tuple[Unit, ...]:
+    """Units whose parameters the action multiplies with; the weight half of a backward reads none."""
+    if action.op not in COMPUTE:
+        return ()
+    return tuple((part.stage, part.unit or 0) for part in action.parts if part.op != "backward_weight")
+
+
+def _units_written(action: Action) -> tuple[Unit, ...]:
+    """Units whose gradients the action adds to."""
+    if action.op not in COMPUTE:
+        return ()
+    return tuple((p.stage, p.unit or 0) for p in action.parts if p.op in ("backward", "backward_weight"))
+
+
+def _stretches(uses: Sequence[tuple[Unit, ...]]) -> dict[Unit, list[tuple[int, int]]]:
+    """By unit, the (first, last) index of each run of consecutive uses."""
+    stretches: dict[Unit, list[tuple[int, int]]] = defaultdict(list)
+    for index, units in enumerate(uses):
+        for unit in units:
+            spans = stretches[unit]
+            if spans and spans[-1][1] >= index - 1:
+                spans[-1] = spans[-1][0], index
+            else:
+                spans.append((index, index))
+    return stretches
+
+
+def _begins(stretches: dict[Unit, list[tuple[int, int]]], count: int) -> list[int]:
+    """By use, the index at which its stretch begins; the later one where a use reads two units."""
+    begin = [0] * count
+    for spans in stretches.values():
+        for first, last in spans:
+            for index in range(first, last + 1):
+                begin[index] = max(begin[index], first)
+    return begin
