@@ -283,18 +283,6 @@ def test_copy_engines_have_a_window_for_what_they_gather() -> None:
     assert alone[0] == alone[1]
 
 
-def test_an_exchange_takes_no_more_in_bf16_and_twice_as_much_of_sums() -> None:
-    """What is sent and what came, two bytes a parameter each, in place of four that are summed; of sums over micro-batches twice four. The
-    fullest moment is then the first block's backward, with the head's gradients on their way."""
-    sent = plan({"shard": 4})
-    assert kinds(replace(sent, reduce_engine="exchange")) == kinds(sent)
-    whole = replace(plan({"shard": 4}, gradients="whole"), reduce_engine="exchange")
-    head = TABLE + HIDDEN
-    assert kinds(whole)["gathered"] == 2 * (2 * BLOCK + head) + 2 * head + (4 + 4 + 4 / 4) * head + 2 * BLOCK
-    alone = plan({"shard": 1}, gradients="whole")
-    assert kinds(replace(alone, reduce_engine="exchange")) == kinds(alone)
-
-
 def test_tokens_copied_beside_products_have_a_window() -> None:
     """Two slots for all tokens of a micro-batch in bf16, outside the allocator; none for one tensor rank or a processor."""
     for tensor, cpu, more in ((4, False, 2 * TOKENS * HIDDEN * 2), (1, False, 0), (4, True, 0)):

@@ -27,7 +27,6 @@ from meshwright.spec.plan import (
     MeshAxis,
     Plan,
     Recompute,
-    ReduceEngine,
     SchedulePlan,
 )
 
@@ -88,11 +87,9 @@ def test_many_layouts_at_once_agree_with_the_account_of_each_plan(name: str, seq
     train = TrainSpec(steps=1, global_batch=1, seq_len=seq_len)
     plans = [plan for plan in (random_plan(model, dice) for _ in range(60)) if plan]
     plans += [replace(plan, layers=(replace(plan.layers[0], recompute="all_but_attention"),)) for plan in plans[::4]]
-    how: ReduceEngine = "exchange" if name == "llama3-1b" else "kernel"
-    plans = [replace(plan, reduce_engine=how) for plan in plans]
     exact = [max(sum(kinds.values()) for kinds in memory_of(model, train, plan, cpu=False)) for plan in plans]
     layout = side_by_side([layout_of(plan, train) for plan in plans])
-    numbers = formats(train, plans[0].precision, cpu=False, reduce_engine=how, added=layout.added_up)
+    numbers = formats(train, plans[0].precision, cpu=False)
     closed = sum(planned(model, layout, numbers).values())
     off = np.abs(closed / np.array(exact) - 1)
     assert off.max() < 0.04, (plans[int(off.argmax())], exact[int(off.argmax())])

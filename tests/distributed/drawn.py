@@ -91,7 +91,6 @@ def _plan(draw: Random, spec: ModelSpec, precision: Precision, compile: bool) ->
         layers=tuple(_layers(draw, spec.layers)),
         precision=precision,
         gather_engine=draw.choice(("kernel", "kernel", "copy")),
-        reduce_engine=draw.choice(("kernel", "kernel", "exchange")),
         tensor_engine="copy" if sizes["tensor"] > 1 and draw.random() < 0.5 else "kernel",
         compile=compile,
     )

@@ -135,8 +135,6 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     rows.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
     if plan.gather_engine == "copy":
         rows.append(("gathers", "by copy engines"))
-    if plan.reduce_engine == "exchange":
-        rows.append(("reductions", "gradients exchanged as they were computed, each rank adds up its shard"))
     if plan.tensor_engine == "copy":
         rows.append(("tokens", "between tensor ranks by copy engines, beside the products"))
     rows.append(("compile", "each block" if plan.compile else "no"))

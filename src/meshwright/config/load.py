@@ -83,6 +83,9 @@ def load_resolved(path: Path) -> RunSpec:
     Raises BadConfig with every mistake found.
     """
     document = read_yaml(path)
+    pins = document.get(("plan",))
+    if isinstance(pins, dict):
+        pins.pop("reduce_engine", None)  # earlier versions wrote every key, also this one, which was removed
     given, mistakes, _ = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes
     if mistakes:

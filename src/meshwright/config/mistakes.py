@@ -29,6 +29,7 @@ _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, exp
 _NOT_YET = (
     "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses and expert"
 )
+_REDUCE_ENGINE = "no such key; it was removed because exchange gained nothing, and the reduce-scatter is always used: delete the line"
 _OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
 _SYNONYMS: dict[str, KeyPath] = {
     "lr": ("train", "learning_rate"),
@@ -127,12 +128,14 @@ def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None
 
 
 def _refusal(path: KeyPath) -> str | None:
-    """What to say of a key that other trainers have and this one, on purpose or for now, has not."""
+    """The reason why a key that other trainers or earlier releases have does not exist here."""
     section, name = path[0], str(path[-1])
     if name.endswith(("dropout", "dropout_p", "dropout_prob")):
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):
         return _EXPERTS
+    if path == ("plan", "reduce_engine"):
+        return _REDUCE_ENGINE
     return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
 
 

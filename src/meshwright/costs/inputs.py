@@ -141,8 +141,6 @@ class Layouts:
     """Of a block's weight while it is gathered."""
     copied: Array = 0.0
     """1 when copy engines gather weights, on links of a communicator of their own."""
-    exchanged: Array = 0.0
-    """1 when gradients are summed over shards by an exchange, in the format they were computed in."""
     tokens_copied: Array = 0.0
     """1 when tensor ranks copy their tokens beside the products."""
     gather_once: Array = 0.0
@@ -258,11 +256,6 @@ class Layouts:
     def micro_batches(self) -> Array:
         """Micro-batches of one replica in one step."""
         return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
-
-    @property
-    def added_up(self) -> Array:
-        """Whether a rank adds several micro-batches' gradients up before they are summed over shards."""
-        return (self.micro_batches > 1) & ((np.asarray(self.layered) > 0) | (np.asarray(self.reduce_once) > 0))
 
 
 UNEVEN = 0.2

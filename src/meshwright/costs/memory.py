@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from meshwright.costs.account import KINDS, Formats, Held, account
-from meshwright.costs.inputs import Array
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_stay, stage_table
 from meshwright.spec.model import ModelSpec, parameters
@@ -21,11 +20,10 @@ from meshwright.spec.plan import (
     LayerStrategy,
     Plan,
     Precision,
-    ReduceEngine,
 )
 from meshwright.workload.activations import exchanged_per_token, per_token_of, tokens_of
 from meshwright.workload.buffers import LAYERS_STAYING
-from meshwright.workload.dtypes import added_up, bytes_of, low_share, sent_width, state_bytes
+from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.stage_parts import StagePart, stage_part
 
@@ -40,20 +38,16 @@ def formats(
     cpu: bool,
     replicas: int = 1,
     engine: Engine = "kernel",
-    reduce_engine: ReduceEngine = "kernel",
     tensor_engine: Engine = "kernel",
-    added: Array = False,
 ) -> Formats:
-    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's; `added` is
-    `sent_width`'s."""
-    sent = sent_width(precision, reduce_engine, added)
+    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's."""
     narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
         compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
         travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
         logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
-        low=low_share(precision, precision.linear), window=engine == "copy", sent=sent, received=sent * (reduce_engine == "exchange"),
+        low=low_share(precision, precision.linear), window=engine == "copy",
         token_window=tensor_engine == "copy" and not cpu,
     )  # fmt: skip
 
@@ -101,7 +95,6 @@ def memory_by_rank(
     replicas = plan.axis_size("replicate")
     numbers = formats(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
-        reduce_engine=plan.reduce_engine, added=any(added_up(plan, layer) for layer in plan.layers),
     )  # fmt: skip
     found = account(joined, numbers)
     kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]

@@ -199,7 +199,6 @@ def never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     copied = plan.gather_engine == "copy" and shard_size(plan) > 1
     found += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
-    found += ["gradients exchanged"] if plan.reduce_engine == "exchange" and shard_size(plan) > 1 else []
     low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
     found += ["fp8 products"] if low else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])
@@ -281,7 +280,6 @@ def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
         fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
         gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
-        exchanged=float(plan.reduce_engine == "exchange"),
         tokens_copied=float(plan.tensor_engine == "copy"), state_bytes=state_bytes(plan.precision),
         **_strides(plan), **strategy_columns(plan.layers[0]),
     )  # fmt: skip

@@ -297,13 +297,6 @@ def _weights_traffic(
     one = one + _gathered(experts, machine, k, size, shape.moe_layers, copied & (ranks <= 1))
     whole = whole + gather(experts, k, size, shape.moe_layers)
     scatter = whole * (k.scatter_bytes / WEIGHT_BYTES)
-    if np.any(layout.exchanged):
-        sent = np.where(layout.added_up, k.scatter_bytes, WEIGHT_BYTES) / shape.layers
-        dense, routed = sent * (blocks + ends / width), sent * shape.expert_params / ranks
-        by_exchange = all_to_all(where, k, machine, dense) + all_to_all(experts, k, machine, routed) * (
-            shape.moe_layers > 0
-        )
-        scatter = np.where(np.asarray(layout.exchanged) > 0, shape.layers * by_exchange, scatter)
     scatter = scatter + _yielded(where, layout, k, scatter, backward)
     gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
     once = np.where((layout.pipeline > 1) & (layout.micro_batches <= 1), 1.0, np.asarray(layout.reduce_once) > 0)

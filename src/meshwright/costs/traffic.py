@@ -17,7 +17,7 @@ from math import prod
 from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import REPEATING, SHARD_AXES, Plan
-from meshwright.workload.dtypes import bytes_of, gathered_width, sent_width
+from meshwright.workload.dtypes import bytes_of, gathered_width
 from meshwright.workload.groups import context_size, shard_size
 
 Counts = Mapping[tuple[int, int], tuple[int, int]]
@@ -75,10 +75,6 @@ def cross_node_bytes(
         "expert": _ring_borders(layout, layout.expert_shard_groups()),
     }
     copies = shard // layout.expert
-    pairs = {
-        "shard": _pairs_apart(layout, layout.groups(*SHARD_AXES)),
-        "expert": _pairs_apart(layout, layout.expert_shard_groups()),
-    }
     along_shard, along_replicas, along_copies = map(_ring_share, (shard, layout.size("replicate"), copies))
     gather = reduce = replicas = 0.0
     for rank in range(layout.size("pipeline")):
@@ -86,11 +82,7 @@ def cross_node_bytes(
             sharded = rings["shard"][rank] * along_shard * unit.elements
             sharded += rings["expert"][rank] * along_copies * unit.experts
             gather += sharded * unit.gathers * unit.width
-            if plan.reduce_engine == "exchange":
-                sharded = pairs["shard"][rank] / shard * unit.elements + pairs["expert"][rank] / copies * unit.experts
-            # Fewer reductions than micro-batches: some take what several have added up, and all are counted so.
-            sent = sent_width(precision, plan.reduce_engine, unit.reductions < plan.batch.accumulate)
-            reduce += sharded * unit.reductions * float(sent)
+            reduce += sharded * unit.reductions * bytes_of(precision.reduce)
             kept = unit.elements / shard + unit.experts / copies
             sums = bool(unit.reductions) * kept * bytes_of(precision.reduce_replicas or precision.stored)
             replicas += 2 * rings["replicate"][rank] * along_replicas * sums

@@ -24,7 +24,6 @@ from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_whole_sequences, spread_experts
 from meshwright.parallel.fp8_weights import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, ShardedUnit, Streams
-from meshwright.parallel.gradient_exchange import GradientExchange
 from meshwright.parallel.joint import JointUnit
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
@@ -131,10 +130,6 @@ def build_engine(
         gather_by_copies(
             blocks, [unit for unit in sharded if isinstance(unit, ShardedUnit) and unit not in blocks], mesh
         )
-    if plan.reduce_engine == "exchange":
-        exchange = GradientExchange()
-        for part in (part for unit in sharded for part in unit.parts if part.talks):
-            part.reduce_through(exchange)
     executor = Executor(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),

@@ -101,7 +101,11 @@ def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
     say where they are."""
     beside = unlike_fp8(plan, experts=mixture or plan.experts is not None)
     parts = [f"products in fp8 with {beside}"] if beside else []
-    parts += ["computation in fp16 (it does not scale losses)"] if plan.precision.compute == "fp16" else []
+    parts += (
+        ["computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"]
+        if plan.precision.compute == "fp16"
+        else []
+    )
     parts += dict.fromkeys(part for layer in plan.layers for part in _unoffloadable(plan, layer))
     if not parts:
         return _uncopyable(plan)
@@ -115,7 +119,6 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         ("schedule", plan.schedule.name, not plan.layered and plan.schedule.name != "1f1b", plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", own_sums, shards, "shard"),
         ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
-        ("reduce_engine", "exchange", plan.reduce_engine == "exchange", shards, "shard"),
         ("reduce_replicas", plan.precision.reduce_replicas, plan.precision.reduce_replicas, plan.axis_size("replicate"), "replica"),
         ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
     ):  # fmt: skip

@@ -34,6 +34,8 @@ MOVES = {
 }
 """What travels along an axis."""
 SIMPLER = "the simpler plan is taken"
+ROOMIER = "the plan that leaves more memory free is taken"
+STEADIER = "the plan that loses less on a slower network is taken"
 SAFER = "the plan with more margin, in memory or for a slower network, is taken"
 MATTERS = 0.01
 """Share of a step from which a part of it is worth a sentence."""
@@ -105,7 +107,13 @@ def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
 
 def reason_for(best: Plan, other: Plan) -> str:
     """Why `best` is taken of two plans that cannot be told apart (`finalists.simplest`)."""
-    return SIMPLER if complexity(best) <= complexity(other) else SAFER
+    if complexity(best) <= complexity(other):
+        return SIMPLER
+    fuller = peak_bytes(other) > peak_bytes(best) and any(len(stages) > 1 for stages in other.schedule.stages)
+    crosses = any(axis.crosses == "node" for axis in other.mesh)
+    if fuller == crosses:
+        return SAFER
+    return ROOMIER if fuller else STEADIER
 
 
 def alike(best: Candidate, other: Candidate) -> str:

@@ -435,7 +435,7 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
         dealt=1.0,
         vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
         in_flight=in_flight(*schedule), in_flight_last=in_flight(*schedule, pipeline - 1), loss_chunk=float(run.train.loss_chunk),
-        copied=points.column("copied"), exchanged=float(pins_of(run).reduce_engine == "exchange"),
+        copied=points.column("copied"),
         tokens_copied=points.column("tokens copied"), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
         fill=fill(points.schedule, pipeline, points.accumulate), slowest=points.column("pace"), port=points.column("port"),
@@ -471,7 +471,6 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 def bytes_of_rank(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
-    precision, engine = precision_of(run), pins_of(run).reduce_engine or "kernel"
-    numbers = formats(run.train, precision, cpu=run.cluster.is_cpu, reduce_engine=engine, added=layout.added_up)
+    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
     numbers = replace(numbers, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied)
     return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))

@@ -249,7 +249,7 @@ def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 def _held(run: RunSpec, plan: Plan) -> RunSpec:
     """The run with what a change may not move pinned: mesh, schedule, formats, engines, what of all layers waits in host memory."""
     kept: dict[str, Any] = {axis: plan.axis_size(axis) for axis in AXES} | vars(plan.precision)
-    kept |= {key: getattr(plan, key) for key in ("gather_engine", "reduce_engine", "tensor_engine", "compile")}
+    kept |= {key: getattr(plan, key) for key in ("gather_engine", "tensor_engine", "compile")}
     kept |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     kept |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
     kept |= {"expert": plan.experts.expert} if plan.experts else {}

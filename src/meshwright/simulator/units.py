@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collective_costs import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
+from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.offload_costs import copied_bytes, host_optimizer, host_rate, late_copies
@@ -24,7 +24,7 @@ from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.layout import gradients_stay, stage_table
 from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
 from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Linear, Plan, Recompute
-from meshwright.workload.dtypes import added_up, bytes_of, gathered_width, sent_width, state_bytes, summed_by_products
+from meshwright.workload.dtypes import bytes_of, gathered_width, state_bytes, summed_by_products
 from meshwright.workload.groups import experts_over, shard_size
 
 Unit = int | Literal["embed", "head"]
@@ -75,7 +75,6 @@ class UnitCosts:
         crowd = crowding(machine, layout, k)
         self._shards = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
         self._copied = plan.gather_engine == "copy"
-        self._exchanges = plan.reduce_engine == "exchange" and shard_size(plan) > 1
         self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
         self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
 
@@ -108,8 +107,7 @@ class UnitCosts:
 
     def reduce(self, unit: Unit) -> float:
         """Seconds to sum its gradients over the shard axis."""
-        sent = self._sent_width(unit)
-        alone = self._exchanged(unit, sent) if self._exchanges else self._over_shards(unit, sent)
+        alone = self._over_shards(unit, bytes_of(self.plan.precision.reduce))
         return self._beside(unit, self._shards, alone)
 
     def replicate(self, unit: Unit) -> float:
@@ -147,16 +145,12 @@ class UnitCosts:
         """Whether the rank has its weights to itself, so that nothing lies between them and what computes."""
         return shard_size(self.plan) == 1 and not self.priced.constants.lone_copies
 
-    def _sent_width(self, unit: Unit) -> int:
-        engine = self.plan.reduce_engine if self._exchanges else "kernel"
-        return int(sent_width(self.plan.precision, engine, added_up(self.plan, self._strategy(unit))))
-
     def _gathered_width(self, unit: Unit) -> int:
         return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
 
     def copy_in(self, unit: Unit) -> float:
         """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""
-        precision, shards, sent = self.plan.precision, shard_size(self.plan), self._sent_width(unit)
+        precision, shards, sent = self.plan.precision, shard_size(self.plan), bytes_of(self.plan.precision.reduce)
         added = self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
         count, moved = self.count(unit), bytes_of(precision.compute) + sent
         if self._casts_once and gradients_stay(self.model, self.plan):
@@ -164,8 +158,6 @@ class UnitCosts:
         if self._casts_once:
             return self.accumulate(unit) if added else self._moved(count * moved)
         beside = 4.0 * sent if shards == 1 else 0.0  # a lone rank scales them into another buffer, and copies that
-        if self._exchanges:  # what came is read and added up
-            beside += sent + bytes_of(precision.reduce) / shards
         if added:
             beside += 3 * bytes_of(precision.stored) / shards
         laid = (count - self._experts(unit)) * (1 / number(self.priced.constants.packing) - 1) if shards > 1 else 0.0
@@ -233,14 +225,6 @@ class UnitCosts:
         layout, k = self.priced.layout, self.priced.constants
         where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
         return dense + number(gather(self._over(where, copied and self._experts_too), k, experts * width))
-
-    def _exchanged(self, unit: Unit, width: int) -> float:
-        """Seconds in which each rank sends the others their parts of a unit of `width` bytes an element."""
-        machine, layout, k = self.priced.machine, self.priced.layout, self.priced.constants
-        experts = self._experts(unit)
-        alone = all_to_all(self._shards, k, machine, (self.count(unit) - experts) * width)
-        where = group(machine, k, layout.expert_shard, layout.expert)
-        return number(alone) + (number(all_to_all(where, k, machine, experts * width)) if experts else 0.0)
 
     def _over(self, where: Group, copied: bool) -> Group:
         return by_copies(where, self.priced.machine, self.priced.constants) if copied else where

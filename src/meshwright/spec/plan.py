@@ -27,7 +27,6 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Engine = Literal["kernel", "copy"]
-ReduceEngine = Literal["kernel", "exchange"]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
@@ -206,9 +205,6 @@ class Plan:
     gather_engine: Engine = "kernel"
     """What gathers weights over shard and context ranks. kernel: the communication library's, on some of a device's multiprocessors. copy:
     the devices' copy engines, which leaves multiprocessors to compute; for shard and context ranks inside a node."""
-    reduce_engine: ReduceEngine = "kernel"
-    """What sums gradients over shard and context ranks. kernel: the communication library's reduce-scatter, in the format of the sum.
-    exchange: gradients travel in the format they were computed in, and each rank adds up its shard; made for ranks inside a node."""
     tensor_engine: Engine = "kernel"
     """What moves tokens along the tensor axis. kernel: the communication library's, before and behind each product. copy: the devices' copy
     engines, beside the product, which is made in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
@@ -321,8 +317,6 @@ class PlanPins:
     """Number format of the gradient sum over replicas."""
     gather_engine: Engine | None = None
     """What gathers weights over shard and context ranks."""
-    reduce_engine: ReduceEngine | None = None
-    """What sums gradients over shard and context ranks; left out, kernels, as an exchange gained nothing on two GPUs."""
     tensor_engine: Engine | None = None
     """What moves tokens along the tensor axis."""
     compile: bool | None = None
