@@ -15,7 +15,7 @@ import typer
 
 from meshwright import __version__
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
-from meshwright.spec.failures import failure_of
+from meshwright.spec.failures import as_meshwright_error
 
 COMMANDS = {
     name: name
@@ -77,7 +77,7 @@ def main() -> None:
         print("meshwright: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        failure = failure_of(error)
+        failure = as_meshwright_error(error)
         if failure.exit_code == EXIT_INTERNAL:
             traceback.print_exc()
         _say(str(failure), failure)

@@ -24,7 +24,7 @@ from meshwright.config.yaml_positions import Document, KeyPath, dotted, dump_yam
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.layout import placed
+from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
@@ -119,7 +119,7 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
     plan = from_plain(Plan, given)
-    return placed(plan, cluster.ranks_per_node) if cluster else plan
+    return with_node_crossings(plan, cluster.ranks_per_node) if cluster else plan
 
 
 def resolved_yaml(run: RunSpec) -> str:

@@ -20,7 +20,7 @@ from meshwright.config.schema import (
 )
 from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, say
-from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
+from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.run import RunSpec
 
@@ -112,7 +112,7 @@ def _key_of_name(cls: type) -> dict[str, KeyPath]:
 
 
 def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
-    around, place, got = path[:-1], document.key_place(path), f"'{shortened(str(path[-1]))}'"
+    around, place, got = path[:-1], document.key_place(path), f"'{shorten(str(path[-1]))}'"
     expected = f"a key of {dotted(around)}" if around else "a top-level key"
     refused = _refusal(path if cls is RunSpec else ("plan", *path))
     if refused:

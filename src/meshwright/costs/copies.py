@@ -9,7 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.machine import Machine
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape
 
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
@@ -36,7 +39,9 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     laid = IN * (1 + (1 / k.packing - 1) * (1 - routed / weights))
     by_products = np.where(machine.low > 0, 1.0, k.product_sums)
     added = ADD * (shape.dense_params * by_products + routed + ends) / weights
-    own = np.where(casts_once & layout.gradients_stay(shape.tied), 0.0, np.where(casts_once & ~once, added, IN))
+    own = np.where(
+        casts_once & layout.gradients_final_in_backward(shape.tied), 0.0, np.where(casts_once & ~once, added, IN)
+    )
     into = np.where(alone, own, laid) + k.side_copies * (lone + shard)
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)

@@ -58,11 +58,13 @@ class AdamW:
         if self._host is not None:
             self._host.leave()
 
-    def step(self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, aside: Aside | None = None) -> None:
+    def step(
+        self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: Aside | None = None
+    ) -> None:
         """One update at `learning_rate` by the gradients times `factor` (scalar, on the device), skipped there when `norm` (scalar) is not
         finite; gradients are then freed.
 
-        `aside` makes the spans of copies to and from host memory.
+        `concurrent_span` makes the spans of copies to and from host memory.
         """
         told = Told(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
@@ -70,7 +72,7 @@ class AdamW:
         }
         if self._host is not None:
             away = {name: gradient for name, gradient in gradients.items() if name not in self._here}
-            self._host.step(away, told, aside)
+            self._host.step(away, told, concurrent_span)
         self._step_here({name: gradients[name] for name in self._here if name in gradients}, told)
         self.zero_grad()
 

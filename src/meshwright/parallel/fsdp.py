@@ -29,7 +29,7 @@ from meshwright.kernels.linear import Linear, add_to_gradient
 from meshwright.kernels.pack import pack
 from meshwright.kernels.sums import add, add_product, product
 from meshwright.models.moe import Experts
-from meshwright.spec.layout import expert_cut
+from meshwright.spec.layout import expert_shard_dimension
 from meshwright.spec.plan import Precision
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -54,7 +54,7 @@ class ShardedUnit:
         experts = {weight for part in _parts(modules, Experts) for weight in part.parameters()}
 
         def cut(weight: nn.Parameter) -> Shard:
-            return Shard(expert_cut(weight.shape, mesh.size()) if weight in experts else 0)
+            return Shard(expert_shard_dimension(weight.shape, mesh.size()) if weight in experts else 0)
 
         fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=cut)
         for module in modules:

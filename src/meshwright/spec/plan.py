@@ -14,11 +14,11 @@ from typing import Literal, get_args
 from meshwright.spec.fields import Positive
 
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
-RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
 """Each keeps less than the one before it; the cost model numbers them so."""
-REPEATING: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
+RECOMPUTES_PRODUCTS: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
 """Those that repeat a forward's matrix products, and its exchanges between ranks."""
-CHOOSING: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
+PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
 """Those that keep some of a block's results and not its input alone."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
@@ -94,12 +94,12 @@ class LayerStrategy:
     """Number format of these layers' matrix products, where it is not `precision.linear`: `compute` keeps sensitive ones out of fp8."""
 
     @property
-    def activations_away(self) -> bool:
+    def activations_offloaded(self) -> bool:
         """Whether activations wait in host memory."""
         return self.offload in ("activations", "both")
 
     @property
-    def optimizer_away(self) -> bool:
+    def optimizer_offloaded(self) -> bool:
         """Whether the optimizer's state is in host memory."""
         return self.offload in ("optimizer", "both")
 
@@ -241,7 +241,7 @@ class Plan:
         return {axis.axis: axis.size for axis in self.mesh}
 
     @property
-    def bare(self) -> Plan:
+    def without_prediction(self) -> Plan:
         """What runs, without what is said of it: equal and hashed alike for plans that run alike."""
         return self if self.predicted is None and not self.why else replace(self, predicted=None, why=())
 

@@ -41,8 +41,8 @@ class Trained:
 def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     """Run the session's remaining steps.
 
-    Raises Preempted or Interrupted when asked to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is not
-    finite; and OutOfResources, or what else `failure_of` says, when metrics cannot be written, after a checkpoint if there is room for it.
+    Raises Preempted or Interrupted on a request to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is
+    not finite; and the error of `as_meshwright_error` when metrics cannot be written, after a checkpoint if the disk has space for it.
     """
     run, wire = session.run, wire_count(session)
     session.start.end("report")

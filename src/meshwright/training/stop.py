@@ -15,7 +15,7 @@ from types import FrameType
 from meshwright.checkpoint.verify import where_it_continues
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
-from meshwright.spec.place import stop_signals
+from meshwright.spec.rank_environment import stop_signals
 
 NOT_ASKED, SAVE, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 1 << 21, 1 << 42
 """Values of the flag. They are summed over ranks; up to a million ranks may be preempted without looking interrupted, and so on.
@@ -32,7 +32,7 @@ class StopRequest:
         """The run's, once it is known."""
 
     @classmethod
-    def of_rank(cls, rank: int) -> StopRequest:
+    def for_rank(cls, rank: int) -> StopRequest:
         """One that listens; the first rank's tells the terminal."""
         stop = cls() if rank else cls(_to_terminal)
         stop.listen()

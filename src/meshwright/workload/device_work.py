@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import gradients_stay, token_exchanges
+from meshwright.spec.layout import gradients_final_in_backward, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
@@ -126,7 +126,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         loss_bytes=seen * model.vocab_size * 2 * bytes_of(plan.precision.compute),
         copy_bytes=owned * CAST + _summed_bytes(model, plan, held),
         parameters=owned,
-        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_stay(model, plan) else plan.precision.stored),
+        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
         collectives=(
             *_weight_collectives(model, plan, dense, shard_size(plan)),
             *_weight_collectives(model, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
@@ -137,7 +137,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
 
 def _summed_bytes(model: ModelSpec, plan: Plan, held: float) -> float:
     """Bytes moved to cast gradients to the dtype of their sum."""
-    return 0.0 if gradients_stay(model, plan) else held * SUM
+    return 0.0 if gradients_final_in_backward(model, plan) else held * SUM
 
 
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, tokens: int) -> Iterator[LinearWork]:

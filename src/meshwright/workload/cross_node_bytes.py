@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from math import prod
 
-from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table, token_exchanges
+from meshwright.spec.layout import Division, Layout, Part, local_shape, shard_rows, stage_table, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.plan import REPEATING, SHARD_AXES, Plan
+from meshwright.spec.plan import RECOMPUTES_PRODUCTS, SHARD_AXES, Plan
 from meshwright.workload.dtypes import bytes_of, gathered_width
 from meshwright.workload.groups import context_size, shard_size
 
@@ -148,7 +148,7 @@ def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[s
     for row in parameters(model):
         part, _, rest = row.name.partition(".")
         unit = rest.partition(".")[0] if part == "layers" else part if part in ("embed", "positions") else "head"
-        rows, *others = held_shape(model, row, division)
+        rows, *others = local_shape(model, row, division)
         if row.expert:
             experts[unit] += rows * prod(others)
         else:
@@ -192,7 +192,7 @@ def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
     collectives = 0
     for rank, stages in enumerate(table):
         for layer in (layer for stage in stages for layer in stage):
-            each = 7 if plan.strategy(layer, model.layers).recompute in REPEATING else 5
+            each = 7 if plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS else 5
             ends = 2 * (layer == 0) + 2 * (layer == model.layers - 1)
             collectives += borders[rank] * (each * token_exchanges(model, layer) + ends)
     return plan.batch.accumulate * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len) * collectives
@@ -207,7 +207,9 @@ def _expert(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
         across = sum(layout.crosses_nodes((a, b)) for a in group for b in group)
         stages = table[layout.coordinates(group[0]).get("pipeline", 0)]
         routed = [layer for stage in stages for layer in stage if model.routed(layer)]
-        travels = sum(6 if plan.strategy(layer, model.layers).recompute in REPEATING else 4 for layer in routed)
+        travels = sum(
+            6 if plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS else 4 for layer in routed
+        )
         total += rows / len(group) * across * travels
     return plan.batch.accumulate * total
 

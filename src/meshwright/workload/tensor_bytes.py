@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costs.inputs import Array
+from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import (
     BLOCK_SLOTS,
     RECEIVES_AHEAD,
@@ -97,7 +97,7 @@ class Held:
     hidden: Array
     vocab: Array
     stays: Array
-    """1 when gradients stay as they are made (`spec.layout.gradients_stay`)."""
+    """1 when gradients stay as they are made (`spec.layout.gradients_final_in_backward`)."""
     piled: Array
     """Micro-batches whose gradients wait between two units: all of them in layered order, the head's also where all forwards come first."""
     piled_head: Array
