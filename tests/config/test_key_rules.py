@@ -168,7 +168,11 @@ def test_stages_in_any_schedule_s_order_may_be_pinned_without_it(tmp_path: Path,
 @pytest.mark.parametrize(
     ("pins", "expected", "got"),
     [
-        ("stages: [[0-1], ['3']]", "layers 0-3 in some schedule's order", "begins with layer 3 where layer 2 is expected"),
+        (
+            "stages: [[0-1], ['3']]",
+            "layers 0-3 in some schedule's order",
+            "begins with layer 3 where layer 2 is expected",
+        ),
         (
             "stages: [['0', '3'], ['2', '1']]",
             "in some schedule's order",

@@ -56,7 +56,7 @@ def test_examples_are_replaced_where_they_stand() -> None:
 
 def test_every_output_of_the_planner_stands_under_a_command_that_makes_it() -> None:
     shown = list(examples())
-    assert {"docs/design/planner.md", "docs/reference/cluster-file.md", "docs/how-to/simulate.md"} <= {
+    assert {"docs/how-to/choose-a-plan.md", "docs/reference/cluster-file.md", "docs/how-to/simulate.md"} <= {
         block.page for _, block in shown
     }
     for command, block in shown:

@@ -1,8 +1,8 @@
 """The errors a user can meet, each with the exit code of the command.
 
-Exit codes (docs/reference lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of resources, 4 data or
-checkpoint damaged, 5 communication failure or hang, 6 numerical failure, 7 the same failure repeated, 75 preempted with
-a checkpoint written, 130 interrupted with a checkpoint written.
+Exit codes (docs/reference/exit-codes.md lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of resources,
+4 data or checkpoint damaged, 5 communication failure or hang, 6 numerical failure, 7 the same failure repeated,
+75 preempted with a checkpoint written, 130 interrupted with a checkpoint written.
 """
 
 from __future__ import annotations

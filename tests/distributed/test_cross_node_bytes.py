@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.costs.traffic import cross_node_bytes
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import NullRecorder
 from meshwright.observe import interface_counters as traffic
@@ -20,6 +19,7 @@ from meshwright.parallel.world import World
 from meshwright.schedules.collective_counts import collective_counts
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import AxisName, BatchPlan, MeshAxis, Plan, Precision, ScheduleName, SchedulePlan
+from meshwright.workload.cross_node_bytes import cross_node_bytes
 from tests.distributed.pool import Pool
 
 SEQ, MICRO, ACCUMULATE = 128, 4, 4

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.costs.account import Formats
-from meshwright.costs.memory import FRAMEWORK_BYTES, allocated, memory_by_kind, memory_by_rank
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, layer_parameters, parameter_count
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.workload.activations import activation_bytes
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.workload.plan_bytes import FRAMEWORK_BYTES, allocated, memory_by_kind, memory_by_rank
+from meshwright.workload.tensor_bytes import Formats
 
 HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
 MODEL = ModelSpec(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.work import step_work
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
 from meshwright.spec.plan import AxisName, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision
+from meshwright.workload.device_work import step_work
 
 SEQ = 8192
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.costs.traffic import cross_node_bytes
 from meshwright.schedules.collective_counts import collective_counts
 from meshwright.schedules.expand import expand
 from meshwright.schedules.registry import build
@@ -23,6 +22,7 @@ from meshwright.spec.plan import (
     ScheduleName,
     SchedulePlan,
 )
+from meshwright.workload.cross_node_bytes import cross_node_bytes
 
 SEQ = 16
 MODEL = ModelSpec(

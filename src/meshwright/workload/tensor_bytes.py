@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costs.inputs import Array
+from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import (
     BLOCK_SLOTS,
     RECEIVES_AHEAD,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from meshwright.costs.account import KINDS, Formats, Held, account
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec, parameters
@@ -26,6 +25,7 @@ from meshwright.workload.buffers import LAYERS_STAYING
 from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.stage_parts import StagePart, stage_part
+from meshwright.workload.tensor_bytes import KINDS, Formats, Held, account
 
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
