@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import select
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -40,12 +41,11 @@ def kill_once(run: Path, seed: int) -> str:
         time.sleep(delay)
         os.kill({"rank": rank, "writer": writer, "parent": parent}[victim], signal.SIGKILL)
         reported = 1
-        if victim == "writer":  # training goes on
-            while (line := lines.next()) != "failed":
+        if victim == "writer":  # training goes on, and a later save is committed by another writer
+            for _ in range(4):
+                line = lines.next()
                 reported = int(line.split()[1]) if line.startswith("committed") else reported
-            while not (line := lines.next()).startswith("committed"):
-                continue
-            reported = int(line.split()[1])
+            assert line.startswith("committed")
             os.kill(rank, signal.SIGKILL)
         for line in lines.remaining():
             reported = int(line.split()[1]) if line.startswith("committed") else reported
@@ -56,6 +56,7 @@ def kill_once(run: Path, seed: int) -> str:
     _await_no_attempt(run)
     found = newest(run, SCALE)
     assert found in (reported, reported + 1), (victim, found, reported)
+    shutil.rmtree(run)
     return victim
 
 
@@ -67,9 +68,10 @@ def _parent(run: Path, writing: int) -> NoReturn:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != own:
             os._exit(1)
-        with suppress(BaseException):
+        try:
             _train(run, writing)
-        os._exit(1)
+        finally:
+            os._exit(1)
     os.close(writing)
     os.waitpid(rank, 0)
     os._exit(0)
