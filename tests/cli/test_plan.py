@@ -104,6 +104,8 @@ def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path)
     )
     refused = meshwright("plan", *ONE, f"plan={tmp_path / 'host.yaml'}", "--for", "train")
     assert refused.code == 2 and "cannot train offload both under zbv" in refused.err
+    half = meshwright("plan", *ONE, "cluster.gpu=V100", "plan.compute=fp16", "--for", "train")
+    assert half.code == 2 and "plan.compute=fp32" in half.err
     answers = meshwright("plan", *TCP, "--json").json
     assert all(other["trainable"] for other in answers["alternatives"])
 

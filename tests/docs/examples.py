@@ -71,7 +71,7 @@ def refusal(text: str) -> str:
     return "\n".join(textwrap.fill(line, FOLDED, break_on_hyphens=False) for line in lines)
 
 
-def shortened(text: str, only: Sequence[str], cut: Mapping[str, tuple[int, int]]) -> str:
+def shorten(text: str, only: Sequence[str], cut: Mapping[str, tuple[int, int]]) -> str:
     """`text` without the sections that `only` does not name, where it names any, and with few entries of those that `cut` names.
 
     Raises ValueError for a name that no section has.
@@ -127,6 +127,6 @@ if __name__ == "__main__":
         if command.where not in outputs:
             print(command.where, flush=True)
             outputs[command.where] = printed(command)
-        pages.setdefault(block.page, {})[block] = shortened(outputs[command.where], *options(block))
+        pages.setdefault(block.page, {})[block] = shorten(outputs[command.where], *options(block))
     for page, made in pages.items():
         (ROOT / page).write_text(rewritten(text_of(page), made), encoding="utf-8")

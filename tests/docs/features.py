@@ -20,7 +20,6 @@ from tests.distributed import (
     test_equality,
     test_experts,
     test_fp8,
-    test_gradient_exchange,
     test_host_optimizer,
     test_offload,
     test_pairs,
@@ -113,53 +112,52 @@ def schedule(name: ScheduleName) -> Feature:
 
 
 FEATURES: dict[str, Feature] = {
-    "shards": axis("shard"),
-    "replicas": axis("replicate"),
+    "shard (FSDP)": axis("shard"),
+    "replicate (HSDP)": axis("replicate"),
     "tensor": axis("tensor"),
     "context ring": axis("context_ring"),
     "Ulysses": axis("context_ulysses"),
-    "experts": Feature(
+    "mixture of experts": Feature(
         lambda plan, spec: spec.experts > 0, lambda plan: replace(plan, experts=ExpertPlan(expert=1, expert_shard=1))
     ),
-    "expert ranks": Feature(lambda plan, spec: plan.experts is not None and plan.experts.expert > 1, on_expert_ranks),
-    "weights kept": strategy(reshard=False),
-    "gradients whole": strategy(gradients="whole"),
-    "recompute selective": strategy(recompute="selective"),
-    "recompute all but attention": strategy(recompute="all_but_attention"),
-    "recompute full": strategy(recompute="full"),
-    "copied gathers": Feature(
+    "expert parallelism": Feature(
+        lambda plan, spec: plan.experts is not None and plan.experts.expert > 1, on_expert_ranks
+    ),
+    "`reshard: false`": strategy(reshard=False),
+    "`gradients: whole`": strategy(gradients="whole"),
+    "`recompute: selective`": strategy(recompute="selective"),
+    "`recompute: all_but_attention`": strategy(recompute="all_but_attention"),
+    "`recompute: full`": strategy(recompute="full"),
+    "`gather_engine: copy`": Feature(
         lambda plan, spec: plan.gather_engine == "copy", lambda plan: replace(plan, gather_engine="copy")
     ),
-    "exchanged gradients": Feature(
-        lambda plan, spec: plan.reduce_engine == "exchange", lambda plan: replace(plan, reduce_engine="exchange")
-    ),
-    "copied tokens": Feature(
+    "`tensor_engine: copy`": Feature(
         lambda plan, spec: plan.tensor_engine == "copy",
         lambda plan: replace(axis("tensor").ask(plan), tensor_engine="copy"),
     ),
-    "offload": on_host("activations"),
-    "optimizer in host memory": on_host("optimizer"),
-    "fp8 products": Feature(
+    "`offload: activations`": on_host("activations"),
+    "`offload: optimizer`": on_host("optimizer"),
+    "`linear: fp8_tensorwise`": Feature(
         lambda plan, spec: plan.precision.linear != "compute", precision(linear="fp8_tensorwise").ask
     ),
-    "fp8 gather": precision(linear="fp8_tensorwise", gather="fp8"),
-    "bf16 between replicas": precision(reduce_replicas="bf16"),
-    "compile": Feature(lambda plan, spec: plan.compile, lambda plan: replace(plan, compile=True)),
-    "tied ends": Feature(lambda plan, spec: spec.tied),
+    "`gather: fp8`": precision(linear="fp8_tensorwise", gather="fp8"),
+    "`reduce_replicas: bf16`": precision(reduce_replicas="bf16"),
+    "`compile`": Feature(lambda plan, spec: plan.compile, lambda plan: replace(plan, compile=True)),
+    "tied embedding": Feature(lambda plan, spec: spec.tied),
     "uneven stages": Feature(uneven),
 }
 ORDERS: dict[str, Feature] = {
-    "no pipeline, one after another": Feature(lambda plan, spec: plan.axis_size("pipeline") == 1 and not plan.layered),
-    "no pipeline, layered": Feature(
+    "no pipeline, depth-first": Feature(lambda plan, spec: plan.axis_size("pipeline") == 1 and not plan.layered),
+    "no pipeline, layered accumulation": Feature(
         lambda plan, spec: plan.axis_size("pipeline") == 1 and plan.layered,
         lambda plan: replace(plan, schedule=SchedulePlan(name="breadth_first")),
     ),
     **{f"pipeline, `{name}`": schedule(name) for name in get_args(ScheduleName)},
 }
 NOTHING = {
-    ("uneven stages", "no pipeline, one after another"), ("uneven stages", "no pipeline, layered"),
-    ("experts", "expert ranks"), ("fp8 products", "fp8 gather"),
-    *combinations(("recompute selective", "recompute all but attention", "recompute full"), 2),
+    ("uneven stages", "no pipeline, depth-first"), ("uneven stages", "no pipeline, layered accumulation"),
+    ("mixture of experts", "expert parallelism"), ("`linear: fp8_tensorwise`", "`gather: fp8`"),
+    *combinations(("`recompute: selective`", "`recompute: all_but_attention`", "`recompute: full`"), 2),
 }  # fmt: skip
 """Pairs of which there is nothing to combine."""
 
@@ -201,11 +199,6 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
         spec, chosen = test_copy_engine.CASES[given["name"]]
         yield test_copy_engine.copying(chosen), spec
     yield test_copy_engine.copying(test_copy_engine.IN_FP8), test_equality.LLAMA
-    for given in given_to(test_gradient_exchange.test_float64_equals_one_device):
-        spec, chosen = test_gradient_exchange.CASES[given["name"]]
-        yield test_gradient_exchange.exchanging(chosen), spec
-    for given in given_to(test_gradient_exchange.test_two_ranks_get_the_bits_of_kernels):
-        yield test_gradient_exchange.exchanging(test_gradient_exchange.BITS[given["name"]]), test_equality.LLAMA
     for given in given_to(test_async_tensor.test_float64_equals_one_device):
         yield test_async_tensor.beside(given["case"].plan), given["spec"]
     for given in given_to(test_zero.test_over_shards):
@@ -263,32 +256,34 @@ def refused(row: str, column: str) -> bool:
 
 
 def expected() -> list[dict[str, str]]:
-    """The rows of the page's table."""
-    everything, rows = list(compared()), []
-    for row, feature in (ORDERS | FEATURES).items():
-        mine = [one for one in everything if feature.has(*one)]
-        cells = {"with": row}
-        for column, other in FEATURES.items():
-            nothing = row == column or (column, row) in NOTHING or (row, column) in NOTHING
-            together = any(other.has(*one) for one in mine)
-            cells[column] = (
-                "–" if nothing else "tested" if together else "refused" if refused(row, column) else "allowed"
-            )
-        rows.append(cells)
-    return rows
+    """Entries of the page's table: by feature, the others that are refused, that have no combination, and that no test combines."""
+    plans, entries = list(compared()), []
+    for name, feature in (ORDERS | FEATURES).items():
+        with_feature = [plan for plan in plans if feature.has(*plan)]
+        others: dict[str, list[str]] = {"refused with": [], "no combination with": [], "untested with": []}
+        for other_name, other in FEATURES.items():
+            if name == other_name:
+                continue
+            if (other_name, name) in NOTHING or (name, other_name) in NOTHING:
+                others["no combination with"].append(other_name)
+            elif not any(other.has(*plan) for plan in with_feature):
+                others["refused with" if refused(name, other_name) else "untested with"].append(other_name)
+        entries.append({"feature": name, **{column: ", ".join(names) or "–" for column, names in others.items()}})
+    return entries
 
 
 def lines() -> list[str]:
     """The table as the page should have it."""
-    head = ["with", *FEATURES]
-    rows = [[row[name] for name in head] for row in expected()]
-    return [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
+    entries = expected()
+    head = list(entries[0])
+    cells = [[entry[column] for column in head] for entry in entries]
+    return [f"| {' | '.join(entry)} |" for entry in [head, ["---"] * len(head), *cells]]
 
 
 def rewritten(text: str) -> str:
     """The page's text with the table made anew."""
     old = text.splitlines()
-    start = next(index for index, line in enumerate(old) if line.startswith("| with |"))
+    start = next(index for index, line in enumerate(old) if line.startswith("| feature | refused"))
     end = next(index for index in range(start, len(old)) if not old[index].startswith("|"))
     return "\n".join([*old[:start], *lines(), *old[end:], ""])
 

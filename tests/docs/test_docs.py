@@ -48,10 +48,11 @@ NOT_RUN = {
     ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
     ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
     (
-        "docs/getting-started.md",
+        "docs/how-to/several-hosts.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
     ),
-    ("docs/getting-started.md", "#!/bin/bash"),
+    ("docs/how-to/several-hosts.md", "#!/bin/bash"),
+    ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     ("docs/design/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     (
         "docs/how-to/measure-a-machine.md",
@@ -230,6 +231,23 @@ def test_commands_options_and_overrides_exist(page: str, keys: set[str], everyth
                 assert word.partition("=")[0] in keys, f"{where}: no key {word}"
 
 
+def leaf_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, command) of every command that is no group."""
+    for word, child in getattr(command, "commands", {}).items():
+        yield from leaf_commands(child, f"{name} {word}".strip())
+    if not hasattr(command, "commands"):
+        yield name, command
+
+
+def test_the_page_of_commands_names_every_command_and_option(everything: Any) -> None:
+    shown = inline_code("docs/reference/cli.md")
+    for name, command in leaf_commands(everything):
+        assert any(re.match(rf"(meshwright )?{name}\b", code) for code in shown), f"no command {name}"
+        options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+        missing = [option for option in options if not any(re.match(rf"{option}\b", code) for code in shown)]
+        assert not missing, f"no {', '.join(missing)} of {name}"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> None:
     sections = "|".join(key for key in keys if "." not in key)
@@ -262,7 +280,7 @@ def test_the_reference_is_the_generated_one() -> None:
 
 
 def test_exit_codes_are_those_of_the_code() -> None:
-    shown = {int(row["code"]) for row in table("docs/getting-started.md", "code")}
+    shown = {int(row["code"]) for row in table("docs/reference/exit-codes.md", "code")}
     assert shown == {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
 
 
@@ -311,11 +329,11 @@ def test_rooms_are_those_of_the_house() -> None:
 
 def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Workshop) -> None:
     run = workshop.template / "runs" / "quickstart"
-    paths = {code.rstrip("/") for row in table("docs/getting-started.md", "path") for code in codes(row["path"])}
+    paths = {code.rstrip("/") for row in table("docs/reference/metrics.md", "path") for code in codes(row["path"])}
     found = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert found <= paths
     assert paths - found == {"traces", "timelines", "tensorboard"}
-    shown = {code for row in table("docs/getting-started.md", "key") for code in codes(row["key"])}
+    shown = {code for row in table("docs/reference/metrics.md", "key") for code in codes(row["key"])}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps[0]) - {"kind"} <= shown
     assert {*STEP_KEYS, *OPTIONAL_STEP_KEYS} <= shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.docs.examples import WIDTH, examples, options, refusal, rewritten, shortened
+from tests.docs.examples import WIDTH, examples, options, refusal, rewritten, shorten
 from tests.docs.pages import PAGES, Block, blocks
 
 TEXT = """model on 8 GPUs
@@ -33,12 +33,12 @@ runner-ups, and why they lost
     ],
 )
 def test_sections_and_entries_are_left_out(only: list[str], cut: dict[str, tuple[int, int]], expected: str) -> None:
-    assert shortened(TEXT, only, cut) == expected
+    assert shorten(TEXT, only, cut) == expected
 
 
 def test_a_section_that_is_not_there_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="no section memory; there are head, plan, runner-ups"):
-        shortened(TEXT, ["memory"], {})
+        shorten(TEXT, ["memory"], {})
 
 
 def test_a_refusal_begins_with_the_programs_name() -> None:
@@ -56,12 +56,12 @@ def test_examples_are_replaced_where_they_stand() -> None:
 
 def test_every_output_of_the_planner_stands_under_a_command_that_makes_it() -> None:
     shown = list(examples())
-    assert {"docs/design/planner.md", "docs/reference/cluster-file.md", "docs/how-to/simulate.md"} <= {
+    assert {"docs/how-to/choose-a-plan.md", "docs/reference/cluster-file.md", "docs/how-to/simulate.md"} <= {
         block.page for _, block in shown
     }
     for command, block in shown:
         assert "norun" not in command.words and "meshwright " in command.text, command.where
-        shortened(block.text, *options(block)) if not block.option("only") else options(block)
+        shorten(block.text, *options(block)) if not block.option("only") else options(block)
         assert max(map(len, block.text.splitlines())) <= max(WIDTH, 138), block.where
 
 

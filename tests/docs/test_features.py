@@ -24,7 +24,8 @@ def test_what_goes_together_is_what_the_equality_tests_try() -> None:
 
 def test_every_run_of_the_tests_compares_axes_two_and_three_at_a_time() -> None:
     axes = {
-        name: FEATURES[name] for name in ("shards", "replicas", "tensor", "context ring", "Ulysses", "expert ranks")
+        name: FEATURES[name]
+        for name in ("shard (FSDP)", "replicate (HSDP)", "tensor", "context ring", "Ulysses", "expert parallelism")
     }
     axes["pipeline"] = Feature(lambda plan, spec: plan.axis_size("pipeline") > 1)
     together = {frozenset(name for name in axes if axes[name].has(*one)) for one in compared(slow=False)}

@@ -9,12 +9,12 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.explain import limits, lost
+from meshwright.planner.explain import ROOMIER, SAFER, SIMPLER, STEADIER, limits, lost, reason_for
 from meshwright.planner.reasons import on_layers, reasons
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Offload, Plan, Predicted
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Offload, Plan, Predicted, SchedulePlan
 from meshwright.spec.run import RunSpec
 
 
@@ -177,3 +177,18 @@ def test_a_batch_that_is_used_up_is_said_to_be() -> None:
     plan = search(run, trainable=True).best.plan
     (more,) = (change for change in what_if(run, plan) if "more node" in change.name)
     assert more.note == "the batch has no more sequences to give" and more.gain == pytest.approx(0)
+
+
+def test_a_more_complex_plan_names_what_decided_for_it() -> None:
+    best = made(1.0, pipeline=2).plan
+    simple = made(1.0).plan
+    across = replace(simple, mesh=(MeshAxis(axis="shard", size=4, crosses="node"),))
+    full = replace(
+        simple,
+        schedule=SchedulePlan(name="interleaved", stages=(("0-3", "8-11"), ("4-7", "12-15"))),
+        predicted=Predicted(memory_peak_bytes=2 * 10**9, step_seconds=1.0),
+    )
+    assert reason_for(simple, best) == SIMPLER
+    assert reason_for(best, across) == STEADIER
+    assert reason_for(best, full) == ROOMIER
+    assert reason_for(best, replace(full, mesh=across.mesh)) == SAFER

@@ -31,6 +31,7 @@ from meshwright.checkpoint.manifest import (
     DamagedCheckpoint,
     has_commit,
     read_manifest,
+    read_own_manifest,
     step_name,
     steps_in,
 )
@@ -84,6 +85,7 @@ class CheckpointStore:
     ) -> None:
         self.folder = folder
         self._lease = lease
+        self._run_id = None if lease is None else lease.run_id
         self._ranks = Ranks(group)
         self._recorder = recorder or NullRecorder()
         self._progress = progress
@@ -244,7 +246,7 @@ class CheckpointStore:
             if not path.is_dir():
                 return "", [Damage(COMMITTED, None, "missing")]
             try:
-                manifest = read_manifest(path)
+                manifest = read_own_manifest(path, self._run_id)
             except DamagedCheckpoint as error:
                 return "", list(error.damage)
             damage = check_sizes(path, manifest)
@@ -279,7 +281,7 @@ class CheckpointStore:
         self._check_owner()
         recover(self.folder)
         committed = [path for path in reversed(steps_in(self.folder)) if has_commit(path)]
-        newest_good = next((path for path in committed if path in self._good or not verify(path)), None)
+        newest_good = next((path for path in committed if path in self._good or not verify(path, self._run_id)), None)
         deleted = delete_beyond(self.folder, keep, newest_good)
         remove_stale(self.folder, None if self._lease is None else self._lease.epoch)
         return deleted

@@ -274,6 +274,8 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
 def _searched(run: RunSpec, wishes: Wishes) -> Answer:
     chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
     found, faster = chosen.answer, None
+    if wishes.for_train:
+        refuse_untrainable(chosen.run, found.best.plan)  # pins may ask for what is only planned
     if wishes.include_untrainable:
         found, faster = with_untrainable(chosen.run, found, memory_bytes=device_memory(chosen.run))
     return replace(_answer_with(chosen.run, found, wishes), idle=chosen.idle, asked=run.cluster, untrainable=faster)

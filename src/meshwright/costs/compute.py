@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.inputs import ALL_BUT_ATTENTION, Array, Layouts, Machine, Shape
+from meshwright.costs.machine import Machine
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
+from meshwright.workload.model_shape import Shape
 
 KERNELS = 16.0
 """Kernels of one layer's forward that leave a tail (matrix products, norms, activation, attention)."""

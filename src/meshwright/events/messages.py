@@ -112,7 +112,7 @@ class Channel:
             os.set_blocking(descriptor, False)
 
     @classmethod
-    def of_environment(cls, env: Mapping[str, str] = os.environ) -> Channel:
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Channel:
         """The channel that the launcher of this process opened; one without a launcher drops every message."""
         return cls(int(env[CHANNEL]) if CHANNEL in env else None)
 

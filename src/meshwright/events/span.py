@@ -73,11 +73,11 @@ class PhaseTimes:
         return sum(self.seconds.values())
 
 
-class Travel(Protocol):
+class MessageTransfer(Protocol):
     """A message on its way between two ranks."""
 
     @property
-    def from_posting(self) -> bool:
+    def timed_from_posting(self) -> bool:
         """Whether `seconds` count from when the message was posted, or from when its channel began to move it."""
         ...
 
@@ -94,7 +94,7 @@ class Recorder(Protocol):
 
     @property
     def detail(self) -> bool:
-        """Whether this step's every action is wanted, communication too: `aside` and `message` are for such steps alone."""
+        """Whether this step's every action is wanted, communication too: `concurrent_span` and `message` are for such steps alone."""
         ...
 
     def begin_step(self, step: int) -> None:
@@ -116,11 +116,11 @@ class Recorder(Protocol):
     def gap(self) -> None:
         """Compute waits for another rank from here to the next span: no phase is to be charged with it."""
 
-    def aside(self, name: str, lane: str) -> AbstractContextManager[None]:
+    def concurrent_span(self, name: str, lane: str) -> AbstractContextManager[None]:
         """A span around what is given to the current stream, whatever else runs meanwhile; it counts for no phase."""
         ...
 
-    def message(self, name: str, lane: str, travel: Travel) -> None:
+    def message(self, name: str, lane: str, travel: MessageTransfer) -> None:
         """A message was posted now in the channel `lane`, which moves its messages one after another."""
 
     def mark(self, name: str) -> None:
@@ -153,11 +153,11 @@ class NullRecorder:
         pass
 
     @contextmanager
-    def aside(self, name: str, lane: str) -> Iterator[None]:
+    def concurrent_span(self, name: str, lane: str) -> Iterator[None]:
         del name, lane
         yield
 
-    def message(self, name: str, lane: str, travel: Travel) -> None:
+    def message(self, name: str, lane: str, travel: MessageTransfer) -> None:
         del name, lane, travel
 
     def mark(self, name: str) -> None:

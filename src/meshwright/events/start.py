@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 
-BEGAN = "MESHWRIGHT_BEGAN"
+START_TIME_VARIABLE = "MESHWRIGHT_BEGAN"
 """Environment variable with the monotonic clock's seconds at which the command began (local launch only)."""
 SHOWN_SECONDS = 0.05
 """Phases shorter than this have no place in the line."""
@@ -35,16 +35,16 @@ PHASES: dict[str, str] = {
 class StartClock:
     """Phases of a start, one after another, on the host's monotonic clock."""
 
-    def __init__(self, began: float | None = None) -> None:
-        self.began = process_began() if began is None else began
-        self._last = self.began
+    def __init__(self, start_time: float | None = None) -> None:
+        self.start_time = process_start_time() if start_time is None else start_time
+        self._last = self.start_time
         self.phases: dict[str, float] = {}
 
     @classmethod
-    def of_rank(cls) -> StartClock:
+    def for_rank(cls) -> StartClock:
         """Of a locally launched rank: `command` is everything until this process was there."""
-        clock = cls(float(os.environ[BEGAN]) if BEGAN in os.environ else None)
-        clock.end("command", at=max(clock.began, process_began()))
+        clock = cls(float(os.environ[START_TIME_VARIABLE]) if START_TIME_VARIABLE in os.environ else None)
+        clock.end("command", at=max(clock.start_time, process_start_time()))
         return clock
 
     def end(self, phase: str, *, at: float | None = None) -> None:
@@ -58,7 +58,7 @@ class StartClock:
         self._last += seconds
 
 
-def process_began() -> float:
+def process_start_time() -> float:
     """The monotonic clock's seconds at which this process began, to 10 ms; now where the system does not say."""
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:

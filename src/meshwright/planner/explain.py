@@ -18,7 +18,7 @@ from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES, Plan, Predicted
+from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTE_MODES, Plan, Predicted
 from meshwright.spec.run import RunSpec
 
 MOVES = {
@@ -34,6 +34,8 @@ MOVES = {
 }
 """What travels along an axis."""
 SIMPLER = "the simpler plan is taken"
+ROOMIER = "the plan that leaves more memory free is taken"
+STEADIER = "the plan that loses less on a slower network is taken"
 SAFER = "the plan with more margin, in memory or for a slower network, is taken"
 MATTERS = 0.01
 """Share of a step from which a part of it is worth a sentence."""
@@ -105,7 +107,13 @@ def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
 
 def reason_for(best: Plan, other: Plan) -> str:
     """Why `best` is taken of two plans that cannot be told apart (`finalists.simplest`)."""
-    return SIMPLER if complexity(best) <= complexity(other) else SAFER
+    if complexity(best) <= complexity(other):
+        return SIMPLER
+    fuller = peak_bytes(other) > peak_bytes(best) and any(len(stages) > 1 for stages in other.schedule.stages)
+    crosses = any(axis.crosses == "node" for axis in other.mesh)
+    if fuller == crosses:
+        return SAFER
+    return ROOMIER if fuller else STEADIER
 
 
 def alike(best: Candidate, other: Candidate) -> str:
@@ -161,7 +169,7 @@ def _worse(mine: Predicted, theirs: Predicted) -> Mapping[str, float]:
 def _costlier(best: Plan, other: Plan) -> str:
     """The first thing that costs time in `other` and not in `best`, where seconds do not tell."""
     mine, theirs = best.layers[0], other.layers[0]
-    leaner = RECOMPUTES.index(theirs.recompute) > RECOMPUTES.index(mine.recompute)
+    leaner = RECOMPUTE_MODES.index(theirs.recompute) > RECOMPUTE_MODES.index(mine.recompute)
     crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
     told = (
         (leaner, f"computes activations twice (recompute {theirs.recompute})"),
@@ -206,7 +214,7 @@ def _roomier(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]
     """(what costs time, without what), and the plan without it."""
     pins, batch = pins_of(run), plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
-        mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTES.index)
+        mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTE_MODES.index)
         layers = tuple(replace(layer, recompute="none") for layer in plan.layers)
         yield (f"recompute {mode} takes", "without it"), replace(plan, layers=layers)
     if pins.reshard is None and pins.layers is None and any(layer.reshard for layer in plan.layers):

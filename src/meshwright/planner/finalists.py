@@ -10,6 +10,8 @@ from dataclasses import replace
 from itertools import groupby
 from math import inf
 
+import numpy as np
+
 from meshwright.planner.candidate import Candidate, compiles, fits, over_by_rank, peak_bytes, pins_of, precision_of
 from meshwright.planner.reprice import repriced
 from meshwright.planner.schedule_choice import with_stages
@@ -67,7 +69,6 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         layers=pins.layers or (strategy.layer(strategy.rich),),
         precision=precision_of(run),
         gather_engine="copy" if points.column("copied")[row] else "kernel",
-        reduce_engine=pins.reduce_engine or "kernel",
         tensor_engine="copy" if points.column("tokens copied")[row] else "kernel",
         compile=compiles(run),
     )
@@ -86,56 +87,62 @@ class Judge:
 
     def estimated(self, plan: Plan) -> Candidate:
         """By whole stages."""
-        if plan.bare not in self._estimates:
-            timing = self._timings[plan.bare] = timing_of(self.run.model, self.run.train, plan, self.run.cluster)
+        if plan.without_prediction not in self._estimates:
+            timing = self._timings[plan.without_prediction] = timing_of(
+                self.run.model, self.run.train, plan, self.run.cluster
+            )
             quick = Candidate(repriced(self.run, plan, by_units=False, timing=timing), simulated=False)
-            self._estimates[plan.bare] = replace(quick, estimated=quick.seconds)
-        return self._estimates[plan.bare]
+            self._estimates[plan.without_prediction] = replace(quick, estimated=quick.seconds)
+        return self._estimates[plan.without_prediction]
 
     def played(self, one: Candidate) -> Candidate:
         """Unit by unit, of an estimated candidate."""
-        timing = self._timings[one.plan.bare]
+        timing = self._timings[one.plan.without_prediction]
         return replace(one, plan=repriced(self.run, one.plan, timing=timing), simulated=True)
 
 
 def in_turn(
     guesses: Sequence[float],
-    kinds: Sequence[tuple[object, object]],
+    families: Sequence[tuple[object, object]],
     seconds: Callable[[int], float],
     hope: float,
     least: float = inf,
     within: float = 1.0,
 ) -> Iterator[int]:
-    """Places of `guesses`, what promises most first, each once its `seconds` are known: infinite where there is no such plan. When there
-    are `least`, the others end with the first that does not promise to be as fast as the fastest, as far as can be told.
+    """Indices of `guesses`, the most promising plan first, each after its `seconds` are known; plans of infinite seconds are left out.
 
-    A guess is wrong about all of a kind alike, so it is corrected by what the last one tried of its kind took. `kinds` are the kind of each
-    and a wider one; a kind of which none was tried may take `hope` times its guess, or `within` times what the wider one
-    took if that is not more.
+    A guess is wrong about all plans of a family alike, so the last plan of a family that was tried corrects the guesses of the others.
+    `families` has the family of each plan and a wider one; a family of which no plan was tried may take `hope` times its guess, or `within`
+    times what plans of the wider one took if that is not more. After `least` plans the iterator ends at the first that does not promise
+    to be as fast as the fastest, within what a prediction can tell apart.
     """
-    strays: dict[object, float] = {}
-    wider: dict[object, float] = {}
-    left = list(range(len(guesses)))
-    fastest, given = inf, 0
-
-    def promised(place: int) -> float:
-        kind, wide = kinds[place]
-        return guesses[place] * strays.get(kind, within * wider[wide] if wide in wider else hope)
-
-    while left:
-        place = min(left, key=promised)
-        if given >= least and promised(place) >= fastest * (1 + ALIKE):
+    guess = np.array(guesses, dtype=float)
+    family, wide = (_numbered([pair[level] for pair in families]) for level in (0, 1))
+    family_ratio, wide_ratio = np.full(len(guess), np.nan), np.full(len(guess), np.nan)
+    tried = np.zeros(len(guess), bool)
+    fastest, count = inf, 0
+    while not tried.all():
+        untried_ratio = np.where(np.isnan(wide_ratio[wide]), hope, within * wide_ratio[wide])
+        ratio = np.where(np.isnan(family_ratio[family]), untried_ratio, family_ratio[family])
+        promised = np.where(tried, np.inf, guess * ratio)
+        index = int(promised.argmin())
+        if count >= least and promised[index] >= fastest * (1 + ALIKE):
             return
-        left.remove(place)
-        kind, wide = kinds[place]
-        took = seconds(place)
-        if took < inf:
-            strays[kind] = took / guesses[place]
-            wider[wide] = min(1.0, strays[kind])
-            fastest, given = min(fastest, took), given + 1
-            yield place
-        else:
-            strays.setdefault(kind, 1.0)
+        tried[index] = True
+        taken = seconds(index)
+        if taken < inf:
+            family_ratio[family[index]] = taken / guess[index]
+            wide_ratio[wide[index]] = min(1.0, taken / guess[index])
+            fastest, count = min(fastest, taken), count + 1
+            yield index
+        elif np.isnan(family_ratio[family[index]]):
+            family_ratio[family[index]] = 1.0
+
+
+def _numbered(values: Sequence[object]) -> np.ndarray:
+    """For each value the number of its first appearance among the distinct values."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return np.array([numbers[value] for value in values], dtype=np.int64)
 
 
 def judged(judge: Judge, estimated: Iterable[Candidate]) -> list[Candidate]:
@@ -209,7 +216,7 @@ def _promising(run: RunSpec, plan: Plan, beside: Candidate) -> bool:
 
 def same_layout(one: Plan, other: Plan) -> bool:
     """Whether two plans run alike, whatever is said of them."""
-    return one.bare == other.bare
+    return one.without_prediction == other.without_prediction
 
 
 def _work(plan: Plan, layers: int) -> int:

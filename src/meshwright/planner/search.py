@@ -12,11 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from math import inf
-
-import numpy as np
 
 from meshwright.costs.plan_costs import Pricing
 from meshwright.planner.candidate import (
@@ -222,10 +220,12 @@ def _kinds(points: Points, row: int, strategy: Strategy) -> tuple[tuple[object, 
 def _ways(run: RunSpec, priced: Pricing, points: Points, best: Callable[[int], Strategy | None], room: float) -> Ways:
     """By point, the strategies to try until one fits by the exact account: the best, the best in less room, then what goes on from it."""
 
+    fastest_in = cache(partial(strategies_in, run, priced, points))
+
     def of_point(row: int) -> Iterator[Strategy]:
         first, known = best(row), set[Strategy]()
         on = leaner_than(run, first) if first else []
-        tighter = (_fastest_in(run, priced, points, part * room, row) for part in TIGHTER)
+        tighter = (fastest_in(part * room)[row] for part in TIGHTER)
         for strategy in chain([first], tighter, on):
             if strategy is not None and strategy not in known:
                 known.add(strategy)
@@ -241,12 +241,7 @@ def _keeping(run: RunSpec, priced: Pricing, points: Points, room: float, margin:
     if here in ((), points.offloads) or pins_of(run).layers:
         return None
     kept = replace(points, offloads=here)
-    return _ways(run, priced, kept, partial(_fastest_in, run, priced, kept, margin * room), room)
-
-
-def _fastest_in(run: RunSpec, priced: Pricing, points: Points, room: float, row: int) -> Strategy | None:
-    """One point's fastest strategy in so much room."""
-    return strategies_in(run, priced, points.take(np.array([row])), room)[0]
+    return _ways(run, priced, kept, strategies_in(run, priced, kept, margin * room).__getitem__, room)
 
 
 def _written(

@@ -96,7 +96,7 @@ Fastest products: the search over shapes of Stas Bekman's Machine Learning Engin
 taken to be as fast as the chip with the same tensor cores.
 """
 
-UNLIKE = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D", "MIG", "3E"})
+VARIANT_WORDS = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D", "MIG", "3E"})
 """Words in a device's name that make it another device than the one whose name it bears besides."""
 _SPELLED = {
     "A100-40GB": "A100 40GB", "V100-16GB": "V100 16GB", "RTX3090": "RTX 3090", "RTX4090": "RTX 4090", "RTX5090": "RTX 5090",
@@ -114,7 +114,7 @@ def chip_from_device_name(name: str) -> str | None:
     if "H100" in words and any(word.startswith(("96GB", "94GB")) for word in words):
         return "H100-96GB"
     known = {chip: set(_SPELLED.get(chip, chip.upper()).split()) for chip in CHIPS}
-    found = [chip for chip, spelled in known.items() if spelled <= words and not words & UNLIKE - spelled]
+    found = [chip for chip, spelled in known.items() if spelled <= words and not words & VARIANT_WORDS - spelled]
     return max(found, key=lambda chip: len(known[chip]), default=None)
 
 

@@ -1,6 +1,6 @@
 """The errors a user can meet, each with the exit code its command ends with.
 
-Exit codes (docs/getting-started.md lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of resources,
+Exit codes (docs/reference/exit-codes.md lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of resources,
 4 data or checkpoint damaged, 5 communication failure or hang, 6 numerical failure, 7 the same failure repeated,
 75 preempted with a checkpoint written, 130 interrupted with a checkpoint written.
 """
@@ -81,7 +81,7 @@ class Interrupted(MeshwrightError):
     exit_code = EXIT_INTERRUPTED
 
 
-CLASS_OF_CODE: dict[int, type[MeshwrightError]] = {
+ERROR_CLASS_BY_EXIT_CODE: dict[int, type[MeshwrightError]] = {
     kind.exit_code: kind
     for kind in (
         MeshwrightError, BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure, Preempted, Interrupted,
@@ -91,7 +91,7 @@ CLASS_OF_CODE: dict[int, type[MeshwrightError]] = {
 
 
 @contextmanager
-def about(key: str) -> Iterator[None]:
+def attach_key(key: str) -> Iterator[None]:
     """Give errors raised in the `with` block, unless they name a key themselves, the `key` of the run file that they are about."""
     try:
         yield
@@ -122,10 +122,10 @@ class Mistake:
 
     def __str__(self) -> str:
         hint = f" (nearest: {self.nearest})" if self.nearest else ""
-        return f"{self.position}: {shortened(self.key)}: expected {self.expected}, got {self.got}{hint}"
+        return f"{self.position}: {shorten(self.key)}: expected {self.expected}, got {self.got}{hint}"
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """`text`, or its beginning where it is longer than a message should show."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -137,7 +137,7 @@ class Refusal(Mistake):
         sentence = self.got
         for prefix in (f"{self.key}: ", f"{self.key} ", f"{self.key.removeprefix('data.mix.')}: "):
             sentence = sentence.removeprefix(prefix)
-        return f"{self.position}: {shortened(self.key)}: {sentence}"
+        return f"{self.position}: {shorten(self.key)}: {sentence}"
 
 
 LONGEST_WORD = 200

@@ -6,7 +6,7 @@ import errno
 import re
 
 from meshwright.spec.errors import (
-    CLASS_OF_CODE,
+    ERROR_CLASS_BY_EXIT_CODE,
     BadConfig,
     BadInput,
     CommunicationFailure,
@@ -50,16 +50,16 @@ _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
 }
 
 
-GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN}
+MISSING_PATH_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN}
 """How the system reports a file of a folder that was deleted, or whose disk or server went away."""
 
 
-def gone(path: object) -> OutOfResources:
+def missing_path_error(path: object) -> OutOfResources:
     """The error for a file or folder of a run that is no longer where the run made it."""
     return OutOfResources(f"{path} is gone: it was deleted or moved in mid-run, or its disk was unmounted")
 
 
-def failure_of(error: BaseException, doing: str = "") -> MeshwrightError:
+def as_meshwright_error(error: BaseException, doing: str = "") -> MeshwrightError:
     """The error to report for `error`: its class gives the exit code, its text is the message.
 
     `doing` says what was attempted, such as "saving step 100"; it begins the message. What the table does not know is an internal error.
@@ -68,7 +68,7 @@ def failure_of(error: BaseException, doing: str = "") -> MeshwrightError:
     if isinstance(error, MeshwrightError):
         if not doing or isinstance(error, BadConfig):
             return error
-        return CLASS_OF_CODE[error.exit_code](f"{prefix}{error}")
+        return ERROR_CLASS_BY_EXIT_CODE[error.exit_code](f"{prefix}{error}")
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(f"{prefix}interrupted")
     names = {kind.__name__ for kind in type(error).__mro__}

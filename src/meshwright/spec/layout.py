@@ -103,7 +103,7 @@ class Layout:
         """Whether `ranks` live on more than one node."""
         return len({self.node(rank) for rank in ranks}) > 1
 
-    def leaves_nodes(self, axis: str) -> bool:
+    def axis_crosses_nodes(self, axis: str) -> bool:
         """Whether any group along `axis` lives on more than one node: where spans of whole groups do not fill a node evenly, one lies
         across its border."""
         span = int(self.stride(axis)) * self.size(axis)
@@ -152,14 +152,14 @@ def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tup
     return table
 
 
-def placed(plan: Plan, ranks_per_node: int) -> Plan:
+def with_node_crossings(plan: Plan, ranks_per_node: int) -> Plan:
     """The plan with what its axes cross on nodes of so many ranks, whatever it says of that."""
     layout = Layout.of(plan, ranks_per_node)
-    mesh = (replace(one, crosses="node" if layout.leaves_nodes(one.axis) else "device") for one in plan.mesh)
+    mesh = (replace(one, crosses="node" if layout.axis_crosses_nodes(one.axis) else "device") for one in plan.mesh)
     return replace(plan, mesh=tuple(mesh))
 
 
-def gradients_stay(spec: ModelSpec, plan: Plan) -> bool:
+def gradients_final_in_backward(spec: ModelSpec, plan: Plan) -> bool:
     """Whether gradients are final as a backward makes them: it is the step's only one, and no other rank's are added."""
     depth = plan.axis_size("pipeline")
     return plan.batch.accumulate == 1 and plan.ranks == depth and (depth == 1 or not spec.tied)
@@ -220,7 +220,7 @@ def _visits(name: str, pipeline: int, per_rank: int) -> list[tuple[int, int]]:
     return [(rank, turn) for turn, ranks in enumerate(turns) for rank in ranks]
 
 
-def held_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipeline_rank: int) -> tuple[str, ...]:
+def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipeline_rank: int) -> tuple[str, ...]:
     """Names of the parameters one pipeline rank holds: its layers', and those of the ends of the model beside its first and last layer.
 
     A tied embedding is held at both ends.
@@ -242,10 +242,10 @@ def held_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipel
 
 @dataclass(frozen=True)
 class Part:
-    """One of `of` parts, by number: a rank's place along an axis that splits parameters."""
+    """Part `index` of `count` equal parts: the coordinate and size of an axis that splits parameters or tokens."""
 
     index: int = 0
-    of: int = 1
+    count: int = 1
 
 
 WHOLE = Part()
@@ -261,8 +261,8 @@ class Division:
 
 UNDIVIDED = Division()
 
-Cut = Literal["rows", "columns", "whole"]
-TENSOR_CUTS: dict[str, Cut] = {
+TensorSplit = Literal["rows", "columns", "whole"]
+TENSOR_SPLITS: dict[str, TensorSplit] = {
     "embed": "rows",
     "attention.qkv": "rows",
     "attention.out": "columns",
@@ -298,31 +298,31 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     first_row: int = 0
-    holders: int = 1
-    counts: bool = True
+    copies: int = 1
+    primary: bool = True
 
 
-def held_boxes(
+def local_boxes(
     spec: ModelSpec, row: ParameterSpec, division: Division = UNDIVIDED, shard: Part = WHOLE
 ) -> tuple[Box, ...]:
     """What a rank holds of one parameter: its part by `division`, the rows of which its shard group divides further.
 
-    Boxes without elements are left out. `check_tensor` says which models `division.tensor.of` ranks can divide.
+    Boxes without elements are left out. `check_tensor` says which models `division.tensor.count` ranks can divide.
     """
     boxes = _divided_boxes(spec, row, division)
-    if row.expert and expert_cut(boxes[0].sizes, shard.of):
-        return (_columns_of(boxes[0], even_rows(boxes[0].sizes[1], shard.of, shard.index)),)
-    mine = shard_rows(sum(box.sizes[0] for box in boxes), shard.of, shard.index)
+    if row.expert and expert_shard_dimension(boxes[0].sizes, shard.count):
+        return (_columns_of(boxes[0], even_rows(boxes[0].sizes[1], shard.count, shard.index)),)
+    mine = shard_rows(sum(box.sizes[0] for box in boxes), shard.count, shard.index)
     return tuple(_rows_of(box, mine) for box in boxes if box.first_row < mine.stop and _stop(box) > mine.start)
 
 
-def expert_cut(shape: Sequence[int], shards: int) -> int:
+def expert_shard_dimension(shape: Sequence[int], shards: int) -> int:
     """The dimension along which shards divide the experts `(experts, rows, columns)` a rank was left: whole experts where that comes out
     even, else the rows of each one's matrix, which must; whole experts again where they do not."""
     return int(shape[0] % shards > 0 and shape[1] % shards == 0)
 
 
-def held_shape(spec: ModelSpec, row: ParameterSpec, division: Division) -> tuple[int, ...]:
+def local_shape(spec: ModelSpec, row: ParameterSpec, division: Division) -> tuple[int, ...]:
     """The shape of a rank's part of a parameter, before shards divide it."""
     boxes = _divided_boxes(spec, row, division)
     return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
@@ -331,24 +331,24 @@ def held_shape(spec: ModelSpec, row: ParameterSpec, division: Division) -> tuple
 def _divided_boxes(spec: ModelSpec, row: ParameterSpec, division: Division) -> list[Box]:
     if not row.expert:
         return _tensor_boxes(spec, row, division.tensor)
-    mine = even_rows(row.shape[0], division.expert.of, division.expert.index)
+    mine = even_rows(row.shape[0], division.expert.count, division.expert.index)
     return [Box((mine.start, *(0 for _ in row.shape[1:])), (len(mine), *row.shape[1:]))]
 
 
 def _tensor_boxes(spec: ModelSpec, row: ParameterSpec, tensor: Part) -> list[Box]:
     module, _, kind = row.name.removeprefix("layers.").lstrip("0123456789.").rpartition(".")
-    cut = TENSOR_CUTS.get(module, "whole")
-    if tensor.of == 1 or cut == "whole" or (cut == "columns" and kind == "bias"):
-        return [Box((0,) * len(row.shape), row.shape, 0, tensor.of, tensor.index == 0)]
+    cut = TENSOR_SPLITS.get(module, "whole")
+    if tensor.count == 1 or cut == "whole" or (cut == "columns" and kind == "bias"):
+        return [Box((0,) * len(row.shape), row.shape, 0, tensor.count, tensor.index == 0)]
     if cut == "columns":
-        mine = even_rows(row.shape[1], tensor.of, tensor.index)
+        mine = even_rows(row.shape[1], tensor.count, tensor.index)
         return [Box((0, mine.start), (row.shape[0], len(mine)))]
     boxes: list[Box] = []
     start = 0
     for name, size in row.blocks or (("all", row.shape[0]),):
         # Fewer key/value heads than ranks: neighbours hold the same one.
-        parts = min(tensor.of, spec.kv_heads) if name in ("k", "v") else tensor.of
-        holders = tensor.of // parts
+        parts = min(tensor.count, spec.kv_heads) if name in ("k", "v") else tensor.count
+        holders = tensor.count // parts
         mine = even_rows(size, parts, tensor.index // holders)
         offsets, sizes = (start + mine.start, *(0 for _ in row.shape[1:])), (len(mine), *row.shape[1:])
         boxes.append(Box(offsets, sizes, _stop(boxes[-1]) if boxes else 0, holders, tensor.index % holders == 0))
@@ -381,11 +381,11 @@ def even_rows(rows: int, parts: int, index: int) -> range:
 
 def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str | None:
     """What tensor ranks the model, and sequences of `seq_len` tokens, can be divided over, when it is not `ranks`; None when it is."""
-    misfit = tensor_misfit(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, seq_len)
-    return misfit or expert_misfit(ranks, spec.experts, spec.shared_expert_hidden)
+    misfit = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, seq_len)
+    return misfit or expert_split_error(ranks, spec.experts, spec.shared_expert_hidden)
 
 
-def tensor_misfit(
+def tensor_split_error(
     ranks: int, heads: int, kv_heads: int, ffn_hidden: int, vocab_size: int, seq_len: int | None
 ) -> str | None:
     """`check_tensor` of a model of which no more is known; a vocabulary of 0 is not known either."""
@@ -402,7 +402,7 @@ def tensor_misfit(
     return None
 
 
-def expert_misfit(ranks: int, experts: int, shared_hidden: int) -> str | None:
+def expert_split_error(ranks: int, experts: int, shared_hidden: int) -> str | None:
     """The same of a mixture of experts; 0 experts are a dense model, and 0 wide is no expert for all tokens."""
     if experts % ranks:
         return f"a divisor of model.experts = {experts}, as tensor ranks hold different experts"
@@ -411,18 +411,18 @@ def expert_misfit(ranks: int, experts: int, shared_hidden: int) -> str | None:
     return None
 
 
-def held_tokens(seq: int, ring: Part = WHOLE, ulysses: Part = WHOLE) -> tuple[range, ...]:
+def local_tokens(seq: int, ring: Part = WHOLE, ulysses: Part = WHOLE) -> tuple[range, ...]:
     """Which tokens of a sequence a context rank holds, in order.
 
     The sequence is cut for the ring first: into two chunks for each of its n ranks, of which rank r has numbers r and 2n-1-r, so that
     under a causal mask all have as much to do. Ulysses ranks have parts in order of what their ring rank has, laid end to end; tensor ranks
     divide a rank's own tokens in the same way. `check_context` says what lengths can be cut.
     """
-    if ring.of == 1:
+    if ring.count == 1:
         chunks: tuple[range, ...] = (range(seq),)
     else:
-        chunks = tuple(even_rows(seq, 2 * ring.of, chunk) for chunk in (ring.index, 2 * ring.of - 1 - ring.index))
-    mine, start, found = even_rows(sum(map(len, chunks)), ulysses.of, ulysses.index), 0, []
+        chunks = tuple(even_rows(seq, 2 * ring.count, chunk) for chunk in (ring.index, 2 * ring.count - 1 - ring.index))
+    mine, start, found = even_rows(sum(map(len, chunks)), ulysses.count, ulysses.index), 0, []
     for chunk in chunks:
         part = chunk[max(0, mine.start - start) : max(0, mine.stop - start)]
         found += [part] if part else []
@@ -433,10 +433,10 @@ def held_tokens(seq: int, ring: Part = WHOLE, ulysses: Part = WHOLE) -> tuple[ra
 def check_context(spec: ModelSpec, plan: Plan, seq_len: int | None = None) -> tuple[str, str] | None:
     """The context axis along which the plan cannot divide the model, or sequences of `seq_len` tokens, and what was expected."""
     ring, ulysses, tensor = (plan.axis_size(axis) for axis in (*CONTEXT_AXES, "tensor"))
-    return context_misfit(ring, ulysses, tensor, spec.heads, spec.kv_heads, seq_len)
+    return context_split_error(ring, ulysses, tensor, spec.heads, spec.kv_heads, seq_len)
 
 
-def context_misfit(
+def context_split_error(
     ring: int, ulysses: int, tensor: int, heads: int, kv_heads: int, seq_len: int | None
 ) -> tuple[str, str] | None:
     """`check_context` of a model of which no more is known."""

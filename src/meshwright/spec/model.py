@@ -117,7 +117,7 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
-    def at_front(self) -> bool:
+    def before_blocks(self) -> bool:
         """Whether it is applied before the first block."""
         return self.name.startswith(("embed.", "positions."))
 

@@ -14,11 +14,11 @@ from typing import Literal, get_args
 from meshwright.spec.fields import Positive
 
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
-RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
 """Each keeps less than the one before it; the cost model numbers them so."""
-REPEATING: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
+RECOMPUTES_PRODUCTS: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
 """Those that repeat a forward's matrix products, and its exchanges between ranks."""
-CHOOSING: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
+PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
 """Those that keep some of a block's results and not its input alone."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
@@ -27,7 +27,6 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Engine = Literal["kernel", "copy"]
-ReduceEngine = Literal["kernel", "exchange"]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
@@ -95,12 +94,12 @@ class LayerStrategy:
     """Number format of these layers' matrix products, where it is not `precision.linear`: `compute` keeps sensitive ones out of fp8."""
 
     @property
-    def activations_away(self) -> bool:
+    def activations_offloaded(self) -> bool:
         """Whether activations wait in host memory."""
         return self.offload in ("activations", "both")
 
     @property
-    def optimizer_away(self) -> bool:
+    def optimizer_offloaded(self) -> bool:
         """Whether the optimizer's state is in host memory."""
         return self.offload in ("optimizer", "both")
 
@@ -206,9 +205,6 @@ class Plan:
     gather_engine: Engine = "kernel"
     """What gathers weights over shard and context ranks. kernel: the communication library's, on some of a device's multiprocessors. copy:
     the devices' copy engines, which leaves multiprocessors to compute; for shard and context ranks inside a node."""
-    reduce_engine: ReduceEngine = "kernel"
-    """What sums gradients over shard and context ranks. kernel: the communication library's reduce-scatter, in the format of the sum.
-    exchange: gradients travel in the format they were computed in, and each rank adds up its shard; made for ranks inside a node."""
     tensor_engine: Engine = "kernel"
     """What moves tokens along the tensor axis. kernel: the communication library's, before and behind each product. copy: the devices' copy
     engines, beside the product, which is made in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
@@ -245,7 +241,7 @@ class Plan:
         return {axis.axis: axis.size for axis in self.mesh}
 
     @property
-    def bare(self) -> Plan:
+    def without_prediction(self) -> Plan:
         """What runs, without what is said of it: equal and hashed alike for plans that run alike."""
         return self if self.predicted is None and not self.why else replace(self, predicted=None, why=())
 
@@ -321,8 +317,6 @@ class PlanPins:
     """Number format of the gradient sum over replicas."""
     gather_engine: Engine | None = None
     """What gathers weights over shard and context ranks."""
-    reduce_engine: ReduceEngine | None = None
-    """What sums gradients over shard and context ranks; left out, kernels, as an exchange gained nothing on two GPUs."""
     tensor_engine: Engine | None = None
     """What moves tokens along the tensor axis."""
     compile: bool | None = None

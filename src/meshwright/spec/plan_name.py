@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from meshwright.spec.plan import AxisName, LayerStrategy, Plan, ScheduleName
 
-SCHEDULES: dict[ScheduleName, str] = {
+SCHEDULE_NAMES: dict[ScheduleName, str] = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb_h1": "zero-bubble H1 (zb_h1)", "zbv": "zero-bubble V (zbv)",
     "dualpipe_v": "DualPipe-V (dualpipe_v)", "breadth_first": "layered accumulation (breadth_first)",
 }  # fmt: skip
 """What schedules are called elsewhere, with the value of `plan.schedule` where that differs."""
 
-LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}
-CONTEXT: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulysses"}
+AXIS_LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}
+CONTEXT_NAMES: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulysses"}
 
 
 def plan_name(plan: Plan) -> str:
@@ -22,7 +22,7 @@ def plan_name(plan: Plan) -> str:
     if plan.experts is not None and plan.experts.expert > 1:
         parts.append(f"EP{plan.experts.expert}")
     if plan.axis_size("pipeline") > 1 or plan.layered:
-        parts.append(SCHEDULES[plan.schedule.name])
+        parts.append(SCHEDULE_NAMES[plan.schedule.name])
     return ", ".join([*parts, f"micro-batch {plan.batch.micro_batch}"])
 
 
@@ -50,11 +50,11 @@ def _axes(plan: Plan) -> Iterator[str]:
     for axis in plan.mesh:
         if axis.size == 1:
             continue
-        if axis.axis in CONTEXT:
-            yield f"CP{axis.size} ({CONTEXT[axis.axis]}{sharing})"
+        if axis.axis in CONTEXT_NAMES:
+            yield f"CP{axis.size} ({CONTEXT_NAMES[axis.axis]}{sharing})"
             sharing = ""
-        elif axis.axis in LETTERS:
-            yield f"{LETTERS[axis.axis]}{axis.size}"
+        elif axis.axis in AXIS_LETTERS:
+            yield f"{AXIS_LETTERS[axis.axis]}{axis.size}"
         elif data:
             yield data
             data = ""

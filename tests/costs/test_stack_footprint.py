@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.calibration.model_dimensions import by_name, shape
-from meshwright.costs.footprint import Keeping, footprint
-from meshwright.costs.inputs import Layouts
+from meshwright.costs.stack_footprint import Keeping, footprint
+from meshwright.workload.layouts import Layouts
 
 MODEL = shape(by_name("Llama-3-8B"))
 PLAIN = Keeping(held=6.0, owned=12.0, sharding=0.0, wide=3.0, hidden=0.0, narrow=1.0, live=0.0, logits=8.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.costs.idle import fill
+from meshwright.schedules.idle_time import fill
 from meshwright.schedules.in_flight import NAMES
 from meshwright.schedules.registry import build, entry_of, refusal
 from meshwright.simulator.simulate import simulate

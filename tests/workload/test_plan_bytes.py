@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.costs.account import Formats
-from meshwright.costs.memory import FRAMEWORK_BYTES, allocated, memory_by_kind, memory_by_rank
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, layer_parameters, parameter_count
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.workload.activations import activation_bytes
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
+from meshwright.workload.plan_bytes import FRAMEWORK_BYTES, allocated, memory_by_kind, memory_by_rank
+from meshwright.workload.tensor_bytes import Formats
 
 HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
 MODEL = ModelSpec(
@@ -281,18 +281,6 @@ def test_copy_engines_have_a_window_for_what_they_gather() -> None:
     )
     alone = [memory_by_kind(MODEL, TRAIN, replace(plan({"shard": 1}), gather_engine=how), cpu=False) for how in ENGINES]
     assert alone[0] == alone[1]
-
-
-def test_an_exchange_takes_no_more_in_bf16_and_twice_as_much_of_sums() -> None:
-    """What is sent and what came, two bytes a parameter each, in place of four that are summed; of sums over micro-batches twice four. The
-    fullest moment is then the first block's backward, with the head's gradients on their way."""
-    sent = plan({"shard": 4})
-    assert kinds(replace(sent, reduce_engine="exchange")) == kinds(sent)
-    whole = replace(plan({"shard": 4}, gradients="whole"), reduce_engine="exchange")
-    head = TABLE + HIDDEN
-    assert kinds(whole)["gathered"] == 2 * (2 * BLOCK + head) + 2 * head + (4 + 4 + 4 / 4) * head + 2 * BLOCK
-    alone = plan({"shard": 1}, gradients="whole")
-    assert kinds(replace(alone, reduce_engine="exchange")) == kinds(alone)
 
 
 def test_tokens_copied_beside_products_have_a_window() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.work import step_work
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
 from meshwright.spec.plan import AxisName, BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision
+from meshwright.workload.device_work import step_work
 
 SEQ = 8192
 
@@ -97,28 +97,6 @@ def test_collectives_follow_the_strategy() -> None:
     both = step_work(model, train, plan_of(1, 1, {"replicate": 2, "shard": 4}, layers=(kept,))).collectives
     assert [one.op for one in both] == ["all_gather", "reduce_scatter", "all_reduce"]
     assert not step_work(model, train, plan_of()).collectives
-
-
-def test_an_exchange_moves_half_the_bytes_and_widens_nothing() -> None:
-    model, train = model_of("llama3-8b"), TrainSpec(steps=1, global_batch=8, seq_len=SEQ)
-    count = parameter_count(model)
-
-    def works(accumulate: int, **layer: Any) -> list[Any]:
-        given = plan_of(1, accumulate, {"shard": 4}, layers=(LayerStrategy(**layer),))
-        return [step_work(model, train, replace(given, reduce_engine=how)) for how in ("kernel", "exchange")]
-
-    def reduced(work: Any) -> list[tuple[str, int, float]]:
-        return [(one.op, one.ranks, one.bytes * one.count) for one in work.collectives if one.op != "all_gather"]
-
-    kernel, exchange = works(2)
-    assert reduced(kernel) == [("reduce_scatter", 4, pytest.approx(2 * 4 * count))]
-    assert reduced(exchange) == [("all_to_all", 4, pytest.approx(2 * 2 * count))]
-    # Six bytes a parameter to widen it; two to read what came, and four for each of the shard's sums.
-    assert kernel.copy_bytes - exchange.copy_bytes == pytest.approx((6 - 2 - 4 / 4) * count)
-    whole = works(2, gradients="whole")[1]
-    assert reduced(whole) == [("all_to_all", 4, pytest.approx(4 * count))]
-    alone = [step_work(model, train, replace(plan_of(), reduce_engine=how)) for how in ("kernel", "exchange")]
-    assert alone[0] == alone[1]
 
 
 def test_a_sliding_window_is_another_attention_and_the_rest_is_the_same() -> None:

@@ -25,7 +25,7 @@ def started_by_launcher(env: Mapping[str, str] = os.environ) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnvironment:
     """One rank's place in the job, from its environment."""
 
     rank: int
@@ -36,7 +36,7 @@ class Place:
     port: int
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Place:
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
         """Read torchrun's variables (also set by Kubernetes operators), or Slurm's; alone on this host when neither is there.
 
         Raises BadInput when a variable is missing, no number or out of range, and when several ranks do not know where to meet.

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.constants import constants
-from meshwright.costs.inputs import Layouts
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.plan_costs import _layout, _shape
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -21,9 +19,11 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import AxisName, BatchPlan, MeshAxis, Plan
+from meshwright.workload.layouts import Layouts, layout_of
+from meshwright.workload.model_shape import shape_of
 
 LLAMA = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
-SHAPE, K = _shape(LLAMA, 8192), constants("hopper", "default")
+SHAPE, K = shape_of(LLAMA, 8192), constants("hopper", "default")
 NETWORK = NetworkSpec(fabric="infiniband", port_gb_per_s=50)
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=64, gpus_per_node=8, network=NETWORK))
 DEFAULT: tuple[AxisName, ...] = ("pipeline", "replicate", "shard", "context_ring", "tensor")
@@ -34,7 +34,7 @@ def laid(sizes: dict[AxisName, int], order: tuple[AxisName, ...] = DEFAULT) -> L
     mesh = tuple(MeshAxis(axis=axis, size=sizes.get(axis, 1)) for axis in order)
     batch = BatchPlan(global_batch=8 * sizes.get("replicate", 1) * sizes.get("shard", 1), micro_batch=1, accumulate=8)
     train = TrainSpec(steps=1, global_batch=batch.global_batch, seq_len=4096)
-    return _layout(LLAMA, train, Plan(mesh=mesh, batch=batch))
+    return layout_of(LLAMA, train, Plan(mesh=mesh, batch=batch))
 
 
 def seconds(layout: Layouts) -> float:

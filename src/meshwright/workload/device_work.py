@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import gradients_stay, token_exchanges
+from meshwright.spec.layout import gradients_final_in_backward, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
-from meshwright.workload.dtypes import added_up, bytes_of, sent_width
+from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.groups import context_size, experts_over, shard_size
 
 NORM, ROPE = 8.0, 4.0
@@ -124,9 +124,9 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         elementwise_bytes=seen * _elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=seen * _rounded(model, plan) * ROUND,
         loss_bytes=seen * model.vocab_size * 2 * bytes_of(plan.precision.compute),
-        copy_bytes=owned * CAST + _summed_bytes(model, plan, held, owned),
+        copy_bytes=owned * CAST + _summed_bytes(model, plan, held),
         parameters=owned,
-        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_stay(model, plan) else plan.precision.stored),
+        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
         collectives=(
             *_weight_collectives(model, plan, dense, shard_size(plan)),
             *_weight_collectives(model, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
@@ -135,15 +135,9 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     )  # fmt: skip
 
 
-def _summed_bytes(model: ModelSpec, plan: Plan, held: float, owned: float) -> float:
-    """Brought to the format of their sum where kernels sum gradients. What came by an exchange is read, and its sum written; several
-    micro-batches' gradients are in the wide format before."""
-    if gradients_stay(model, plan):
-        return 0.0
-    if plan.reduce_engine == "kernel" or shard_size(plan) == 1:
-        return held * SUM
-    added = added_up(plan, plan.layers[0])
-    return held * (added * SUM + float(sent_width(plan.precision, plan.reduce_engine, added))) + owned * TOTAL
+def _summed_bytes(model: ModelSpec, plan: Plan, held: float) -> float:
+    """Bytes moved to cast gradients to the dtype of their sum."""
+    return 0.0 if gradients_final_in_backward(model, plan) else held * SUM
 
 
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, tokens: int) -> Iterator[LinearWork]:
@@ -212,9 +206,7 @@ def _weight_collectives(model: ModelSpec, plan: Plan, held: float, shard: int) -
         gathers = 2 * times if strategy.reshard else 1
         yield CollectiveWork("all_gather", shard, block * gathered, gathers * blocks)
         reductions = 1 if strategy.gradients == "whole" else times
-        sent = float(sent_width(plan.precision, plan.reduce_engine, added_up(plan, strategy)))
-        how: Operation = "all_to_all" if plan.reduce_engine == "exchange" else "reduce_scatter"
-        yield CollectiveWork(how, shard, block * sent, reductions * blocks)
+        yield CollectiveWork("reduce_scatter", shard, block * bytes_of(plan.precision.reduce), reductions * blocks)
     if replicate > 1:
         summed = bytes_of(plan.precision.reduce_replicas or plan.precision.stored)
         yield CollectiveWork("all_reduce", replicate, block / shard * summed, blocks)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.spec.plan import ScheduleName
-
-NAMES = get_args(ScheduleName)
-"""Schedules by number."""
+from meshwright.schedules.in_flight import NAMES
 
 
 def fill(schedule: npt.ArrayLike, ranks: npt.ArrayLike, micro_batches: npt.ArrayLike) -> np.ndarray:

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.footprint import planned
-from meshwright.costs.inputs import Layouts, side_by_side
-from meshwright.costs.memory import formats
-from meshwright.schedules.in_flight import NAMES, in_flight
 from meshwright.schedules.registry import refusal
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import STAGES_PER_RANK, V_SCHEDULES
+from meshwright.spec.layout import STAGES_PER_RANK
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import (
     BatchPlan,
@@ -27,9 +23,12 @@ from meshwright.spec.plan import (
     MeshAxis,
     Plan,
     Recompute,
-    ReduceEngine,
     SchedulePlan,
 )
+from meshwright.workload.arrays import side_by_side
+from meshwright.workload.layout_bytes import planned
+from meshwright.workload.layouts import layout_of
+from meshwright.workload.plan_bytes import formats
 
 AXES = ("pipeline", "replicate", "shard", "context_ring", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "breadth_first")
@@ -63,22 +62,6 @@ def random_plan(model: ModelSpec, dice: random.Random) -> Plan | None:
     )  # fmt: skip
 
 
-def layout_of(plan: Plan, train: TrainSpec) -> Layouts:
-    number, layer = NAMES.index(plan.schedule.name), plan.layers[0]
-    size, virtual = plan.axis_size, STAGES_PER_RANK.get(plan.schedule.name, 1)
-    ranks, accumulate, tensor = size("pipeline"), plan.batch.accumulate, size("tensor")
-    return Layouts(
-        tensor=tensor, pipeline=ranks, virtual=virtual, context=size("context_ring"), zero=3.0,
-        expert=(plan.experts.expert if plan.experts else 1) * tensor, data=plan.data_ranks,
-        shards=size("shard") * size("context_ring"), micro_batch=plan.batch.micro_batch, global_batch=plan.batch.global_batch,
-        seq=train.seq_len, recompute=RECOMPUTE.index(layer.recompute), gather_once=float(not layer.reshard),
-        reduce_once=float(layer.gradients == "whole"), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
-        offload=float(layer.offload in ("optimizer", "both")), offload_activations=float(layer.offload in ("activations", "both")),
-        in_flight=in_flight(number, ranks, accumulate, virtual),
-        in_flight_last=in_flight(number, ranks, accumulate, virtual, ranks - 1),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("name", "seq_len"),
     [("llama3-8b", 8192), ("gpt3-13b", 2048), ("llama3-1b", 2048), ("mixtral-8x7b", 4096), ("qwen3-30b-a3b", 8192)],
@@ -88,11 +71,9 @@ def test_many_layouts_at_once_agree_with_the_account_of_each_plan(name: str, seq
     train = TrainSpec(steps=1, global_batch=1, seq_len=seq_len)
     plans = [plan for plan in (random_plan(model, dice) for _ in range(60)) if plan]
     plans += [replace(plan, layers=(replace(plan.layers[0], recompute="all_but_attention"),)) for plan in plans[::4]]
-    how: ReduceEngine = "exchange" if name == "llama3-1b" else "kernel"
-    plans = [replace(plan, reduce_engine=how) for plan in plans]
     exact = [max(sum(kinds.values()) for kinds in memory_of(model, train, plan, cpu=False)) for plan in plans]
-    layout = side_by_side([layout_of(plan, train) for plan in plans])
-    numbers = formats(train, plans[0].precision, cpu=False, reduce_engine=how, added=layout.added_up)
+    layout = side_by_side([layout_of(model, train, plan) for plan in plans])
+    numbers = formats(train, plans[0].precision, cpu=False)
     closed = sum(planned(model, layout, numbers).values())
     off = np.abs(closed / np.array(exact) - 1)
     assert off.max() < 0.04, (plans[int(off.argmax())], exact[int(off.argmax())])
@@ -107,5 +88,5 @@ def test_layers_that_do_not_divide_go_where_a_plan_puts_them() -> None:
     )
     train = TrainSpec(steps=1, global_batch=16, seq_len=8192)
     rows = memory_of(model, train, plan, cpu=False)
-    closed = planned(model, replace(layout_of(plan, train), gather_once=0.0), formats(train, plan.precision, cpu=False))
+    closed = planned(model, layout_of(model, train, plan), formats(train, plan.precision, cpu=False))
     assert float(sum(closed.values())) == pytest.approx(max(sum(kinds.values()) for kinds in rows), rel=1e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.costs.traffic import cross_node_bytes
 from meshwright.schedules.collective_counts import collective_counts
 from meshwright.schedules.expand import expand
 from meshwright.schedules.registry import build
@@ -23,6 +22,7 @@ from meshwright.spec.plan import (
     ScheduleName,
     SchedulePlan,
 )
+from meshwright.workload.cross_node_bytes import cross_node_bytes
 
 SEQ = 16
 MODEL = ModelSpec(
@@ -89,15 +89,6 @@ def test_depth_first_gathers_and_reduces_for_every_micro_batch() -> None:
     ends = MODEL.vocab_size * MODEL.hidden
     assert depth_first["gather"] == 2 * 7 / 8 * 2 * (32 * COUNT - 16 * (ends + MODEL.hidden) - 15 * ends)
     assert crossing(MODEL, plan(("shard", 8), gradients="whole"))["reduce"] == layered["reduce"]
-
-
-def test_an_exchange_sends_gradients_as_they_were_computed_to_every_rank_of_the_other_node() -> None:
-    """Eight ranks, four to a node: half of what each sends crosses. What micro-batches have added up is in fp32."""
-    each = replace(plan(("shard", 8)), reduce_engine="exchange")
-    assert crossing(MODEL, each)["reduce"] == 8 * (8 * 4 / 8 * 2 * COUNT)
-    whole = replace(plan(("shard", 8), gradients="whole"), reduce_engine="exchange")
-    assert crossing(MODEL, whole)["reduce"] == 8 * 4 / 8 * 4 * COUNT
-    assert crossing(MODEL, replace(plan(("replicate", 2), ("shard", 4)), reduce_engine="exchange"))["reduce"] == 0
 
 
 def test_replicas_on_two_nodes_send_each_shard_there_and_back() -> None:

@@ -1,119 +1,27 @@
-"""What a cost is asked about, as arrays: model shapes, machines, layouts, and the constants that hold for each.
-
-Every field is a number or a NumPy array; arrays of one length stand side by side (structure of arrays) and numbers hold
-for all. So one call prices one layout, a hundred thousand layouts of one model, or every row of a table of runs.
-"""
+"""Layouts of a step over ranks as columns: one number or NumPy array for each property, for one plan or a hundred thousand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwright.spec.plan import RECOMPUTES
+from meshwright.schedules.idle_time import fill
+from meshwright.schedules.in_flight import NAMES, in_flight
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import RECOMPUTE_MODES, AxisName, LayerStrategy, Plan, Precision
+from meshwright.workload.arrays import Array
+from meshwright.workload.dtypes import bytes_of, state_bytes
+from meshwright.workload.groups import experts_over
+from meshwright.workload.rank_layers import table_layers
 
-Array = Any
-"""A float or a float64 array; arrays of one call share one length."""
 SELECTIVE, ALL_BUT_ATTENTION, FULL = (
-    float(RECOMPUTES.index(mode)) for mode in ("selective", "all_but_attention", "full")
+    float(RECOMPUTE_MODES.index(mode)) for mode in ("selective", "all_but_attention", "full")
 )
 """As `Layouts.recompute` has them: from the second on a forward's products are repeated."""
-ROWWISE = 4.0
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A decoder's dimensions. Widths are per token and layer, over all heads."""
-
-    layers: Array
-    hidden: Array
-    vocab: Array
-    heads: Array
-    query_width: Array
-    """heads × query-key head size."""
-    value_width: Array
-    """heads × value head size."""
-    kv_width: Array
-    """Keys and values together as they are kept and exchanged."""
-    attention_params: Array
-    """Matrix weights of one attention layer."""
-    attention_layers: Array
-    full_attention: Array
-    """Scores computed, as a share of those where a token sees all before it. A published model's short windows count as none."""
-    mixer_layers: Array
-    """State-space or linear-attention layers."""
-    mixer_params: Array
-    ffn: Array
-    """Width of dense feed-forward layers."""
-    dense_layers: Array
-    moe_layers: Array
-    experts: Array
-    top_k: Array
-    expert_ffn: Array
-    shared_ffn: Array
-    expert_in: Array
-    """Width an expert reads and writes (hidden, unless experts work in a smaller space)."""
-    gated: Array
-    """1 when a feed-forward layer has a gate matrix beside up and down."""
-    tied: Array
-    """1 when the head shares the embedding's weights."""
-    expert_bias: Array = 0.0
-    """1 when experts have biases."""
-    parallel: Array = 0.0
-    """1 when all layers are dense and attention and feed-forward network share what tensor ranks exchange."""
-
-    @property
-    def dense_params(self) -> Array:
-        """Weights of all layers outside the routed experts."""
-        mats = 2 + self.gated
-        attention = self.attention_layers * self.attention_params + self.mixer_layers * self.mixer_params
-        feed = self.dense_layers * mats * self.hidden * self.ffn
-        router = self.hidden * self.experts + 2 * self.hidden * self.expert_in * (self.expert_in < self.hidden)
-        return attention + feed + self.moe_layers * (mats * self.hidden * self.shared_ffn + router)
-
-    @property
-    def expert_params(self) -> Array:
-        """Weights of all routed experts of all layers."""
-        return self.moe_layers * self.experts * (2 + self.gated) * self.expert_in * self.expert_ffn
-
-    @property
-    def table_params(self) -> Array:
-        """Weights of the embedding (the head has as many unless tied)."""
-        return self.vocab * self.hidden
-
-    @property
-    def params(self) -> Array:
-        return self.dense_params + self.expert_params + (2 - self.tied) * self.table_params
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Identical devices: peaks in FLOP/s, bandwidths in bytes/s of one device and direction."""
-
-    peak: Array
-    """Peak of matrix products in the format the plan computes in."""
-    half_peak: Array
-    """Peak in bf16 or fp16 (attention, head)."""
-    low: Array
-    """0 bf16/fp16, 1 fp8 with one scale a tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one scale a row."""
-    hbm: Array
-    memory: Array
-    link: Array
-    nic: Array
-    domain: Array
-    """Devices that see each other at link speed."""
-    per_node: Array
-    host: Array = 25e9
-    """To host memory, one direction, when no other device of the node copies."""
-    oversubscribed: Array = 1.0
-    """Division of bandwidth above a pod."""
-    pod: Array = np.inf
-    """Devices below the oversubscribed level."""
-    multiprocessors: Array = 0.0
-    """Processors that each make one tile of a product at a time; 0 where tiles do not matter or are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +42,13 @@ class Layouts:
     global_batch: Array
     seq: Array
     recompute: Array
-    """The mode's place in `RECOMPUTES`; in published runs selective repeats attention's core."""
+    """The mode's place in `RECOMPUTE_MODES`; in published runs selective repeats attention's core."""
     keep_gathered: Array = 0.0
     """1 when gathered weights stay after forward."""
     gathered_bytes: Array = 2.0
     """Of a block's weight while it is gathered."""
     copied: Array = 0.0
     """1 when copy engines gather weights, on links of a communicator of their own."""
-    exchanged: Array = 0.0
-    """1 when gradients are summed over shards by an exchange, in the format they were computed in."""
     tokens_copied: Array = 0.0
     """1 when tensor ranks copy their tokens beside the products."""
     gather_once: Array = 0.0
@@ -185,8 +91,11 @@ class Layouts:
     """1 when the host must learn how many rows each local expert gets before it can launch their products."""
     balanced: Array = 0.0
     """1 when stages are cut by the cost of layers and head rather than by number of layers."""
-    dealt: Array = 0.0
-    """1 when they are cut so that the slowest rank has the least to do, however its virtual stages differ: this program's."""
+    fullest_layers: Array = 0.0
+    """Layers of the fullest pipeline rank that does not hold the head; 0 where stages are cut as published stacks do
+    (`costs.stage_layers`)."""
+    head_layers: Array = 0.0
+    """Layers of the rank that holds the head."""
     sequence: Array = 0.0
     """1 when tensor parallelism keeps only its share of the sequence of what it does not split by width."""
     port: Array = 1.0
@@ -204,8 +113,8 @@ class Layouts:
     def ranks(self) -> Array:
         return self.tensor * self.pipeline * self.context * self.data
 
-    def gradients_stay(self, tied: Array) -> Array:
-        """Where `spec.layout.gradients_stay`; `tied` as in `Shape`."""
+    def gradients_final_in_backward(self, tied: Array) -> Array:
+        """Where `spec.layout.gradients_final_in_backward`; `tied` as in `Shape`."""
         return (
             (self.micro_batches <= 1)
             & (self.ranks == self.pipeline)
@@ -259,11 +168,6 @@ class Layouts:
         """Micro-batches of one replica in one step."""
         return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
 
-    @property
-    def added_up(self) -> Array:
-        """Whether a rank adds several micro-batches' gradients up before they are summed over shards."""
-        return (self.micro_batches > 1) & ((np.asarray(self.layered) > 0) | (np.asarray(self.reduce_once) > 0))
-
 
 UNEVEN = 0.2
 """What the busiest of many expert ranks gets beyond the mean where nobody says: 1.2 times the mean. Balanced by a weak loss alone, 32 ranks
@@ -275,7 +179,79 @@ def usual_imbalance(expert_ranks: Array) -> Array:
     return 1 + UNEVEN * (1 - 1 / np.maximum(expert_ranks, 1.0))
 
 
-def side_by_side(rows: Sequence[T]) -> T:
-    """Rows of one class with scalar fields → one object whose fields are float64 arrays."""
-    cls: Any = type(rows[0])
-    return cls(**{f.name: np.array([getattr(row, f.name) for row in rows], dtype=np.float64) for f in fields(cls)})
+def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
+    """The columns of one plan with all layers as its first one is."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    columns = layouts_of(
+        model, train, plan.precision, plan.axis_size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
+        virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
+        layers=table_layers(table), copied=plan.gather_engine == "copy",
+        tokens_copied=plan.tensor_engine == "copy", **_strides(plan), **strategy_columns(plan.layers[0]),
+    )  # fmt: skip
+    return Layouts(**{field.name: float(getattr(columns, field.name)) for field in fields(Layouts)})
+
+
+def layouts_of(
+    model: ModelSpec,
+    train: TrainSpec,
+    precision: Precision,
+    size: Callable[[AxisName], Array],
+    *,
+    expert: Array,
+    schedule: Array,
+    virtual: Array,
+    micro_batch: Array,
+    accumulate: Array,
+    layers: tuple[Array, Array],
+    **columns: Array,
+) -> Layouts:
+    """The columns of plans whose axes have `size` ranks: what follows from the arguments, and `columns` as they are given.
+
+    `schedule` is an index into `schedules.in_flight.NAMES`, `expert` the ranks that share one tensor rank's experts, `layers` the counts
+    that `rank_layers` returns.
+    """
+    tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
+    context, data = size("context_ring") * ulysses, np.asarray(size("replicate"), float) * size("shard")
+    shards, expert = size("shard") * context, expert * tensor if model.experts else 1.0
+    order = schedule, pipeline, accumulate, virtual
+    return Layouts(
+        tensor=tensor, pipeline=pipeline, virtual=np.asarray(virtual, float), context=context, ulysses=ulysses,
+        expert=expert, imbalance=usual_imbalance(expert), data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards,
+        micro_batch=np.asarray(micro_batch, float), global_batch=data * micro_batch * accumulate, seq=float(train.seq_len),
+        sequence=np.where(tensor > 1, 1.0, 0.0), layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
+        vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
+        fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*order),
+        in_flight_last=in_flight(*order, pipeline - 1), fill=fill(schedule, pipeline, accumulate),
+        loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
+        replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)), **columns,
+    )  # fmt: skip
+
+
+def gathered_bytes(precision: Precision) -> float:
+    """Bytes of an element of a block's weight while it is gathered; the closed form knows no wider format than bf16."""
+    return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
+
+
+def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, float]:
+    """The columns that a layer's strategy sets; `moved` is the share of all layers that offload their activations if it does."""
+    return {
+        "recompute": float(RECOMPUTE_MODES.index(layer.recompute)),
+        "keep_gathered": float(not layer.reshard),
+        "gather_once": float(not layer.reshard),
+        "reduce_once": float(layer.gradients == "whole"),
+        "offload": float(layer.optimizer_offloaded),
+        "offload_activations": moved * layer.activations_offloaded,
+    }
+
+
+def _strides(plan: Plan) -> dict[str, float]:
+    """Ranks from one member of an axis's groups to the next, by column."""
+    layout = Layout.of(plan, plan.ranks)
+    return {
+        "tensor_stride": layout.stride("tensor"),
+        "ring_stride": layout.stride("context_ring"),
+        "ulysses_stride": layout.stride("context_ulysses"),
+        "shard_stride": layout.stride("shard", "context_ring", "context_ulysses"),
+        "replicate_stride": layout.stride("replicate"),
+        "pipeline_stride": layout.stride("pipeline"),
+    }

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from math import prod
 
-from meshwright.spec.layout import Division, Layout, Part, held_shape, shard_rows, stage_table, token_exchanges
+from meshwright.spec.layout import Division, Layout, Part, local_shape, shard_rows, stage_table, token_exchanges
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.plan import REPEATING, SHARD_AXES, Plan
-from meshwright.workload.dtypes import bytes_of, gathered_width, sent_width
+from meshwright.spec.plan import RECOMPUTES_PRODUCTS, SHARD_AXES, Plan
+from meshwright.workload.dtypes import bytes_of, gathered_width
 from meshwright.workload.groups import context_size, shard_size
 
 Counts = Mapping[tuple[int, int], tuple[int, int]]
@@ -75,10 +75,6 @@ def cross_node_bytes(
         "expert": _ring_borders(layout, layout.expert_shard_groups()),
     }
     copies = shard // layout.expert
-    pairs = {
-        "shard": _pairs_apart(layout, layout.groups(*SHARD_AXES)),
-        "expert": _pairs_apart(layout, layout.expert_shard_groups()),
-    }
     along_shard, along_replicas, along_copies = map(_ring_share, (shard, layout.size("replicate"), copies))
     gather = reduce = replicas = 0.0
     for rank in range(layout.size("pipeline")):
@@ -86,11 +82,7 @@ def cross_node_bytes(
             sharded = rings["shard"][rank] * along_shard * unit.elements
             sharded += rings["expert"][rank] * along_copies * unit.experts
             gather += sharded * unit.gathers * unit.width
-            if plan.reduce_engine == "exchange":
-                sharded = pairs["shard"][rank] / shard * unit.elements + pairs["expert"][rank] / copies * unit.experts
-            # Fewer reductions than micro-batches: some take what several have added up, and all are counted so.
-            sent = sent_width(precision, plan.reduce_engine, unit.reductions < plan.batch.accumulate)
-            reduce += sharded * unit.reductions * float(sent)
+            reduce += sharded * unit.reductions * bytes_of(precision.reduce)
             kept = unit.elements / shard + unit.experts / copies
             sums = bool(unit.reductions) * kept * bytes_of(precision.reduce_replicas or precision.stored)
             replicas += 2 * rings["replicate"][rank] * along_replicas * sums
@@ -156,7 +148,7 @@ def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[s
     for row in parameters(model):
         part, _, rest = row.name.partition(".")
         unit = rest.partition(".")[0] if part == "layers" else part if part in ("embed", "positions") else "head"
-        rows, *others = held_shape(model, row, division)
+        rows, *others = local_shape(model, row, division)
         if row.expert:
             experts[unit] += rows * prod(others)
         else:
@@ -200,7 +192,7 @@ def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
     collectives = 0
     for rank, stages in enumerate(table):
         for layer in (layer for stage in stages for layer in stage):
-            each = 7 if plan.strategy(layer, model.layers).recompute in REPEATING else 5
+            each = 7 if plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS else 5
             ends = 2 * (layer == 0) + 2 * (layer == model.layers - 1)
             collectives += borders[rank] * (each * token_exchanges(model, layer) + ends)
     return plan.batch.accumulate * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len) * collectives
@@ -215,7 +207,9 @@ def _expert(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float
         across = sum(layout.crosses_nodes((a, b)) for a in group for b in group)
         stages = table[layout.coordinates(group[0]).get("pipeline", 0)]
         routed = [layer for stage in stages for layer in stage if model.routed(layer)]
-        travels = sum(6 if plan.strategy(layer, model.layers).recompute in REPEATING else 4 for layer in routed)
+        travels = sum(
+            6 if plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS else 4 for layer in routed
+        )
         total += rows / len(group) * across * travels
     return plan.batch.accumulate * total
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costs.inputs import Array
+from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import (
     BLOCK_SLOTS,
     RECEIVES_AHEAD,
@@ -33,10 +33,6 @@ class Formats:
 
     compute: Array = 2
     reduce: Array = 4
-    sent: Array = 4
-    """A gradient in the buffer that is summed over several shards."""
-    received: Array = 0
-    """The same in what an exchange brings from all shards; 0 where kernels sum."""
     stored: Array = 4
     resident: Array = 2
     """Of a weight that stays on the device while its optimizer is in host memory."""
@@ -101,7 +97,7 @@ class Held:
     hidden: Array
     vocab: Array
     stays: Array
-    """1 when gradients stay as they are made (`spec.layout.gradients_stay`)."""
+    """1 when gradients stay as they are made (`spec.layout.gradients_final_in_backward`)."""
     piled: Array
     """Micro-batches whose gradients wait between two units: all of them in layered order, the head's also where all forwards come first."""
     piled_head: Array
@@ -175,7 +171,7 @@ def _first_backward(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
     waits = np.where(held.head >= held.ends, 0.0, 1 / held.shards)
     before = np.where((held.head > 0) | (held.messages < 0), 0.0, held.ends)
     # What an exchange brought is let go on its own stream, whose memory compute gets none of.
-    buffers = np.where(held.shards > 1, f.sent + f.received, np.where(held.stays > 0, 0.0, f.reduce))
+    buffers = np.where((held.shards > 1) | (held.stays <= 0), f.reduce, 0.0)
     others = np.maximum(before, held.block) * (buffers + np.where(held.stays > 0, f.compute, f.reduce) / held.shards)
     reduced = held.reduces * np.maximum(held.head * (buffers + waits * f.reduce), others)
     made = held.block * (f.compute + np.where(held.piled > 0, f.reduce, 0.0))
@@ -191,7 +187,7 @@ def _ended(held: Held, f: Formats) -> dict[str, Array]:
     """Gradients come as activations go, so a rank never holds all of both, unless earlier micro-batches left their sums."""
     unit = np.maximum(np.maximum(held.head, held.ends - held.head), held.block)
     alone = np.where(held.stays > 0, 0.0, UNITS_IN_FLIGHT * f.reduce)
-    buffers = np.where(held.shards > 1, UNITS_IN_FLIGHT * f.sent + f.received, alone)
+    buffers = np.where(held.shards > 1, UNITS_IN_FLIGHT * f.reduce, alone)
     return {
         "gradients": held.owned * (np.where(held.stays > 0, f.compute, f.stored) + f.travelling),
         "gathered": held.gathers * unit * (f.compute + buffers) + _buffers(held, f, 0.0 * held.last),

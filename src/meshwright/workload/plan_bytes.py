@@ -11,23 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from meshwright.costs.account import KINDS, Formats, Held, account
-from meshwright.costs.inputs import Array
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import gradients_stay, stage_table
+from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import (
     Engine,
     LayerStrategy,
     Plan,
     Precision,
-    ReduceEngine,
 )
 from meshwright.workload.activations import exchanged_per_token, per_token_of, tokens_of
 from meshwright.workload.buffers import LAYERS_STAYING
-from meshwright.workload.dtypes import added_up, bytes_of, low_share, sent_width, state_bytes
+from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.stage_parts import StagePart, stage_part
+from meshwright.workload.tensor_bytes import KINDS, Formats, Held, account
 
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
@@ -40,20 +38,16 @@ def formats(
     cpu: bool,
     replicas: int = 1,
     engine: Engine = "kernel",
-    reduce_engine: ReduceEngine = "kernel",
     tensor_engine: Engine = "kernel",
-    added: Array = False,
 ) -> Formats:
-    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's; `added` is
-    `sent_width`'s."""
-    sent = sent_width(precision, reduce_engine, added)
+    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's."""
     narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
         compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
         travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
         logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
-        low=low_share(precision, precision.linear), window=engine == "copy", sent=sent, received=sent * (reduce_engine == "exchange"),
+        low=low_share(precision, precision.linear), window=engine == "copy",
         token_window=tensor_engine == "copy" and not cpu,
     )  # fmt: skip
 
@@ -101,7 +95,6 @@ def memory_by_rank(
     replicas = plan.axis_size("replicate")
     numbers = formats(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
-        reduce_engine=plan.reduce_engine, added=any(added_up(plan, layer) for layer in plan.layers),
     )  # fmt: skip
     found = account(joined, numbers)
     kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
@@ -110,17 +103,17 @@ def memory_by_rank(
 
 def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
-    if not any(layer.optimizer_away for layer in plan.layers):
+    if not any(layer.optimizer_offloaded for layer in plan.layers):
         return 0.0
     away = sum(
-        row.count for row in parameters(model) if plan.strategy_of(row.name, model.layers).optimizer_away
+        row.count for row in parameters(model) if plan.strategy_of(row.name, model.layers).optimizer_offloaded
     ) * plan.axis_size("replicate")
     return away * state_bytes(plan.precision) / nodes
 
 
 def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
     strategies, per_token = plan.strategies(model.layers), per_token_of(model, plan)
-    elements = sum(per_token(layer)[0] for layer in layers if not strategies[layer].activations_away)
+    elements = sum(per_token(layer)[0] for layer in layers if not strategies[layer].activations_offloaded)
     return tokens_of(train, plan) * elements * bytes_of(plan.precision.compute)
 
 
@@ -139,16 +132,16 @@ def _bytes_by_kind(
     waiting = [
         size * per_token(layer)[0]
         for layer, strategy in zip(part.layers, strategies, strict=True)
-        if strategy.activations_away
+        if strategy.activations_offloaded
     ]
     working = max(per_token(layer)[1] for layer in part.layers)
     exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
     whole = (
         shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute == plan.precision.stored
     )
-    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_away)
-    host += part.head * every[-1].optimizer_away
-    host += (part.ends - part.head) * every[0].optimizer_away
+    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_offloaded)
+    host += part.head * every[-1].optimizer_offloaded
+    host += (part.ends - part.head) * every[0].optimizer_offloaded
     piled = accumulate if plan.layered else 0
     staying = LAYERS_STAYING + (plan.axis_size("pipeline") > 1)
     once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
@@ -160,7 +153,7 @@ def _bytes_by_kind(
         "away": host / (sum(part.blocks) + part.ends),
         "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-staying:]),
         "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
-        "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled, "stays": gradients_stay(model, plan),
+        "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled, "stays": gradients_final_in_backward(model, plan),
         "piled_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }  # fmt: skip
