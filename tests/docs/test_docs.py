@@ -355,7 +355,9 @@ def test_every_kept_result_has_its_row() -> None:
             if side in result
         ]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"benchmarks/results/README.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        assert not missing, (
+            f"benchmarks/results/README.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        )
 
 
 def test_every_kept_table_has_its_rows() -> None:
