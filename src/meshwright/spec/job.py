@@ -89,6 +89,11 @@ class CheckpointSpec:
     """Newest committed checkpoints kept."""
     at_end: bool = True
     """Write one after the last step."""
+    mode: Literal["auto", "async", "sync"] = "auto"
+    """Write beside training (async) or while training waits (sync); auto writes beside training where a rank has at least 32 MB of state
+    and host memory holds a copy of it."""
+    grace_seconds: Annotated[float, Bound(at_least=0)] = 25.0
+    """How long a run that is asked to stop waits for its last checkpoint; Slurm kills 30 s after it asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
