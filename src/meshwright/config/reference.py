@@ -38,16 +38,16 @@ cluster: auto
 command line are read as YAML. Sections merge key by key. Lists, `data.mix` and values of another type are replaced as
 a whole. Another preset starts `model` anew.
 
-**Extends.** `extends: NAME` starts from a model preset with its usual sequence length and learning rate (table below).
-`extends: FILE` starts from another run file, which may extend a further one.
+**Extends.** `extends: NAME` starts from a model preset with its usual sequence length and learning rate (table
+below). `extends: FILE` starts from another run file, which may extend a further one.
 
 **Short forms.**
 
 - `model: NAME` is `model: {preset: NAME}`.
 - `data.mix: DIR` is `data.mix: {DIR: 1.0}`.
 - `observe.wandb: PROJECT` is `observe.wandb: {project: PROJECT}`.
-- `cluster: auto` uses the devices of this machine, `cluster: NAME` a built-in example, `cluster: FILE` a YAML file with
-  the keys of `cluster`.
+- `cluster: auto` uses the devices of this machine, `cluster: NAME` a built-in example, `cluster: FILE` a YAML file
+  with the keys of `cluster`.
 - `plan: auto` leaves everything to the planner, `plan: FILE` uses a plan file as it is, and a section of pins fixes
   single fields.
 
@@ -55,28 +55,28 @@ a whole. Another preset starts `model` anew.
 `model.init` are relative to the current directory. `~` is the home directory.
 
 **Model dimensions.** They come from a preset, from the weights (`model: {init: hf:DIR}` or
-`model: {init: checkpoint:DIR}`, where DIR is a run's folder or name), or from the run file. The run file must then give
-`family`, `layers`, `hidden` and `heads`, and for `mixtral` and `qwen3_moe` also `experts`, `experts_per_token` and
-`expert_hidden`. Defaults are `kv_heads` = `heads`, `head_dim` = `hidden / heads`, and `ffn_hidden` = 4 × `hidden` with
-`mlp: gelu`, or 8/3 × `hidden` rounded up to a multiple of 256 with `swiglu`. `positions`, `norm`, `mlp`, `bias`,
+`model: {init: checkpoint:DIR}`, where DIR is a run's folder or name), or from the run file. The run file must then
+give `family`, `layers`, `hidden` and `heads`, and for `mixtral` and `qwen3_moe` also `experts`, `experts_per_token`
+and `expert_hidden`. Defaults are `kv_heads` = `heads`, `head_dim` = `hidden / heads`, and `ffn_hidden` = 4 × `hidden`
+with `mlp: gelu`, or 8/3 × `hidden` rounded up to a multiple of 256 with `swiglu`. `positions`, `norm`, `mlp`, `bias`,
 `qk_norm` and `tied` follow from the family. Derived values are printed before the run starts. The default of
 `train.seq_len` is limited by `model.max_seq_len`.
 
 **Cluster.** Without `cluster.gpu` the cluster is `auto`: this machine's GPUs, or one CPU rank, which uses all cores.
-`cluster: {gpu: cpu, gpus_per_node: 2}` asks for more CPU ranks, to try a layout. Other keys of `cluster` replace single
-detected values.
+`cluster: {gpu: cpu, gpus_per_node: 2}` asks for more CPU ranks, to try a layout. Other keys of `cluster` replace
+single detected values.
 
-**Without a file.** `meshwright train model=llama3-1b` uses the name, data and training settings of the quick start with
-the preset's sequence length and learning rate, and prints them. The model is the quick start's only where no key of
-`model` is given. The cluster is never the quick start's.
+**Without a file.** `meshwright train model=llama3-1b` uses the name, data and training settings of the quick start
+with the preset's sequence length and learning rate, and prints them. The model is the quick start's only where no key
+of `model` is given. The cluster is never the quick start's.
 
-**Values.** YAML 1.2: `3e-4` is a number, `10_000` an integer, `yes` and `no` are text. `none` and `null` empty a key that
-allows it; only `null` does where `none` is one of the choices, as in `plan.recompute`. An unknown key, a wrong type, a
-value out of bounds or a repeated key is an error with file, line and column. All errors are reported at once, at most a
-hundred, together with those of the data, the weights and the plan.
+**Values.** YAML 1.2: `3e-4` is a number, `10_000` an integer, `yes` and `no` are text. `none` and `null` empty a key
+that allows it; only `null` does where `none` is one of the choices, as in `plan.recompute`. An unknown key, a wrong
+type, a value out of bounds or a repeated key is an error with file, line and column. All errors are reported at once,
+at most a hundred, together with those of the data, the weights and the plan.
 
-**Limits.** An integer whose type names no upper bound is at most 1,000,000,000. A model has at most 10^15 parameters, a
-cluster at most 2^20 ranks, a step at most 2^14 sequences per rank, and a file at most 512 KiB and 5,000 values.
+**Limits.** An integer whose type names no upper bound is at most 1,000,000,000. A model has at most 10^15 parameters,
+a cluster at most 2^20 ranks, a step at most 2^14 sequences per rank, and a file at most 512 KiB and 5,000 values.
 """
 _DERIVED = {
     "ffn_hidden": "by `mlp`",
