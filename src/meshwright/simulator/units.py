@@ -26,7 +26,9 @@ from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStra
 from meshwright.workload.dtypes import bytes_of, gathered_width, state_bytes, summed_by_products
 from meshwright.workload.groups import experts_over, shard_size
 from meshwright.workload.layouts import Layouts
-from meshwright.workload.model_shape import with_blocks
+from meshwright.workload.model_shape import Shape, with_blocks
+from meshwright.workload.products import layer_products
+from meshwright.workload.step_shape import step_shape
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -315,7 +317,7 @@ class UnitCosts:
         backward = work - forward
         apart = self.jitter / self.model.layers
         each = (work + host) / work * apart
-        weight = min(self._weight_products(priced, routed) * self.model.layers, backward)
+        weight = min(self._weight_products(priced, shape), backward)
         return Seconds(
             forward=forward * each,
             backward_input=(backward - weight) * each,
@@ -329,15 +331,10 @@ class UnitCosts:
             },
         )
 
-    def _weight_products(self, priced: Pricing, routed: bool) -> float:
-        """Seconds of one block's weight gradients: of each matrix one product."""
-        layout = priced.layout
-        tokens = layout.micro_batch * layout.seq / layout.context
-        speed, width = product_rate(priced.machine, priced.constants), layout.tensor
-        rows = block_parameters(self.model, routed=routed)
-        matrices = [row.shape for row in rows if len(row.shape) == 2]
-        dense = sum(number(speed.seconds(inner, tokens, out / width)) for out, inner in matrices)
-        experts = [row.shape for row in rows if row.expert]
-        local = self.model.experts / np.maximum(layout.expert, 1.0)  # experts on this rank, and the rows that each gets
-        sent = tokens / width * self.model.experts_per_token / np.maximum(local, 1e-9) * layout.imbalance
-        return dense + sum(number(speed.seconds(inner, sent, out, local)) for _, out, inner in experts)
+    def _weight_products(self, priced: Pricing, shape: Shape) -> float:
+        """Seconds of all layers' weight gradients: a product for each matrix."""
+        speed, width = product_rate(priced.machine, priced.constants), priced.layout.tensor
+        return sum(
+            number(product.layers * speed.seconds(product.k, product.m, product.n, product.count))
+            for product in layer_products(shape, step_shape(shape, priced.layout), width)
+        )

@@ -8,7 +8,7 @@ numbers of rows, and a ring's ranks equal shares of a causal attention. Over mea
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,10 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
 from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.workload.layouts import layout_of
+from meshwright.workload.model_shape import shape_of, with_blocks
+from meshwright.workload.products import layer_products
+from meshwright.workload.step_shape import StepShape, step_shape
 
 NORM, ROPE = 8.0, 4.0
 """Elements read and written, forward and backward: of a norm that is joined to the residual sum before it, per element of the stream; of
@@ -102,9 +106,10 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     """What one training step of `plan` asks of a rank."""
     width, stages, times = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
     whole = plan.batch.micro_batch * train.seq_len
-    tokens = whole // context_size(plan)
+    layout = replace(layout_of(model, train, plan), imbalance=1.0)
+    step, tokens = step_shape(shape_of(model, train.seq_len), layout), whole // context_size(plan)
     linears: defaultdict[LinearWork, float] = defaultdict(float)
-    for linear in _linears(model, train, plan, tokens):
+    for linear in _linears(model, train, plan, step):
         linears[replace(linear, count=1.0)] += linear.count
     seen = tokens * times / width / stages
     """Token passes of the rank, the share of width that it has taken out."""
@@ -140,38 +145,19 @@ def _summed_bytes(model: ModelSpec, plan: Plan, held: float) -> float:
     return 0.0 if gradients_final_in_backward(model, plan) else held * SUM
 
 
-def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, tokens: int) -> Iterator[LinearWork]:
-    """Of one micro-batch on ranks of one width, all layers and the head."""
-    width = plan.axis_size("tensor")
-    for layer in range(model.layers):
-        kind: Format = "fp8" if plan.linear(layer, model.layers) != "compute" else plan.precision.compute
-        for inputs, outputs, split_in in _shapes(model, model.routed(layer)):
-            k, n = (inputs // width, outputs) if split_in else (inputs, outputs // width)
-            yield LinearWork(tokens, k, n, kind, 1.0)
-        if model.routed(layer):
-            yield from _expert_linears(model, plan, tokens // width)
-    chunk = min(tokens, train.loss_chunk)
-    yield LinearWork(chunk, model.hidden, model.vocab_size // width, plan.precision.compute, tokens / chunk)
-
-
-def _expert_linears(model: ModelSpec, plan: Plan, tokens: int) -> Iterator[LinearWork]:
-    """The router's product for a rank's part of the tokens, and those of the experts that it holds, each with as many rows."""
-    kind, local = plan.precision.compute, model.experts / (experts_over(plan) * plan.axis_size("tensor"))
-    rows = max(1, round(tokens * model.experts_per_token / local))
-    yield LinearWork(tokens, model.hidden, model.experts, kind, 1.0)
-    yield LinearWork(rows, model.hidden, 2 * model.expert_hidden, kind, local)
-    yield LinearWork(rows, model.expert_hidden, model.hidden, kind, local)
-
-
-def _shapes(model: ModelSpec, routed: bool) -> tuple[tuple[int, int, bool], ...]:
-    """Inputs and outputs of a block's linear layers for all tokens, and whether tensor ranks split the inputs (else the outputs)."""
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    attention = ((model.hidden, queries + 2 * keys, False), (queries, model.hidden, True))
-    inner = model.shared_expert_hidden if routed else model.ffn_hidden
-    if not inner:
-        return attention
-    into = 2 * inner if model.mlp == "swiglu" else inner
-    return (*attention, (model.hidden, into, False), (inner, model.hidden, True))
+def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) -> Iterator[LinearWork]:
+    """The products of one micro-batch on one tensor rank: all layers and the head."""
+    width, compute = plan.axis_size("tensor"), plan.precision.compute
+    layers = Counter(
+        (model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in range(model.layers)
+    )
+    for (routed, low), count in layers.items():
+        for product in layer_products(with_blocks(shape_of(model, train.seq_len), routed=routed), step, width):
+            number_format: Format = "fp8" if low and product.role == "linear" else compute
+            m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
+            yield LinearWork(m, k, n, number_format, count * float(product.count))
+    chunk = min(int(step.tokens), train.loss_chunk)
+    yield LinearWork(chunk, model.hidden, model.vocab_size // width, compute, step.tokens / chunk)
 
 
 def _elements(model: ModelSpec) -> float:
@@ -190,7 +176,9 @@ def _elements(model: ModelSpec) -> float:
 def _rounded(model: ModelSpec, plan: Plan) -> float:
     """Elements per token that are rounded to fp8: the input and the output's gradient of every product in it."""
     low = sum(plan.linear(layer, model.layers) != "compute" for layer in range(model.layers))
-    return low * sum(inputs + outputs for inputs, outputs, _ in _shapes(model, routed=False))
+    block = with_blocks(shape_of(model, 1), routed=False)
+    products = layer_products(block, StepShape(1, 1, 1, 1, 1), 1)
+    return low * sum(float(product.k + product.n) for product in products)
 
 
 def _weight_collectives(model: ModelSpec, plan: Plan, held: float, shard: int) -> Iterator[CollectiveWork]:
