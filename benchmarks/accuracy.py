@@ -32,13 +32,13 @@ from sides import KERNELS
 from meshwright.config.load import load_run
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
-from meshwright.costs.memory import fullest
 from meshwright.costs.plan_costs import STACK, band, plan_time
 from meshwright.simulator.step_simulation import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.fields import from_plain
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
+from meshwright.workload.plan_bytes import fullest
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -261,13 +261,13 @@ def _rows_of(file: Path) -> Iterator[Row]:
     kept = json.loads(file.read_text(encoding="utf-8"))
     layouts = kept.get("layouts", {})
     for name, found in layouts.items():
-        if "plan" not in found or "slowed" in found:
+        if "plan" not in found or "slowed" in found or _exchanged_gradients(found):
             continue
         yield Row(
             file=file.name,
             name=name,
             run=_run_of(_run_file(kept), found["words"], kept["environment"]),
-            plan=from_plain(Plan, found["plan"]),
+            plan=_plan_of(found),
             seconds=found["step_seconds"],
             steps=tuple(found.get("step_seconds_all", [])[WARM_UP:]) or (found["step_seconds"],),
             deviation=_deviation(found),
@@ -282,12 +282,17 @@ def _dense_rows(file: Path) -> Iterator[Row]:
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     sessions = {line["date"]: line for line in lines if line["kind"] == "session"}
     for found in lines:
-        if found["kind"] != "run" or found["side"] != "meshwright" or "plan" not in found:
+        if (
+            found["kind"] != "run"
+            or found["side"] != "meshwright"
+            or "plan" not in found
+            or _exchanged_gradients(found)
+        ):
             continue
         session = sessions[found["session"]]
         asked = yaml.safe_load((HERE / "dense" / f"{session['table']}.yaml").read_text(encoding="utf-8"))
         run = _run_of(HERE / asked["run"], found["words"], session["environment"])
-        plan = from_plain(Plan, found["plan"])
+        plan = _plan_of(found)
         tokens = run.train.global_batch * run.train.seq_len / plan.ranks
         steps = [tokens / rate for rate in found["rates"]]
         yield Row(
@@ -296,6 +301,16 @@ def _dense_rows(file: Path) -> Iterator[Row]:
             allocated_bytes=found["memory_allocated_peak_gib"] * 2**30,
             phases={part: found["phases"].get(part, 0.0) for part in MEASURED_PARTS}, kernels=session.get("kernels", KERNELS),
         )  # fmt: skip
+
+
+def _exchanged_gradients(record: dict[str, Any]) -> bool:
+    """Whether a run summed its gradients by the exchange, which was removed: no prediction exists for it."""
+    return record["plan"].get("reduce_engine") == "exchange"
+
+
+def _plan_of(record: dict[str, Any]) -> Plan:
+    """The plan of a kept run, without the key that plans no longer have."""
+    return from_plain(Plan, {key: value for key, value in record["plan"].items() if key != "reduce_engine"})
 
 
 def _deviation(found: dict[str, Any]) -> float:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -135,20 +135,40 @@ class ShardWriter(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not plan.items:
             return []
-        items = sorted(
-            plan.items,
-            key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn, _data(item).chunk.offsets),
-        )
-        rows = [_row(item) for item in items]
-        name = f"tensors-{self.rank:05d}.safetensors"
+        items, rows = in_file_order(plan)
 
         def resolve(index: int) -> torch.Tensor:
-            found = planner.resolve_data(items[index])
-            assert isinstance(found, torch.Tensor)
-            return found
+            return resolved(planner, items[index])
 
+        name = shard_name(self.rank)
         self.files[name] = write_shard(self.folder / name, rows, resolve, pinned=self._pinned, progress=self._progress)
-        return [WriteResult(item.index, row.bytes, (name, row.key)) for item, row in zip(items, rows, strict=True)]
+        return results_of(items, rows, name)
+
+
+def shard_name(rank: int) -> str:
+    """The file of a rank's tensors."""
+    return f"tensors-{rank:05d}.safetensors"
+
+
+def in_file_order(plan: SavePlan) -> tuple[list[WriteItem], list[Row]]:
+    """The items of a rank's plan with their header entries, in the order of its file: wide elements first, then by name and offset."""
+    items = sorted(
+        plan.items,
+        key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn, _data(item).chunk.offsets),
+    )
+    return items, [_row(item) for item in items]
+
+
+def resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """The tensor that an item writes."""
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def results_of(items: Sequence[WriteItem], rows: Sequence[Row], file: str) -> list[WriteResult]:
+    """DCP's results for items that lie in `file`."""
+    return [WriteResult(item.index, row.bytes, (file, row.key)) for item, row in zip(items, rows, strict=True)]
 
 
 def _box_of(tensors: dict[str, Any], index: MetadataIndex) -> torch.Tensor | None:

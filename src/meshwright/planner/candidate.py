@@ -10,11 +10,11 @@ from meshwright.schedules.registry import entry_of
 from meshwright.simulator.step_simulation import host_bytes, memory_of
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fp8_limits import unlike_fp8
+from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import (
-    CHOOSING,
+    PARTIAL_RECOMPUTES,
     SHARD_AXES,
     AxisName,
     LayerStrategy,
@@ -86,7 +86,7 @@ class Answer:
 
 def moves_activations(plan: Plan) -> bool:
     """Whether activations of some layer wait in host memory."""
-    return any(layer.activations_away for layer in plan.layers)
+    return any(layer.activations_offloaded for layer in plan.layers)
 
 
 def counts(run: RunSpec, plan: Plan) -> float:
@@ -99,7 +99,7 @@ def counts(run: RunSpec, plan: Plan) -> float:
 def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
     """What of the plan this release can plan and simulate but not train, or None; of a `mixture` of experts also where the plan does not
     say where they are."""
-    beside = unlike_fp8(plan, experts=mixture or plan.experts is not None)
+    beside = fp8_conflict(plan, experts=mixture or plan.experts is not None)
     parts = [f"products in fp8 with {beside}"] if beside else []
     parts += (
         ["computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"]
@@ -119,7 +119,6 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         ("schedule", plan.schedule.name, not plan.layered and plan.schedule.name != "1f1b", plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", own_sums, shards, "shard"),
         ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
-        ("reduce_engine", "exchange", plan.reduce_engine == "exchange", shards, "shard"),
         ("reduce_replicas", plan.precision.reduce_replicas, plan.precision.reduce_replicas, plan.axis_size("replicate"), "replica"),
         ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
     ):  # fmt: skip
@@ -129,11 +128,11 @@ def idle_fields(plan: Plan) -> Iterator[str]:
 
 def _unoffloadable(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
     """What of a layer's offload cannot be trained: the optimizer waits for the whole step, and goes with everything."""
-    if layer.activations_away:
+    if layer.activations_offloaded:
         if entry_of(plan.schedule.name).splits_backward:
             # Inputs of the products stay on the device for the weight gradients, however long those are put off.
             yield f"offload {layer.offload} under {plan.schedule.name}, which puts weight gradients off"
-        if layer.recompute in CHOOSING and not plan.compile:
+        if layer.recompute in PARTIAL_RECOMPUTES and not plan.compile:
             # Only a compiler says what it keeps in a way that can be moved; torch's own form of these holds it itself.
             yield f"offload {layer.offload} with recompute {layer.recompute} where blocks are not compiled"
 

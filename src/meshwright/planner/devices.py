@@ -24,7 +24,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.nodes import node_kinds
+from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import PlanPins
 from meshwright.spec.run import RunSpec
 
@@ -153,7 +153,7 @@ def _alone_seconds(run: RunSpec) -> float:
     pins, speeds = pins_of(run), kind_speeds(run.model, run.train, run.cluster)
     formats = PlanPins(compute=pins.compute, linear=pins.linear, gather=pins.gather)
     alone = replace(run.cluster, nodes=1, gpus_per_node=1, groups=(), emulate_nodes=1)
-    plain = speeds.get(node_kinds(alone)[0][0], 1.0)
+    plain = speeds.get(node_type_runs(alone)[0][0], 1.0)
     return seconds_bound(replace(run, cluster=alone, plan=formats), trainable=False) * plain
 
 
@@ -178,7 +178,7 @@ def _parts(run: RunSpec) -> Iterator[_Part]:
 
 def _measured(run: RunSpec, cluster: ClusterSpec, speeds: Mapping[Any, float]) -> _Part:
     if cluster.groups or speeds:
-        speed = cluster.gpus_per_node * sum(count * speeds.get(kind, 1.0) for kind, count in node_kinds(cluster))
+        speed = cluster.gpus_per_node * sum(count * speeds.get(kind, 1.0) for kind, count in node_type_runs(cluster))
     else:
         speed = float(cluster.ranks)
     return _Part(cluster, speed, _share(run, cluster.ranks))
@@ -267,7 +267,7 @@ def _slowest_dropped(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
     """The fastest `nodes` nodes of unlike ones."""
     counts = [cluster.nodes - sum(group.nodes for group in cluster.groups), *(group.nodes for group in cluster.groups)]
     alone = [_kept(cluster, [int(place == own) for place in range(len(counts))]) for own in range(len(counts))]
-    order = sorted(range(len(counts)), key=lambda place: node_kinds(alone[place])[0][0].peak)
+    order = sorted(range(len(counts)), key=lambda place: node_type_runs(alone[place])[0][0].peak)
     left = cluster.nodes - nodes
     for place in order:
         dropped = min(left, counts[place])
@@ -309,11 +309,11 @@ def _idle(run: RunSpec, part: RunSpec, whole: Answer | None, failure: Meshwright
     devices, batch = run.cluster.ranks, run.train.global_batch
     seconds = whole.best.seconds if whole else None
     why = []
-    if len(node_kinds(part.cluster)) < len(node_kinds(run.cluster)):
-        kept = {kind for kind, _ in node_kinds(part.cluster)}
+    if len(node_type_runs(part.cluster)) < len(node_type_runs(run.cluster)):
+        kept = {kind for kind, _ in node_type_runs(part.cluster)}
         gone = [
             f"{count} × {run.cluster.gpus_per_node} {kind.gpu}"
-            for kind, count in node_kinds(run.cluster)
+            for kind, count in node_type_runs(run.cluster)
             if kind not in kept
         ]
         refused = f", as {failure}" if isinstance(failure, BadInput) else ""

@@ -18,7 +18,7 @@ from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES, Plan, Predicted
+from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTE_MODES, Plan, Predicted
 from meshwright.spec.run import RunSpec
 
 MOVES = {
@@ -169,7 +169,7 @@ def _worse(mine: Predicted, theirs: Predicted) -> Mapping[str, float]:
 def _costlier(best: Plan, other: Plan) -> str:
     """The first thing that costs time in `other` and not in `best`, where seconds do not tell."""
     mine, theirs = best.layers[0], other.layers[0]
-    leaner = RECOMPUTES.index(theirs.recompute) > RECOMPUTES.index(mine.recompute)
+    leaner = RECOMPUTE_MODES.index(theirs.recompute) > RECOMPUTE_MODES.index(mine.recompute)
     crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
     told = (
         (leaner, f"computes activations twice (recompute {theirs.recompute})"),
@@ -214,7 +214,7 @@ def _roomier(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]
     """(what costs time, without what), and the plan without it."""
     pins, batch = pins_of(run), plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
-        mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTES.index)
+        mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTE_MODES.index)
         layers = tuple(replace(layer, recompute="none") for layer in plan.layers)
         yield (f"recompute {mode} takes", "without it"), replace(plan, layers=layers)
     if pins.reshard is None and pins.layers is None and any(layer.reshard for layer in plan.layers):

@@ -69,7 +69,6 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         layers=pins.layers or (strategy.layer(strategy.rich),),
         precision=precision_of(run),
         gather_engine="copy" if points.column("copied")[row] else "kernel",
-        reduce_engine=pins.reduce_engine or "kernel",
         tensor_engine="copy" if points.column("tokens copied")[row] else "kernel",
         compile=compiles(run),
     )
@@ -88,15 +87,17 @@ class Judge:
 
     def estimated(self, plan: Plan) -> Candidate:
         """By whole stages."""
-        if plan.bare not in self._estimates:
-            timing = self._timings[plan.bare] = timing_of(self.run.model, self.run.train, plan, self.run.cluster)
+        if plan.without_prediction not in self._estimates:
+            timing = self._timings[plan.without_prediction] = timing_of(
+                self.run.model, self.run.train, plan, self.run.cluster
+            )
             quick = Candidate(repriced(self.run, plan, by_units=False, timing=timing), simulated=False)
-            self._estimates[plan.bare] = replace(quick, estimated=quick.seconds)
-        return self._estimates[plan.bare]
+            self._estimates[plan.without_prediction] = replace(quick, estimated=quick.seconds)
+        return self._estimates[plan.without_prediction]
 
     def played(self, one: Candidate) -> Candidate:
         """Unit by unit, of an estimated candidate."""
-        timing = self._timings[one.plan.bare]
+        timing = self._timings[one.plan.without_prediction]
         return replace(one, plan=repriced(self.run, one.plan, timing=timing), simulated=True)
 
 
@@ -215,7 +216,7 @@ def _promising(run: RunSpec, plan: Plan, beside: Candidate) -> bool:
 
 def same_layout(one: Plan, other: Plan) -> bool:
     """Whether two plans run alike, whatever is said of them."""
-    return one.bare == other.bare
+    return one.without_prediction == other.without_prediction
 
 
 def _work(plan: Plan, layers: int) -> int:

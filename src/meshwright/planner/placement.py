@@ -19,7 +19,7 @@ from meshwright.costs.plan_costs import as_nodes
 from meshwright.simulator.slow_nodes import kind_speeds, rank_speeds
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
-from meshwright.spec.nodes import kinds_by_rank, node_kinds, slowest_rank
+from meshwright.spec.nodes import node_type_runs, node_types_by_rank, slowest_rank_cluster
 from meshwright.spec.plan import AxisName
 from meshwright.spec.run import RunSpec
 
@@ -35,7 +35,7 @@ def orders(cluster: ClusterSpec, sizes: Mapping[str, int]) -> list[tuple[AxisNam
     """
     three = tuple(sizes.get(axis, 1) for axis in OUTER)
     inner = prod(sizes.get(axis, 1) for axis in INNER)
-    unlike = cluster if len(node_kinds(cluster)) > 1 else None
+    unlike = cluster if len(node_type_runs(cluster)) > 1 else None
     return [(*outer, *INNER) for outer in _outer_orders(_levels(cluster), cluster.ranks_per_node, three, inner, unlike)]
 
 
@@ -52,11 +52,11 @@ class Ground:
 def ground_of(run: RunSpec) -> Callable[[Layout], Ground] | None:
     """How a layout lies on the run's nodes; None where these are alike, or the cost model knows nothing of them."""
     cluster = run.cluster
-    if len(node_kinds(cluster)) == 1 or not (speeds := kind_speeds(run.model, run.train, cluster)):
+    if len(node_type_runs(cluster)) == 1 or not (speeds := kind_speeds(run.model, run.train, cluster)):
         return None
 
     def ground(layout: Layout) -> Ground:
-        slowest, _ = node_kinds(slowest_rank(cluster, layout))[0]
+        slowest, _ = node_type_runs(slowest_rank_cluster(cluster, layout))[0]
         return Ground(1 / fmean(rank_speeds(speeds, cluster, layout)), slowest.port)
 
     return ground
@@ -72,7 +72,7 @@ def _outer_orders(
     for order in permutations(OUTER):
         layout = Layout((*((axis, size[axis]) for axis in order), ("tensor", inner)), per_node)
         crossed: tuple[object, ...] = tuple(_members(layout, axis, level) for axis in OUTER for level in levels)
-        kinds = kinds_by_rank(unlike, layout) if unlike else ()
+        kinds = node_types_by_rank(unlike, layout) if unlike else ()
         found.setdefault((crossed, kinds), (sum(len(some) > 1 for some in kinds), order))
     return tuple(order for _, order in sorted(found.values(), key=lambda one: one[0]))
 

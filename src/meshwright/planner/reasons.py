@@ -25,7 +25,7 @@ from meshwright.planner.explain import alike, reason_for, seconds_text, shortfal
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
+from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import shard_size
 
@@ -158,7 +158,7 @@ def _by_memory(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[s
             if fits(free)
             else f"with less, {_micro_batches(plan)} do not fit into memory"
         )
-        kinds = {mode: [layer for layer in lean if layer.recompute == mode] for mode in RECOMPUTES}
+        kinds = {mode: [layer for layer in lean if layer.recompute == mode] for mode in RECOMPUTE_MODES}
         where = [f"{mode} on {on_layers(those, run.model.layers)}" for mode, those in kinds.items() if those]
         said.append(f"recompute {' and '.join(where)}: {why}")
     again = [layer for layer in plan.layers if layer.reshard]

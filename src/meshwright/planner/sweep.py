@@ -17,23 +17,30 @@ from itertools import combinations, product
 
 import numpy as np
 
-from meshwright.costs.footprint import planned
-from meshwright.costs.idle import fill
-from meshwright.costs.inputs import Array, Layouts, usual_imbalance
-from meshwright.costs.memory import formats
 from meshwright.costs.offload_costs import waiting_bytes
-from meshwright.costs.plan_costs import Pricing, gathered_bytes, strategy_columns
+from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import StepCost, owned_params, step_cost
 from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
-from meshwright.schedules.in_flight import in_flight
 from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import flops_per_token
-from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
+from meshwright.spec.plan import (
+    PARTIAL_RECOMPUTES,
+    RECOMPUTE_MODES,
+    Gradients,
+    LayerStrategy,
+    Offload,
+    PlanPins,
+    Recompute,
+)
 from meshwright.spec.run import RunSpec
-from meshwright.workload.dtypes import bytes_of, state_bytes
+from meshwright.workload.arrays import Array
+from meshwright.workload.layout_bytes import planned
+from meshwright.workload.layouts import Layouts, layouts_of, strategy_columns
+from meshwright.workload.plan_bytes import formats
+from meshwright.workload.rank_layers import balanced_layers
 
 BATCH = 512
 """Points whose strategies are priced together: what is reached so far tells what of the others to leave, and arrays of them stay small."""
@@ -240,7 +247,10 @@ def _ways_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradients, ...
     kinds = tuple(dict.fromkeys(kind for pair in ends for kind in pair))
     places = {kind: place for place, kind in enumerate(kinds)}
     rich, lean = np.array([[places[kind] for kind in pair] for pair in ends]).T
-    moving = [not one.layer(one.rich).activations_away and one.layer(one.lean).activations_away for one in strategies]
+    moving = [
+        not one.layer(one.rich).activations_offloaded and one.layer(one.lean).activations_offloaded
+        for one in strategies
+    ]
     alike = [(one.lean.recompute, one.lean.offload in ("activations", "both")) for one in strategies]
     classes = tuple(np.flatnonzero([one == kind for one in alike]) for kind in dict.fromkeys(alike))
     return _Ways(tuple(strategies), kinds, rich, lean, np.array(moving), classes)
@@ -292,11 +302,11 @@ def _trained(run: RunSpec, points: Points, kind: LayerStrategy) -> np.ndarray:
     """By point, whether candidate.untrainable lets layers of this kind through. Where the pins ask for both of two things that do not go
     together, they are followed, and the plan says so."""
     pins, trained = pins_of(run), np.ones(len(points), bool)
-    away = [layer for layer in pins.layers or (kind,) if layer.activations_away]
+    away = [layer for layer in pins.layers or (kind,) if layer.activations_offloaded]
     if away and not (pins.schedule and (pins.offload or pins.layers)):
         trained &= ~np.isin(points.schedule, SPLITTING)
     if away and not (pins.recompute and pins.offload) and not pins.layers and not compiles(run):
-        trained &= kind.recompute not in CHOOSING
+        trained &= kind.recompute not in PARTIAL_RECOMPUTES
     return trained
 
 
@@ -409,7 +419,7 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     pinned = pins_of(run).recompute
     if pinned is not None:
         return (pinned,)
-    return tuple(mode for mode in RECOMPUTES if mode != "all_but_attention" or _attends_long(run))
+    return tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attends_long(run))
 
 
 def _attends_long(run: RunSpec) -> bool:
@@ -420,29 +430,16 @@ def _attends_long(run: RunSpec) -> bool:
 
 def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
     """The cost model's columns for `points` with all layers as `layer` is."""
-    pipeline, tensor, context = points.column("pipeline"), points.column("tensor"), points.column("context")
-    shards, data = points.column("shard") * context, points.column("data")
-    precision = precision_of(run)
-    schedule = points.schedule, pipeline, points.accumulate, points.virtual
-    expert = points.column("expert") * tensor if run.model.experts else 1.0
-    return Layouts(
-        tensor=tensor, pipeline=pipeline, virtual=points.virtual.astype(float), context=context,
-        expert=expert, imbalance=usual_imbalance(expert),
-        data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards, micro_batch=points.micro.astype(float),
-        global_batch=float(run.train.global_batch), seq=float(run.train.seq_len),
-        ulysses=points.column("context_ulysses"),
-        layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
-        dealt=1.0,
-        vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
-        in_flight=in_flight(*schedule), in_flight_last=in_flight(*schedule, pipeline - 1), loss_chunk=float(run.train.loss_chunk),
-        copied=points.column("copied"), exchanged=float(pins_of(run).reduce_engine == "exchange"),
-        tokens_copied=points.column("tokens copied"), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
-        replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
-        fill=fill(points.schedule, pipeline, points.accumulate), slowest=points.column("pace"), port=points.column("port"),
-        ring_stride=points.column("ring stride"), ulysses_stride=points.column("ulysses stride"),
-        shard_stride=points.column("shard stride"),
-        replicate_stride=points.column("replicate stride"), pipeline_stride=points.column("pipeline stride"),
-        **strategy_columns(layer),
+    pipeline = points.column("pipeline")
+    vee = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
+    strides = ("ring", "ulysses", "shard", "replicate", "pipeline")
+    return layouts_of(
+        run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
+        virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
+        layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, vee),
+        copied=points.column("copied"), tokens_copied=points.column("tokens copied"),
+        slowest=points.column("pace"), port=points.column("port"),
+        **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
     )  # fmt: skip
 
 
@@ -471,7 +468,6 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 def bytes_of_rank(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
-    precision, engine = precision_of(run), pins_of(run).reduce_engine or "kernel"
-    numbers = formats(run.train, precision, cpu=run.cluster.is_cpu, reduce_engine=engine, added=layout.added_up)
+    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
     numbers = replace(numbers, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied)
-    return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))
+    return np.asarray(sum(planned(run.model, layout, numbers).values()))
