@@ -135,7 +135,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def runnable(page: str) -> list[Block]:
     """What a reader would run or apply, in the order of the page."""
-    found = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.words]
+    found = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.options]
     return [block for block in found if block.text.strip() != ONCE]
 
 
@@ -152,27 +152,27 @@ def test_the_commands_of_a_page_run(page: str, workshop: Workshop, tmp_path: Pat
     folder = workshop.folder(tmp_path, page)
     for block in runnable(page):
         if file := block.option("file"):
-            assert not (folder / file).exists(), f"{block.where}: {file} is there already"
+            assert not (folder / file).exists(), f"{block.location}: {file} is there already"
             (folder / file).write_text(block.text, encoding="utf-8")
         elif block.language == "diff":
             (folder / "change.diff").write_text(block.text, encoding="utf-8")
-            workshop.run(["git", "apply", "-C1", "change.diff"], folder, block.where)
+            workshop.run(["git", "apply", "-C1", "change.diff"], folder, block.location)
         elif block.language == "python":
-            workshop.run([sys.executable, "-c", block.text], folder, block.where)
+            workshop.run([sys.executable, "-c", block.text], folder, block.location)
         else:
-            workshop.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.where)
+            workshop.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.location)
 
 
 def test_what_does_not_run_is_listed_and_has_no_slip_of_the_pen() -> None:
-    marked = [block for page in PAGES for block in blocks(page) if "norun" in block.words]
+    marked = [block for page in PAGES for block in blocks(page) if "norun" in block.options]
     assert {(block.page, block.first_line) for block in marked} == NOT_RUN
     for block in marked:
         answer = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
-        assert not answer.stderr, f"{block.where}: {answer.stderr}"
+        assert not answer.stderr, f"{block.location}: {answer.stderr}"
 
 
 def test_no_block_avoids_being_run_by_its_language() -> None:
-    wrong = [block.where for page in PAGES for block in blocks(page) if block.language not in LANGUAGES]
+    wrong = [block.location for page in PAGES for block in blocks(page) if block.language not in LANGUAGES]
     assert not wrong
 
 
@@ -191,7 +191,7 @@ def test_links_and_pictures_are_there(page: str) -> None:
 def commands(page: str) -> Iterator[tuple[str, list[str]]]:
     """(where, words behind `meshwright`) of every command on a page, in blocks and in the text."""
     lines = [
-        (block.where, block.text.replace("\\\n", " "))
+        (block.location, block.text.replace("\\\n", " "))
         for block in blocks(page)
         if block.language in ("bash", "console")
     ]
@@ -262,7 +262,7 @@ def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "block", [b for page in PAGES for b in blocks(page) if b.language == "yaml"], ids=lambda b: b.where
+    "block", [b for page in PAGES for b in blocks(page) if b.language == "yaml"], ids=lambda b: b.location
 )
 def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "page.yaml"
