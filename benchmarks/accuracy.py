@@ -32,13 +32,13 @@ from sides import KERNELS
 from meshwright.config.load import load_run
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
-from meshwright.costs.memory import fullest
 from meshwright.costs.plan_costs import STACK, band, plan_time
 from meshwright.simulator.step_simulation import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.fields import from_plain
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
+from meshwright.workload.plan_bytes import fullest
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

@@ -82,7 +82,7 @@ FOUND = [
     ("plan.sequence", "sequence", "plans replicate, shard, pipeline", None),
     ("plan.layers.0.range", "0}", "text", '"0"'),
     ("plan.layers.1.recompute", "ful}", "none | selective | all_but_attention | full", "full"),
-    ("checkpoint", "5", "a section (every, keep, at_end)", None),
+    ("checkpoint", "5", "a section (every, keep, at_end, mode, …)", None),
     ("observe.wandb", "[project]", "a project's name or a section", None),
     ("zebra", "zebra", "top-level key", None),
     ("zebra", "!paint", "without tags", None),
@@ -240,7 +240,8 @@ def test_pins_whose_product_exceeds_the_cluster(
         ("observe: {evry: 3}", "checkpoint.every"),
         ("observe: {color: 3}", None),
         ("checkpoint: {keep_last: 3}", "keep"),
-        ("cluster: {mode: 3}", "nodes"),
+        ("cluster: {nods: 3}", "nodes"),
+        ("cluster: {mode: 3}", "checkpoint.mode"),
         ("batch: 3", None),
     ],
 )

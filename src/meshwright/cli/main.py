@@ -66,7 +66,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit codes of docs/getting-started.md."""
+    """Run the command line; ends the process with the exit codes of docs/reference/exit-codes.md."""
     try:
         app_for(_words_to_complete() or sys.argv[1:])(prog_name="meshwright")
     except BadConfig as error:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.machine import Machine
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape
 
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32

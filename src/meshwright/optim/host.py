@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshwright.kernels.pinned import pinned
 from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
+from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
 MASTER = "weight"
@@ -130,13 +131,21 @@ class HostAdamW:
             self._at(MASTER, name).copy_(self._parts[name])
             self._here[name] = release().view(-1)
 
-    def step(self, gradients: Mapping[str, Tensor], told: Told, concurrent_span: Aside | None = None) -> None:
-        """One update of the parameters that have a gradient."""
+    def step(
+        self,
+        gradients: Mapping[str, Tensor],
+        told: Told,
+        concurrent_span: Aside | None = None,
+        copies: SnapshotCopies | None = None,
+    ) -> None:
+        """One update of the parameters that have a gradient; each chunk waits for the `copies` of its parameters' state, if any."""
         self._links.begin()
         for number in range(min(len(self._ring), len(self._chunks))):
             self._fetch(number, concurrent_span)
         with counted([self._counts[name] for name in gradients], told.skip):
             for number, chunk in enumerate(self._chunks):
+                if copies is not None:
+                    copies.wait(segment.name for segment in chunk.segments)
                 self._update(number, chunk, gradients, told)
                 self._send(number, concurrent_span)
                 if number + len(self._ring) < len(self._chunks):
@@ -146,6 +155,10 @@ class HostAdamW:
         """A moment or the master weight of a parameter, in host memory and laid out as this rank's part; waits until it is up to date."""
         self._links.finish()
         return self._at(kind, name)
+
+    def finish_copies(self) -> None:
+        """Return when all that was sent to the host has arrived."""
+        self._links.finish()
 
     def set_steps(self, steps: int) -> None:
         for count in self._counts.values():

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TypeVar
 
-from meshwright.costs.memory import memory_by_rank, optimizer_on_host
 from meshwright.costs.plan_costs import Pricing, as_nodes, number, pricing
 from meshwright.schedules.activation_residency import Counts, fullest_moments
 from meshwright.schedules.plan_schedule import kept_order, schedule_key, stages_of, training_schedule, unit_strategies
@@ -27,6 +26,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import activation_bytes
 from meshwright.workload.groups import shard_size
+from meshwright.workload.plan_bytes import memory_by_rank, optimizer_on_host
 
 T = TypeVar("T")
 REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")

@@ -17,7 +17,6 @@ import numpy as np
 
 from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
-from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.offload_costs import copied_bytes, host_optimizer, host_rate, late_copies
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.costs.step import context_traffic, waits
@@ -26,6 +25,10 @@ from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
 from meshwright.workload.dtypes import bytes_of, gathered_width, state_bytes, summed_by_products
 from meshwright.workload.groups import experts_over, shard_size
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape, with_blocks
+from meshwright.workload.products import layer_products
+from meshwright.workload.step_shape import step_shape
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -253,7 +256,10 @@ class UnitCosts:
 
     def _travels(self, mode: Recompute, routed: bool) -> float:
         """Seconds of a block's copy, one way."""
-        return number(copied_bytes(self._of_kind(routed), self._lone(mode)) / host_rate(self.priced.machine))
+        return number(
+            copied_bytes(with_blocks(self.priced.shape, routed=routed), self._lone(mode))
+            / host_rate(self.priced.machine)
+        )
 
     def _alike(self, unit: Unit) -> Unit:
         """The first block of the unit's kind, or the end itself."""
@@ -281,16 +287,6 @@ class UnitCosts:
         """Of these the embedding's and the head's count."""
         return layer_times(self.priced.shape, self.priced.machine, self._lone("none"), self.priced.constants)
 
-    def _of_kind(self, routed: bool) -> Shape:
-        """The model with all its blocks of one kind."""
-        layers = self.model.layers
-        return replace(
-            self.priced.shape,
-            moe_layers=layers * routed,
-            dense_layers=layers * (not routed),
-            experts=self.model.experts * routed,
-        )
-
     def _lone(self, mode: Recompute) -> Layouts:
         """One micro-batch of one replica in one piece."""
         layout = self.priced.layout
@@ -301,7 +297,12 @@ class UnitCosts:
 
     def _block(self, mode: Recompute, routed: bool, linear: Linear) -> Seconds:
         priced = self.priced.of(linear)
-        shape, lone, machine, k = self._of_kind(routed), self._lone(mode), priced.machine, priced.constants
+        shape, lone, machine, k = (
+            with_blocks(self.priced.shape, routed=routed),
+            self._lone(mode),
+            priced.machine,
+            priced.constants,
+        )
         times = layer_times(shape, machine, lone, k)
         inside = waits(shape, machine, lone, k, times)
         tensor, context, expert, host = (
@@ -316,7 +317,7 @@ class UnitCosts:
         backward = work - forward
         apart = self.jitter / self.model.layers
         each = (work + host) / work * apart
-        weight = min(self._weight_products(priced, routed) * self.model.layers, backward)
+        weight = min(self._weight_products(priced, shape), backward)
         return Seconds(
             forward=forward * each,
             backward_input=(backward - weight) * each,
@@ -330,15 +331,10 @@ class UnitCosts:
             },
         )
 
-    def _weight_products(self, priced: Pricing, routed: bool) -> float:
-        """Seconds of one block's weight gradients: of each matrix one product."""
-        layout = priced.layout
-        tokens = layout.micro_batch * layout.seq / layout.context
-        speed, width = product_rate(priced.machine, priced.constants), layout.tensor
-        rows = block_parameters(self.model, routed=routed)
-        matrices = [row.shape for row in rows if len(row.shape) == 2]
-        dense = sum(number(speed.seconds(inner, tokens, out / width)) for out, inner in matrices)
-        experts = [row.shape for row in rows if row.expert]
-        local = self.model.experts / np.maximum(layout.expert, 1.0)  # experts on this rank, and the rows that each gets
-        sent = tokens / width * self.model.experts_per_token / np.maximum(local, 1e-9) * layout.imbalance
-        return dense + sum(number(speed.seconds(inner, sent, out, local)) for _, out, inner in experts)
+    def _weight_products(self, priced: Pricing, shape: Shape) -> float:
+        """Seconds of all layers' weight gradients: a product for each matrix."""
+        speed, width = product_rate(priced.machine, priced.constants), priced.layout.tensor
+        return sum(
+            number(product.layers * speed.seconds(product.k, product.m, product.n, product.count))
+            for product in layer_products(shape, step_shape(shape, priced.layout), width)
+        )

@@ -14,7 +14,6 @@ import torch
 
 from meshwright.config.load import load_plan, load_resolved
 from meshwright.config.profile_file import to_json
-from meshwright.costs.work import Work, step_work
 from meshwright.observe.environment import environment
 from meshwright.parallel.world import join
 from meshwright.profile.measure import measure
@@ -24,6 +23,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.profile import MachineProfile
 from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.worker import answer_as_rank
+from meshwright.workload.device_work import Work, step_work
 
 TIMEOUT_SECONDS = 300
 SAID = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "cudnn", "nccl", "driver", "system")

@@ -65,6 +65,10 @@ class Reporter:
         except (OSError, MeshwrightError) as error:
             self.failure = self.failure or as_meshwright_error(error)
 
+    def fail(self, failure: MeshwrightError) -> None:
+        """End the run after the step, on all ranks, for a failure that is no rank's own."""
+        self.failure = self.failure or failure
+
     def check(self) -> None:
         """Raise this rank's failure, if it has any."""
         if self.failure:

@@ -67,7 +67,7 @@ def wire_count(session: Session) -> WireCount | None:
     interface = interface_between_nodes(cluster)
     if interface is None:
         return None
-    from meshwright.costs.traffic import cross_node_bytes  # the cost model, which most runs start without
+    from meshwright.workload.cross_node_bytes import cross_node_bytes  # the cost model, which most runs start without
 
     found = cross_node_bytes(
         session.run.model,
