@@ -31,11 +31,12 @@ def test_snapshots_are_committed_and_old_ones_deleted(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         result = rank.save(step)
         assert result.failure is None and result.path == tmp_path / "checkpoints" / step_name(step)
-        assert result.seconds is not None and set(result.seconds) == {"staging", "writing", "commit"}
+        assert result.seconds is not None and set(result.seconds) == {"staging", "writing", "waiting", "commit"}
         assert newest(tmp_path) == step
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {step_name(20), step_name(30)}
     manifest = read_manifest(result.path)
     assert (manifest.run_id, manifest.epoch, manifest.world_size) == (rank.lease.run_id, 1, 1)
+    assert (manifest.finite, manifest.parent, manifest.seconds is None) == (True, None, False)
     assert rank.saver.writer is not None and rank.saver.writer.starts == 1
 
 

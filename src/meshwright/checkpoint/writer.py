@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.arena import Arena
-from meshwright.checkpoint.attempt import Attempt, delete_beyond, recover, remove_stale
+from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, recover, remove_stale
 from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord
@@ -75,6 +75,7 @@ class Save:
     attempt: str
     generation: int
     staging_seconds: float
+    finite: bool | None = None
     plain: dict[str, str] = field(default_factory=dict)
 
 
@@ -164,8 +165,10 @@ class Writer:
         files |= peer_files(attempt, setup.ranks, max(setup.peer_seconds, 10 * writing))
         self.phase = "committing"
         plain = {name: text.encode() for name, text in save.plain.items()}
-        seconds = {"staging": save.staging_seconds, "writing": writing}
-        manifest = attempt.commit(files, self._contents, plain, ranks=setup.ranks, torch_version=setup.torch_version)
+        waiting = time.perf_counter() - began - writing
+        seconds = {"staging": save.staging_seconds, "writing": writing, "waiting": waiting}
+        provenance = Provenance(setup.ranks, setup.torch_version, setup.parent, save.finite, seconds)
+        manifest = attempt.commit(files, self._contents, plain, provenance)
         seconds["commit"] = time.perf_counter() - began - writing
         self._reply("committed", step=save.step, path=str(attempt.target), bytes=manifest.total_bytes, seconds=seconds)
         self.phase = "deleting"

@@ -57,7 +57,7 @@ class Saver:
         self._timer = CheckpointTimer(session.run.checkpoint)
         self._began = self._committed = self._read = 0
         """Steps: of the last save that began, of the last that this start committed, and of the last step line."""
-        self._tokens = session.tokens
+        self._tokens, self._parent = session.tokens, session.step or None
         self._skipped = 0
 
     @classmethod
@@ -226,7 +226,7 @@ class Saver:
         self._began = step
         state = run_state(step, session.run.train, session.tokens, session.data.record())
         with session.recorder.span("checkpoint"):
-            saved = session.store.save(step, session.state(), state, _texts(session))
+            saved = session.store.save(step, session.state(), state, _texts(session), parent=self._parent, finite=True)
             session.store.retain(session.run.checkpoint.keep)
         if saved.written:
             seconds = time.perf_counter() - started
