@@ -119,17 +119,17 @@ class _Open:
 
 @dataclass
 class _Message(_Open):
-    """A message: `first` is when it was posted; `travel` says what it took from there, until it has said so."""
+    """A message: `first` is when it was posted; `transfer` gives its duration."""
 
-    travel: MessageTransfer | None = None
+    transfer: MessageTransfer | None = None
     timed_from_posting: bool = False
     took: float = 0.0
 
     def look(self) -> bool:
         """Whether it is through. If so, it lets go of what it carried."""
-        if self.travel is not None and (took := self.travel.seconds()) is not None:
-            self.took, self.timed_from_posting, self.travel = took, self.travel.timed_from_posting, None
-        return self.travel is None
+        if self.transfer is not None and (took := self.transfer.seconds()) is not None:
+            self.took, self.timed_from_posting, self.transfer = took, self.transfer.timed_from_posting, None
+        return self.transfer is None
 
     def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
         """As of any span; `free` is when the channel was through with the message before."""
@@ -281,10 +281,10 @@ class StepRecorder:
         finally:
             self._finish(span)
 
-    def message(self, name: str, lane: str, travel: MessageTransfer) -> None:
+    def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
         assert self._window is not None, "messages travel inside steps"
         self._travelling = [message for message in self._travelling if not message.look()]
-        message = _Message(name, lane, BESIDE, self._clock.stamp(), travel=travel)
+        message = _Message(name, lane, BESIDE, self._clock.stamp(), transfer=transfer)
         self._travelling.append(message)
         self._window.spans.append(message)
 

@@ -1,4 +1,4 @@
-"""One rank's place in a job, as the launcher that started it says. Torch-free."""
+"""A rank's number, host and rendezvous address, from the environment variables of its launcher. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def started_by_launcher(env: Mapping[str, str] = os.environ) -> bool:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """One rank's place in the job, from its environment."""
+    """Rank, local rank, their counts, and the rendezvous address of one rank."""
 
     rank: int
     ranks: int
@@ -73,7 +73,7 @@ def _number(
     limit: str = "",
     default: int | None = None,
 ) -> int:
-    """The integer in a variable of the environment, or `default` where the launcher did not set it; `limit` says what `most` is.
+    """The integer in an environment variable, or `default` if the launcher did not set it; `limit` describes `most`.
 
     Raises BadInput naming the variable, its value and the range.
     """
@@ -108,6 +108,6 @@ def _check_meeting_point(rank: int, ranks: int, local_ranks: int, address: str |
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask a run to stop: SIGHUP is one unless this process ignores it, as under nohup."""
+    """The signals that request a stop. SIGHUP is one unless this process ignores it, as under nohup."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*signals, signal.SIGHUP)

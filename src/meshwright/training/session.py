@@ -77,7 +77,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
-    optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.away)
+    optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.host_offloaded)
     clock.end("optimizer")
     recorder = (StepRecorder if run.observe.phases else DetailRecorder)(world.device, world.rank)
     session = Session(
@@ -116,11 +116,11 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
 
 
 def _resume(session: Session) -> bool:
-    newest = session.store.newest_good()
-    if newest is None:
+    loaded = session.store.load_newest(session.state())
+    if loaded is None:
         _refuse_if_all_damaged(session.folder)
         return False
-    state = session.store.load(newest, session.state())
+    newest, state = loaded
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.optimizer.set_steps(session.step)
     log.info("resumed from %s", newest)
