@@ -14,8 +14,8 @@ import torch
 from meshwright.checkpoint import staging
 from meshwright.checkpoint.manifest import read_manifest, step_name
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.durable.lease import LeaseLost
 from meshwright.launch.folder import take_over
-from meshwright.spec.errors import BadInput
 from tests.checkpoint.toy import ToyRank, newest
 
 
@@ -136,7 +136,7 @@ def test_a_writer_woken_after_another_start_took_over_commits_nothing(tmp_path: 
     result = rank.saver.result()
     assert (
         result is not None
-        and isinstance(result.failure, BadInput)
+        and isinstance(result.failure, LeaseLost)
         and "was taken over by process" in str(result.failure)
     )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [step_name(1)]

@@ -1,4 +1,4 @@
-"""On a real GPU a snapshot is copied beside updates that wait for it group by group, and a run continues from what was written beside it."""
+"""On a real GPU updates wait for the copies of a snapshot group by group, and a run continues from a checkpoint written beside it."""
 
 from __future__ import annotations
 

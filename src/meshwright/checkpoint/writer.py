@@ -31,6 +31,7 @@ from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.header import Row, encode_header
+from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
 from meshwright.spec.failures import as_meshwright_error
@@ -141,7 +142,13 @@ class Writer:
             failure = as_meshwright_error(error, f"saving step {command.step}")
             with suppress(OSError, MeshwrightError):
                 self._discard(self._setup, Discard(command.step, command.attempt))
-            self._reply("failed", step=command.step, message=str(failure), exit_code=failure.exit_code)
+            self._reply(
+                "failed",
+                step=command.step,
+                message=str(failure),
+                exit_code=failure.exit_code,
+                lease_lost=isinstance(error, LeaseLost),
+            )
         finally:
             self.phase = "idle"
 
