@@ -80,6 +80,10 @@ AUTO_FIRST_SECONDS, AUTO_SECONDS, AUTO_LEAST_SECONDS = 600, 1800, 60
 checkpoints."""
 
 
+ASYNC_BYTES = 32 << 20
+"""`checkpoint.mode: auto` stops training to write smaller states of a rank, which takes less than arranging for more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
     """When checkpoints are written and how many are kept."""

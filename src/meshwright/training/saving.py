@@ -16,14 +16,12 @@ from meshwright.durable.lease import LeaseLost
 from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.job import AUTO_SECONDS, CheckpointSpec
+from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
 from meshwright.training.stop import BUSY, NOT_ASKED, SAVE, StopFlags
 
-ASYNC_BYTES = 32 << 20
-"""`checkpoint.mode: auto` writes smaller states of a rank while training waits, which takes less than arranging for more."""
 COUNTED_STEPS, FEWEST_STEPS = 50, 5
 """Steps without a save whose median counts as what a step takes: at most, and at least."""
 WAIT_SECONDS = 2.0
