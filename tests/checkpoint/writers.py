@@ -55,7 +55,7 @@ class Writers:
             plain = [[row.key, row.dtype, list(row.shape)] for row in own]
             setup = Setup(
                 str(run / "checkpoints"), rank, ranks, plain, {} if rank else encoded_contents(contents), asdict(lease),
-                keep, 1, "2.0", peer_seconds=peer_seconds,
+                keep, 1, "2.0", peer_seconds=peer_seconds, folder_seconds=1.0,
             )  # fmt: skip
             each.do(setup)
 

@@ -66,6 +66,7 @@ class Setup:
     torch_version: str
     parent: int | None = None
     peer_seconds: float = PEER_SECONDS
+    folder_seconds: float = FOLDER_SECONDS
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Writer:
             recover(attempt.checkpoints)
             attempt.create()
         else:
-            _wait_for_folder(attempt)
+            _wait_for_folder(attempt, setup.folder_seconds)
         files = self._write(setup, save, attempt.folder)
         writing = time.perf_counter() - began
         if setup.rank:
@@ -277,13 +278,13 @@ def decoded_contents(plain: dict[str, Any]) -> Contents:
     }
 
 
-def _wait_for_folder(attempt: Attempt) -> None:
-    deadline, pause = time.monotonic() + FOLDER_SECONDS, POLL_SECONDS[0]
+def _wait_for_folder(attempt: Attempt, seconds: float) -> None:
+    deadline, pause = time.monotonic() + seconds, POLL_SECONDS[0]
     while not attempt.folder.is_dir():
         if time.monotonic() > deadline:
             attempt.check_owner()
             raise BadInput(
-                f"{attempt.folder} did not appear within {FOLDER_SECONDS:.0f} s; the run folder must be on storage that all hosts share"
+                f"{attempt.folder} did not appear within {seconds:.0f} s; the run folder must be on storage that all hosts share"
             )
         time.sleep(pause)
         pause = min(2 * pause, POLL_SECONDS[1])
