@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import counts, untrainable
+from meshwright.planner.candidate import offload_penalty, untrainable
 from meshwright.planner.search import search
 from meshwright.spec.errors import MeshwrightError
 
@@ -147,7 +147,7 @@ def seconds(words: list[str]) -> float | None:
         or plan.predicted.step_seconds is None
     ):
         return None
-    return plan.predicted.step_seconds * counts(run, plan)
+    return plan.predicted.step_seconds * offload_penalty(run, plan)
 
 
 if __name__ == "__main__":

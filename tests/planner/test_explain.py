@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import HEADROOM, Answer, Candidate, peak_bytes
-from meshwright.planner.explain import border, limits, lost, parts_of, shortfall
-from meshwright.planner.reprice import repriced
+from meshwright.planner.explain import border, limits, parts_of, reason_against, shortfall
+from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.plan import BatchPlan, Breakdown, ExpertPlan, LayerStrategy, MeshAxis, Plan, Predicted
@@ -79,7 +79,7 @@ def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
         "cluster.memory_gib=48", "train.global_batch=64", "plan.shard=4", "plan.micro_batch=8", "plan.recompute=full"
     )
     plan = search(run).best.plan
-    free = repriced(run, replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers)))
+    free = reprice(run, replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers)))
     assert peak_bytes(plan) <= HEADROOM * 48 * 2**30 < peak_bytes(free)
     (memory,) = (limit for limit in limits(run, plan) if limit.name == "memory")
     assert plan.predicted and plan.predicted.step_seconds and free.predicted and free.predicted.step_seconds
@@ -100,29 +100,29 @@ def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
     ],
 )  # fmt: skip
 def test_the_part_that_is_longest_behind_is_named(other: Plan, why: str) -> None:
-    assert lost(ask(), Candidate(made(1.0, shard=0.1)), Candidate(other)) == why
+    assert reason_against(ask(), Candidate(made(1.0, shard=0.1)), Candidate(other)) == why
 
 
 def test_an_estimate_is_compared_with_an_estimate() -> None:
     best = Candidate(made(1.0), estimated=1.2)
     quick = Candidate(made(0.9), simulated=False, estimated=1.25)
-    assert lost(ask(), best, quick) == "+50.0 ms by the quick estimate, behind others of its kind"
+    assert reason_against(ask(), best, quick) == "+50.0 ms by the quick estimate, behind similar plans"
 
 
 def test_plans_as_fast_are_told_apart_by_what_they_do() -> None:
     best = made(1.0)
-    assert "gathers weights twice" in lost(
+    assert "gathers weights twice" in reason_against(
         ask(), Candidate(replace(best, layers=(LayerStrategy(reshard=False),))), Candidate(best)
     )
     full = replace(best, layers=(LayerStrategy(recompute="full"),))
-    said = lost(ask(), Candidate(best), Candidate(full))
+    said = reason_against(ask(), Candidate(best), Candidate(full))
     assert said == "cannot be told apart (within 1%): computes activations twice (recompute full)"
 
 
 def test_without_seconds_the_plans_themselves_are_compared() -> None:
     best = replace(made(1.0), predicted=Predicted(memory_peak_bytes=10**9))
     larger = replace(best, predicted=Predicted(memory_peak_bytes=3 * 10**9))
-    assert lost(ask(), Candidate(best), Candidate(larger)) == "needs 2.0 GB more"
+    assert reason_against(ask(), Candidate(best), Candidate(larger)) == "needs 2.0 GB more"
 
 
 def test_what_does_not_fit_says_which_rank_and_kind_and_by_how_much() -> None:
@@ -133,7 +133,7 @@ def test_what_does_not_fit_says_which_rank_and_kind_and_by_how_much() -> None:
     rows = [sum(kinds.values()) for kinds in memory_of(run.model, run.train, plan, cpu=False)]
     fullest, usable = rows.index(max(rows)), HEADROOM * 20 * 2**30
     said = shortfall(run, plan)
-    assert lost(run, Candidate(plan), Candidate(plan, fits=False)) == f"does not fit: {said}"
+    assert reason_against(run, Candidate(plan), Candidate(plan, fits=False)) == f"does not fit: {said}"
     assert said.startswith(
         f"pipeline rank {fullest} needs {max(rows) / 1e9:.1f} GB, {(max(rows) - usable) / 1e9:.1f} GB over"
     )

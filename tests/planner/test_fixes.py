@@ -8,7 +8,7 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.planner import search as searching
 from meshwright.planner.candidate import peak_bytes
-from meshwright.planner.fixes import TRIES, WANTED, fixes, search_or_fixes
+from meshwright.planner.fixes import MAX_FIXES, TRIES, fixes, search_or_suggest_fixes
 from meshwright.planner.search import search
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import Plan
@@ -22,7 +22,7 @@ def test_a_fix_is_what_to_type_and_makes_the_run_fit() -> None:
     words = [*SMALL.split(), *PINNED]
     run = load_run(None, words)
     found = fixes(run, trainable=True)
-    assert 1 <= len(found) <= WANTED
+    assert 1 <= len(found) <= MAX_FIXES
     assert found[0].words.startswith("without plan.")
     for fix in found:
         dropped, changed = [], []
@@ -41,7 +41,7 @@ def test_a_fix_is_what_to_type_and_makes_the_run_fit() -> None:
 def test_an_infeasible_run_says_kind_rank_amount_and_fixes() -> None:
     run = load_run(None, [*SMALL.split(), *PINNED])
     with pytest.raises(OutOfResources, match=r"needs [\d.]+ GB, [\d.]+ GB over .*activations") as caught:
-        search_or_fixes(run, trainable=True)
+        search_or_suggest_fixes(run, trainable=True)
     first, head, *rows = str(caught.value).splitlines()
     assert first.startswith("no plan fits") and head == "What makes it fit, cheapest first:"
     assert [row.split(".")[0].strip() for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
@@ -49,7 +49,7 @@ def test_an_infeasible_run_says_kind_rank_amount_and_fixes() -> None:
 
 def test_what_fits_is_the_search_s_own_answer() -> None:
     run = load_run(None, SMALL.replace("memory_gib=24", "memory_gib=80").split())
-    assert search_or_fixes(run, trainable=True).best.plan.mesh == search(run, trainable=True).best.plan.mesh
+    assert search_or_suggest_fixes(run, trainable=True).best.plan.mesh == search(run, trainable=True).best.plan.mesh
 
 
 def pretended(patch: pytest.MonkeyPatch, fits: Callable[[RunSpec], bool]) -> list[RunSpec]:

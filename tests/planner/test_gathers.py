@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import budget_of, fits, untrainable
+from meshwright.planner.candidate import fits, memory_budget, untrainable
 from meshwright.planner.search import search
 from meshwright.spec.plan import Plan
 
@@ -64,7 +64,7 @@ def test_where_the_window_does_not_fit_kernels_gather() -> None:
     tight = kernels.predicted.memory_peak_bytes / 0.91 / 2**30 * 1.001
     run = load_run(None, [*NODE.split(), *SHARDED.split(), *words.split(), f"cluster.memory_gib={tight:.3f}"])
     plan = search(run, trainable=True).best.plan
-    assert plan.gather_engine == "kernel" and fits(run, plan, budget_of(run))
+    assert plan.gather_engine == "kernel" and fits(run, plan, memory_budget(run))
 
 
 def test_an_exchange_of_gradients_is_what_a_pin_asks_for_and_no_search_takes() -> None:

@@ -11,8 +11,17 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.costs.offload_costs import waiting_bytes
 from meshwright.costs.step import owned_params
-from meshwright.planner.candidate import AWAY, HOST_HEADROOM, Candidate, counts, fits, host_budget, host_gib, over_host
-from meshwright.planner.explain import lost
+from meshwright.planner.candidate import (
+    HOST_HEADROOM,
+    OFFLOAD_PENALTY,
+    Candidate,
+    fits,
+    host_budget,
+    host_excess_bytes,
+    host_gib,
+    offload_penalty,
+)
+from meshwright.planner.explain import reason_against
 from meshwright.planner.finalists import plan_at, simplest
 from meshwright.planner.search import search
 from meshwright.planner.space import points
@@ -40,11 +49,11 @@ def test_a_plan_lets_no_more_wait_than_the_host_holds() -> None:
     # 32 layers of 131,072 tokens: residuals, norms, attention, halves and their product, 74,752 elements of 2 bytes.
     assert (activations, optimizer) == (32 * 131072 * 74752 * 2, 0)
     assert any("627.1 GB of each host's memory" in sentence for sentence in free.why)
-    assert not over_host(whole, free) and host_budget(whole) == HOST_HEADROOM * 4 * 256 * 2**30
+    assert not host_excess_bytes(whole, free) and host_budget(whole) == HOST_HEADROOM * 4 * 256 * 2**30
 
     small = asked("cluster.host_memory_gib=512")
     limit = host_budget(small)
-    assert limit == HOST_HEADROOM * 512 * 2**30 and over_host(small, free) == activations - limit
+    assert limit == HOST_HEADROOM * 512 * 2**30 and host_excess_bytes(small, free) == activations - limit
     assert not fits(small, free, None)
     away = asked("cluster.host_memory_gib=512", "plan.offload=activations")
     plan = search(away).best.plan
@@ -70,14 +79,16 @@ def test_a_plan_that_pins_must_gain_more_than_a_prediction_tells() -> None:
         return replace(best, plan=replace(best.plan, layers=layers, predicted=replace(known, step_seconds=seconds)))
 
     little, enough = faster(0.97 * known.step_seconds), faster(0.94 * known.step_seconds)
-    assert simplest([little, best], counts=partial(counts, run)) is best
-    assert simplest([enough, best], counts=partial(counts, run)) is enough
-    assert "too little to pin the host's memory for" in lost(run, best, little)
+    assert simplest([little, best], penalty=partial(offload_penalty, run)) is best
+    assert simplest([enough, best], penalty=partial(offload_penalty, run)) is enough
+    assert "too little to pin the host's memory for" in reason_against(run, best, little)
     alone = replace(run, cluster=replace(run.cluster, gpus_per_node=2))
     assert (
-        counts(alone, replace(little.plan, mesh=(MeshAxis(axis="shard", size=2),))) == AWAY < counts(run, little.plan)
+        offload_penalty(alone, replace(little.plan, mesh=(MeshAxis(axis="shard", size=2),)))
+        == OFFLOAD_PENALTY
+        < offload_penalty(run, little.plan)
     )
-    assert counts(run, best.plan) == 1
+    assert offload_penalty(run, best.plan) == 1
 
 
 def test_a_few_layers_are_moved_where_that_is_cheaper_than_to_recompute() -> None:
@@ -101,9 +112,7 @@ def test_a_few_layers_are_moved_where_that_is_cheaper_than_to_recompute() -> Non
 
 
 def test_where_only_the_host_is_too_small_that_is_said() -> None:
-    with pytest.raises(
-        OutOfResources, match=r"waits in host memory is \d+.\d GB over the 55.0.*cluster.host_memory_gib"
-    ):
+    with pytest.raises(OutOfResources, match=r"offloaded data is \d+.\d GB over the 55.0.*cluster.host_memory_gib"):
         search(asked("cluster.host_memory_gib=64", "plan.offload=activations", "plan.recompute=selective"))
 
 

@@ -48,7 +48,7 @@ def test_sizes_that_are_none_are_refused(first: int, last: int, said: str) -> No
 
 @pytest.mark.parametrize("words", [["cluster.gpu=cpu"], ["cluster.emulate_nodes=2"]])
 def test_clusters_that_do_not_grow_are_refused(words: list[str]) -> None:
-    with pytest.raises(BadInput, match="--gpus asks about clusters of like GPUs"):
+    with pytest.raises(BadInput, match="--gpus needs a cluster of like GPUs"):
         cluster_sizes(ask(*words), 2, 4)
 
 

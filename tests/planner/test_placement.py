@@ -13,7 +13,7 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.collective_costs import Group, group
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
-from meshwright.planner.placement import INNER, OUTER, ground_of, orders
+from meshwright.planner.placement import INNER, OUTER, heterogeneity_factors, orders
 from meshwright.planner.search import search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -91,20 +91,20 @@ def run(cluster: ClusterSpec) -> RunSpec:
 
 def test_the_pace_is_that_of_the_ranks_together() -> None:
     """Half the ranks on the faster chips: their speeds add up; where every rank has some of the slower ones nothing is won."""
-    ground = ground_of(run(MIXED))
+    ground = heterogeneity_factors(run(MIXED))
     assert ground is not None
     apart, across = Layout((("pipeline", 2), ("shard", 16)), 8), Layout((("shard", 16), ("pipeline", 2)), 8)
     assert ground(across).pace == 1
     assert 2 / (1 + 989 / 312) * 0.8 < ground(apart).pace < 2 / (1 + 989 / 312) * 1.3
-    assert ground_of(run(replace(MIXED, groups=()))) is None
-    ports = ground_of(run(replace(MIXED, groups=(NodeGroup(nodes=2, port_gb_per_s=25),))))
+    assert heterogeneity_factors(run(replace(MIXED, groups=()))) is None
+    ports = heterogeneity_factors(run(replace(MIXED, groups=(NodeGroup(nodes=2, port_gb_per_s=25),))))
     assert ports and ports(apart).pace == pytest.approx(1) and ports(apart).port == ports(across).port == 25e9
 
 
 def test_only_a_stage_on_two_fabrics_is_held_to_the_bridge() -> None:
     network = NetworkSpec(fabric="infiniband", port_gb_per_s=25, bridge_gb_per_s=0.4)
     halves = replace(MIXED, network=network, groups=(NodeGroup(nodes=2, fabric="roce", port_gb_per_s=20),))
-    ground = ground_of(run(halves))
+    ground = heterogeneity_factors(run(halves))
     assert ground and ground(Layout((("pipeline", 2), ("shard", 16)), 8)).port == 20e9
     assert ground(Layout((("shard", 16), ("pipeline", 2)), 8)).port == pytest.approx(0.4e9)
     assert search(run(halves)).best.plan.mesh[0].axis == "pipeline"

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.explain import ROOMIER, SAFER, SIMPLER, STEADIER, limits, lost, reason_for
+from meshwright.planner.explain import ROOMIER, SAFER, SIMPLER, STEADIER, limits, reason_against, reason_for
 from meshwright.planner.reasons import on_layers, reasons
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
@@ -108,7 +108,7 @@ def test_no_reason_contradicts_the_choice(seconds: float, offload: Offload, simu
     best = made(1.0)
     other = made(seconds, micro_batch=2, layers=(LayerStrategy(offload=offload, reshard=False),))
     other = replace(other, simulated=simulated)
-    for said in (*reasons(best, [other], ask()), lost(ask(), best, other)):
+    for said in (*reasons(best, [other], ask()), reason_against(ask(), best, other)):
         assert not re.search(r"less|faster|-\d", said) and (("longer" in said or "+" in said) is (seconds > 1.01)), said
 
 

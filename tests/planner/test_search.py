@@ -7,9 +7,9 @@ from tests.slow import quick_first
 
 from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.planner.candidate import HEADROOM, budget_of, fits, moves_activations, peak_bytes, untrainable
+from meshwright.planner.candidate import HEADROOM, fits, memory_budget, moves_activations, peak_bytes, untrainable
 from meshwright.planner.finalists import ALIKE, plan_at, simplest
-from meshwright.planner.reprice import repriced
+from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search, with_untrainable
 from meshwright.planner.space import points
 from meshwright.planner.sweep import End, Strategy, smallest
@@ -59,7 +59,7 @@ def test_less_memory_recomputes_as_few_layers_as_fit() -> None:
     fewer = tuple(
         replace(layer, range=text) for layer, text in zip(plan.layers, (f"0-{last - 1}", f"{last}-31"), strict=True)
     )
-    assert not fits(run(cluster=H100), replace(plan, layers=fewer), budget_of(run(cluster=H100), None))
+    assert not fits(run(cluster=H100), replace(plan, layers=fewer), memory_budget(run(cluster=H100), None))
 
 
 def test_everything_predicted_adds_up() -> None:
@@ -133,7 +133,7 @@ def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch
     asked = run("llama3-1b", batch=8, seq=2048)
     monkeypatch.setattr("meshwright.planner.search.MARGINS", (1e-6,))
     found = search(asked, trainable=True).best.plan
-    assert fits(asked, found, budget_of(asked, None))
+    assert fits(asked, found, memory_budget(asked, None))
     tight = replace(asked, cluster=replace(asked.cluster, memory_gib=4))
     with pytest.raises(OutOfResources, match=r"a rank needs [\d.]+ GB, [\d.]+ GB over the 3.9 that may be used"):
         search(tight, trainable=True)
@@ -206,13 +206,13 @@ def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp
     cluster = ClusterSpec(gpu="A100", nodes=2, gpus_per_node=2, memory_gib=40, network=network)
     asked = run("llama3-1b", batch=batch, cluster=cluster, seq=2048)
     asked = replace(asked, model=replace(asked.model, layers=layers))
-    space, budget = points(asked, trainable=True), budget_of(asked, None)
+    space, budget = points(asked, trainable=True), memory_budget(asked, None)
     ends = [End(reshard, "none") for reshard in (False, True)]
     plans = [
         plan_at(asked, space, row, Strategy(end, end, gradients), budget)
         for row in range(len(space)) for end in ends for gradients in ("shard", "whole")
     ]  # fmt: skip
-    fastest = min(step_seconds(repriced(asked, plan)) for plan in plans if fits(asked, plan, budget))
+    fastest = min(step_seconds(reprice(asked, plan)) for plan in plans if fits(asked, plan, budget))
     assert search(asked, trainable=True).best.seconds <= fastest * (1 + ALIKE) * 1.001
 
 

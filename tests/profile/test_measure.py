@@ -15,7 +15,7 @@ from meshwright.config.profile_file import load_profile, to_json
 from meshwright.costs.constants import constants
 from meshwright.costs.measured import chip_of_profile, fits
 from meshwright.costs.work import step_work
-from meshwright.profile.collective_times import kinds
+from meshwright.profile.collective_times import group_layouts
 from meshwright.profile.measure import cases_of
 from meshwright.profile.team import Team
 from meshwright.spec.fields import from_plain
@@ -77,16 +77,16 @@ def test_two_ranks_agree_on_every_figure(
 
 
 def test_groups_grow_to_a_node_and_then_cross_it() -> None:
-    found = [(kind.ranks, kind.nodes, len(kind.parts)) for kind in kinds(16, 8)]
+    found = [(kind.ranks, kind.nodes, len(kind.parts)) for kind in group_layouts(16, 8)]
     assert found == [(2, 1, 8), (4, 1, 4), (8, 1, 2), (2, 2, 8), (16, 2, 1)]
-    assert [(kind.ranks, kind.nodes) for kind in kinds(6, 6)] == [(2, 1), (6, 1)]
-    assert [(kind.ranks, kind.nodes) for kind in kinds(3, 1)] == [(3, 3)]
-    assert kinds(1, 1) == []
+    assert [(kind.ranks, kind.nodes) for kind in group_layouts(6, 6)] == [(2, 1), (6, 1)]
+    assert [(kind.ranks, kind.nodes) for kind in group_layouts(3, 1)] == [(3, 3)]
+    assert group_layouts(1, 1) == []
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(16, 8), (12, 6), (4, 1), (8, 8)])
 def test_every_kind_holds_every_rank_once_and_spans_what_it_says(ranks: int, per_node: int) -> None:
-    for kind in kinds(ranks, per_node):
+    for kind in group_layouts(ranks, per_node):
         assert sorted(rank for part in kind.parts for rank in part) == list(range(ranks))
         assert {len({rank // per_node for rank in part}) for part in kind.parts} == {kind.nodes}
 

@@ -21,9 +21,9 @@ from meshwright.launch.probe import Probe, check_here, probed
 from meshwright.planner.candidate import Answer as Found
 from meshwright.planner.candidate import Candidate, untrainable
 from meshwright.planner.devices import Idle
-from meshwright.planner.explain import limits, lost
+from meshwright.planner.explain import limits, reason_against
 from meshwright.planner.finalists import same_layout
-from meshwright.planner.fixes import choose_or_fixes
+from meshwright.planner.fixes import choose_or_suggest_fixes
 from meshwright.planner.objectives import (
     Point,
     Training,
@@ -33,7 +33,7 @@ from meshwright.planner.objectives import (
     scaling,
     shortest_training,
 )
-from meshwright.planner.reprice import predicted
+from meshwright.planner.reprice import predict
 from meshwright.planner.search import with_untrainable
 from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.cluster import ClusterSpec
@@ -179,7 +179,7 @@ class Answer:
         if ran is None and self.probes:
             return "not measured"
         if ran is None:
-            return lost(self.run, self.best, other)
+            return reason_against(self.run, self.best, other)
         return f"measured: {ran.measured_seconds:.3g} s a step" if ran.measured_seconds else f"measured: {ran.ended}"
 
 
@@ -265,14 +265,14 @@ def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
         raise BadInput(
             f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
-    plan = predicted(run, given_plan(run))
+    plan = predict(run, given_plan(run))
     if wishes.for_train:
         refuse_untrainable(run, plan)
     return Answer(run, wishes, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
 
 
 def _searched(run: RunSpec, wishes: Wishes) -> Answer:
-    chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
+    chosen = choose_or_suggest_fixes(run, memory_bytes=device_memory(run))
     found, faster = chosen.answer, None
     if wishes.for_train:
         refuse_untrainable(chosen.run, found.best.plan)  # pins may ask for what is only planned
@@ -288,7 +288,7 @@ def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
     assert wishes.probe is not None
     check_here(run.cluster)
     run = on_this_host(resolve_data(run, note))
-    chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
+    chosen = choose_or_suggest_fixes(run, memory_bytes=device_memory(run))
     found, probes = probed(chosen.run, chosen.answer, wishes.probe, note)
     return replace(_answer_with(chosen.run, found, wishes), probes=probes, idle=chosen.idle, asked=run.cluster)
 

@@ -27,16 +27,16 @@ def predict(
 ) -> None:
     """Predict step time and memory of every run in a table, each under the plan that its row fixes.
 
-    Rows that cannot be expressed are listed with the reason; defaults that were taken are listed as assumed.
+    Records that cannot be priced are listed with the reason, and assumed defaults with each record.
 
     Example:
 
         meshwright predict runs.csv --json
     """
-    from meshwright.calibration.row_predictions import predict_rows
+    from meshwright.calibration.row_predictions import predict_records
 
     rows = _read(runs)
-    answers = [_answer(at, row, found) for at, (row, found) in enumerate(zip(rows, predict_rows(rows), strict=True))]
+    answers = [_answer(at, row, found) for at, (row, found) in enumerate(zip(rows, predict_records(rows), strict=True))]
     summary = _summary(answers)
     if as_json:
         print(json.dumps({"rows": answers, "summary": summary}))

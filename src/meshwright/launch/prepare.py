@@ -29,15 +29,15 @@ from meshwright.planner.candidate import (
     HOST_HEADROOM,
     Candidate,
     host_budget,
+    host_excess_bytes,
     idle_fields,
-    over_by_rank,
-    over_host,
+    overfull_ranks,
     untrainable,
 )
 from meshwright.planner.devices import choose_devices
 from meshwright.planner.explain import shortfall
-from meshwright.planner.fixes import search_or_fixes
-from meshwright.planner.reprice import predicted
+from meshwright.planner.fixes import search_or_suggest_fixes
+from meshwright.planner.reprice import predict
 from meshwright.schedules.plan_schedule import stage_schedule
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
@@ -147,7 +147,7 @@ def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
     candidate, the chosen one first."""
     if isinstance(run.plan, str) and run.plan != "auto":
         return given_plan(run), ()
-    answer = search_or_fixes(run, memory_bytes=device_memory(run))
+    answer = search_or_suggest_fixes(run, memory_bytes=device_memory(run))
     return answer.best.plan, (answer.best, *answer.others)
 
 
@@ -221,12 +221,12 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
     """What a rank of the plan needs beyond its device's memory, or what it lets wait beyond the host's, and which keys lower that; None
     where all fits. A plan that a person wrote may fill the share of a device that a search leaves free."""
     memory = run.cluster.memory_bytes() or device_memory(run)
-    if any(over_by_rank(run, plan, memory)):
+    if any(overfull_ranks(run, plan, memory)):
         return f"{shortfall(run, plan, memory)}; lower batch.micro_batch, shard over more ranks, or set recompute or offload in layers"
-    if over := over_host(run, plan):
+    if over := host_excess_bytes(run, plan):
         said = "" if run.cluster.host_memory_gib else ", a guess where it is not given"
         return (
-            f"what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used "
+            f"offloaded data is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used "
             f"({HOST_HEADROOM:.0%} of cluster.host_memory_gib{said}); offload fewer layers, or use more nodes"
         )
     return None
@@ -325,7 +325,7 @@ def _check_exists(name: str) -> bool:
 
 def _make_plan(run: RunSpec, note: Note) -> Plan:
     """The plan with what is predicted for this machine: the figures in a plan file may come from another one."""
-    plan = predicted(run, training_plan(run, note))
+    plan = predict(run, training_plan(run, note))
     check_host_memory(run, plan)
     return plan
 

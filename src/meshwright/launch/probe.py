@@ -18,7 +18,7 @@ from meshwright.launch.prepare import Note, plan_yaml, prepare_run
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.prediction_account import ENOUGH, FEWEST, WARM_UP, Typical, comparable_memory, typical
 from meshwright.planner.candidate import Answer, Candidate
-from meshwright.planner.finalists import kind_of, same_layout
+from meshwright.planner.finalists import plan_family, same_layout
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import (
     EXIT_DONE,
@@ -104,11 +104,11 @@ def check_here(cluster: ClusterSpec, found: dict[str, object] | None = None) -> 
 
 def leading(answer: Answer, count: int) -> list[Candidate]:
     """The best plan, then the fastest played one of each other kind, then the next ones: a prediction may be wrong about a kind."""
-    first, kinds = [answer.best], {kind_of(answer.best.plan)}
+    first, kinds = [answer.best], {plan_family(answer.best.plan)}
     others = [one for one in answer.others if one.simulated and one.fits]
     for one in others:
-        if kind_of(one.plan) not in kinds:
-            kinds.add(kind_of(one.plan))
+        if plan_family(one.plan) not in kinds:
+            kinds.add(plan_family(one.plan))
             first.append(one)
     return (first + [one for one in others if one not in first])[:count]
 
