@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 # Three workers on two cores, since tests wait for processes and sockets; one begins with the tests that share a pool of ranks, and two of
 # those took longer, for ranks that wait for each other keep a core busy. Then, by themselves, those that count what the host sends.
 TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
-ALONE := tests/distributed/test_traffic.py tests/training/test_wire_count.py
+ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
 .PHONY: quickstart test test-all lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean

@@ -32,13 +32,13 @@ from sides import KERNELS
 from meshwright.config.load import load_run
 from meshwright.costs import constants as constants_module
 from meshwright.costs.constants import FILE, OWN_FILE, with_own
-from meshwright.costs.memory import fullest
 from meshwright.costs.plan_costs import STACK, band, plan_time
 from meshwright.simulator.step_simulation import memory_of, simulate_plan
 from meshwright.simulator.timeline import Timeline
 from meshwright.spec.fields import from_plain
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
+from meshwright.workload.plan_bytes import fullest
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -269,13 +269,13 @@ def _layout_runs(file: Path) -> Iterator[KeptRun]:
     results = json.loads(file.read_text(encoding="utf-8"))
     layouts = results.get("layouts", {})
     for name, entry in layouts.items():
-        if "plan" not in entry or "slowed" in entry:
+        if "plan" not in entry or "slowed" in entry or _exchanged_gradients(entry):
             continue
         yield KeptRun(
             file=file.name,
             name=name,
             run=_run_of(_run_file(results), entry["words"], results["environment"]),
-            plan=from_plain(Plan, entry["plan"]),
+            plan=_plan_of(entry),
             seconds=entry["step_seconds"],
             steps=tuple(entry.get("step_seconds_all", [])[WARM_UP:]) or (entry["step_seconds"],),
             deviation=_step_deviation(entry),
@@ -290,12 +290,12 @@ def _dense_runs(file: Path) -> Iterator[KeptRun]:
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     sessions = {line["date"]: line for line in lines if line["kind"] == "session"}
     for line in lines:
-        if line["kind"] != "run" or line["side"] != "meshwright" or "plan" not in line:
+        if line["kind"] != "run" or line["side"] != "meshwright" or "plan" not in line or _exchanged_gradients(line):
             continue
         session = sessions[line["session"]]
         table = yaml.safe_load((HERE / "dense" / f"{session['table']}.yaml").read_text(encoding="utf-8"))
         run = _run_of(HERE / table["run"], line["words"], session["environment"])
-        plan = from_plain(Plan, line["plan"])
+        plan = _plan_of(line)
         tokens = run.train.global_batch * run.train.seq_len / plan.ranks
         steps = [tokens / rate for rate in line["rates"]]
         yield KeptRun(
@@ -304,6 +304,16 @@ def _dense_runs(file: Path) -> Iterator[KeptRun]:
             allocated_bytes=line["memory_allocated_peak_gib"] * 2**30,
             phases={part: line["phases"].get(part, 0.0) for part in MEASURED_PARTS}, kernels=session.get("kernels", KERNELS),
         )  # fmt: skip
+
+
+def _exchanged_gradients(entry: dict[str, Any]) -> bool:
+    """Whether a run summed its gradients by the exchange, which was removed: no prediction exists for it."""
+    return entry["plan"].get("reduce_engine") == "exchange"
+
+
+def _plan_of(entry: dict[str, Any]) -> Plan:
+    """The plan of a kept run, without the key that plans no longer have."""
+    return from_plain(Plan, {key: value for key, value in entry["plan"].items() if key != "reduce_engine"})
 
 
 def _step_deviation(entry: dict[str, Any]) -> float:

@@ -47,10 +47,10 @@ from sides import KERNELS, MESHWRIGHT, SAID, TORCHTITAN, run_logged
 
 from meshwright.config.load import load_plan, load_resolved
 from meshwright.config.profile_file import load_profile
-from meshwright.costs.work import step_work
 from meshwright.observe.environment import environment
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.workload.device_work import step_work
 
 
 def main() -> None:

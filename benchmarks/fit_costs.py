@@ -26,9 +26,12 @@ from meshwright.calibration.row_predictions import memory
 from meshwright.costs.collective_costs import MOST_OF_LINE
 from meshwright.costs.compute import MOST_OF_PEAK
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
-from meshwright.costs.footprint import Keeping, footprint
-from meshwright.costs.inputs import Layouts, Machine, Shape, side_by_side
+from meshwright.costs.machine import Machine
+from meshwright.costs.stack_footprint import Keeping, footprint
 from meshwright.costs.step import step_cost
+from meshwright.workload.arrays import side_by_side
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape
 
 RUNS = tuple(sorted((Path(__file__).parent / "data").glob("*-runs.csv")))
 """Tables of runs with the columns of published-runs.csv. Runs of this program are fitted by fit_own.py."""

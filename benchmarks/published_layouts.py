@@ -149,11 +149,16 @@ def parts(plan: Plan) -> Mapping[str, float]:
 
 HEADER = """# Published layouts and what the planner chooses
 
-Made by `make published-layouts`. Each row is a run that others published. *Pinned* is what this program's own engine is
-predicted to take with the published tensor, context, pipeline and expert ranks and micro-batch; the other choices are the
-planner's. *Chosen* is the best plan that this release can train. The last column says in which parts of the step the two
-differ. Published seconds are another software's on its own network, so they are no test of the pinned prediction; the
-[cost model](../design/cost-model.md) is held against published runs with their own software's constants.
+`make published-layouts` writes this page. How does the planner's choice differ from a layout that others published?
+
+- *Published*: seconds of a step with other software on its own network.
+- *Pinned*: predicted seconds of this program with the published tensor, context, pipeline and expert ranks and
+  micro-batch. The planner chooses the other fields.
+- *Chosen*: the best plan that this release can train.
+- The last column has the parts of the step in which pinned and chosen differ.
+
+Published seconds do not test the pinned prediction. The [cost model](../design/cost-model.md) is tested on published
+runs with constants of their own software.
 
 | run | published | pinned | chosen | chosen plan | chosen against pinned |
 |---|---|---|---|---|---|

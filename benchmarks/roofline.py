@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from kernel_times import Breakdown, KindTime, Product
 from kernel_trace import KINDS
 
-from meshwright.costs.work import LinearWork, Work
 from meshwright.observe import figures
 from meshwright.spec.errors import BadInput
 from meshwright.spec.profile import CollectiveTime, MachineProfile, ProductTime
+from meshwright.workload.device_work import LinearWork, Work
 
 WORTH = 0.01
 """Share of the step above which a gap is explained."""

@@ -44,7 +44,6 @@ KEPT = (
     "layers",
     "precision",
     "gather_engine",
-    "reduce_engine",
     "tensor_engine",
 )
 """What of a plan says how it ran."""

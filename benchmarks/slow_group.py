@@ -39,8 +39,8 @@ from meshwright.launch.local import run_ranks
 from meshwright.launch.prepare import prepare_run
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import apply
-from meshwright.spec.place import Place
 from meshwright.spec.plan import Plan
+from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.spec.run import Assignment
 from meshwright.training import worker
 from meshwright.training.lifecycle import RankLife
@@ -94,9 +94,9 @@ def be_rank() -> None:
         like = json.loads((Path(slow["like"]) / name).read_text(encoding="utf-8"))["own_ms"] if slow["like"] else None
         spin = Spin(slow, assignment.run.cluster.is_cpu, Path(assignment.folder) / name, like)
         apply.wrap_blocks = slowed(apply.wrap_blocks, spin)  # pyrefly: ignore [bad-assignment]  # names of the arguments
-    clock = StartClock.of_rank()
+    clock = StartClock.for_rank()
     clock.end("imports")
-    worker.main(RankLife(Place.from_environment()), Path(sys.argv[1]), clock)
+    worker.main(RankLife(RankEnvironment.from_environment()), Path(sys.argv[1]), clock)
 
 
 def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable[[Decoder, Plan], None]:

@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from meshwright.costs.inputs import Array
+from meshwright.workload.arrays import Array
 
 
 def expected_slowest(ranks: Array, spread: Array) -> Array:

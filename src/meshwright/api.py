@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.events.messages import Checkpoint, Failure, Message, Step, Validation
-from meshwright.spec.errors import CLASS_OF_CODE, EXIT_DONE, EXIT_PREEMPTED, BadInput, MeshwrightError
+from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, EXIT_DONE, EXIT_PREEMPTED, BadInput, MeshwrightError
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
@@ -120,7 +120,7 @@ def train(
         stopped, code = True, EXIT_PREEMPTED
     if code != EXIT_DONE and not stopped:
         text = next((failure.message for failure in failures if failure.exit_code == code), f"exit code {code}")
-        raise CLASS_OF_CODE.get(code, MeshwrightError)(text)
+        raise ERROR_CLASS_BY_EXIT_CODE.get(code, MeshwrightError)(text)
     return _result(run, place / run.name, finished=not stopped)
 
 

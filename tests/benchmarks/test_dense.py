@@ -15,8 +15,8 @@ from kernel_times import breakdown
 from kernel_trace import kernels_of
 from roofline import roofline
 
-from meshwright.costs.work import step_work
 from meshwright.spec.fields import to_plain
+from meshwright.workload.device_work import step_work
 from tests.benchmarks.test_kernel_times import two_steps
 from tests.benchmarks.test_roofline import MODEL as SMALL
 from tests.benchmarks.test_roofline import PLAN, TRAIN, profile_for

@@ -10,13 +10,13 @@ from kernel_trace import kernels_of
 from roofline import bare_communication, needed, roofline, told
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.work import Work, step_work
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, Operation, ProductTime
+from meshwright.workload.device_work import Work, step_work
 from tests.benchmarks.test_kernel_times import two_steps
 
 MODEL = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 512, "layers": 2})

@@ -11,10 +11,10 @@ from stragglers import expected_slowest
 
 from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.costs.constants import constants
-from meshwright.costs.inputs import Layouts
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.workload.layouts import Layouts
 
 MODEL = shape(by_name("GPT-175B"))
 MACHINE = machine_of(ClusterSpec(gpu="A100", nodes=32, gpus_per_node=8))

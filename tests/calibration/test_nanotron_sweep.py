@@ -10,12 +10,12 @@ from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.calibration.nanotron_sweep import splits_sequence
 from meshwright.calibration.published_rows import read_record
 from meshwright.costs.constants import constants
-from meshwright.costs.footprint import footprint, keeping
-from meshwright.costs.inputs import Layouts
 from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.stack_footprint import footprint, keeping
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.workload.layouts import Layouts
 
 MODEL = shape(by_name("Llama-like-8.86B"))
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=8, gpus_per_node=8))

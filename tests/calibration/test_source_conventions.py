@@ -11,7 +11,7 @@ import pytest
 from meshwright.calibration.published_rows import measured_seconds, read_record
 from meshwright.calibration.row_predictions import price
 from meshwright.calibration.source_conventions import CONVENTIONS, applicable_conventions, with_conventions
-from meshwright.costs.inputs import Layouts
+from meshwright.workload.layouts import Layouts
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 ROW = {

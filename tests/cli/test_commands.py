@@ -182,13 +182,13 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
     file.write_text(
         "mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 8, micro_batch: 1, accumulate: 8}\ncompile: false\n"
         "schedule: {name: gpipe}\nlayers: [{gradients: whole}]\nprecision: {compute: fp32, reduce_replicas: fp32}\n"
-        "gather_engine: copy\nreduce_engine: exchange\ntensor_engine: copy\n"
+        "gather_engine: copy\ntensor_engine: copy\n"
     )
     words = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
     checked, planned = (meshwright(*which, f"plan={file}") for which in (("check", *words), ("plan", *words[:2])))
     said = [line for line in planned.err.splitlines() if "gains nothing" in line]
     idle = {"schedule = gpipe": "pipeline rank", "gradients = whole": "shard", "gather_engine = copy": "shard",
-            "reduce_engine = exchange": "shard", "reduce_replicas = fp32": "replica", "tensor_engine = copy": "tensor rank"}  # fmt: skip
+            "reduce_replicas = fp32": "replica", "tensor_engine = copy": "tensor rank"}  # fmt: skip
     assert said == [f"plan.{key} gains nothing: one {axis}" for key, axis in idle.items()]
     assert checked.code == 0 and [*checked.err.splitlines()] == [*said, "ok"]
     pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *words[2:])

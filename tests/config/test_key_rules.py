@@ -168,19 +168,23 @@ def test_stages_in_any_schedule_s_order_may_be_pinned_without_it(tmp_path: Path,
 @pytest.mark.parametrize(
     ("pins", "expected", "got"),
     [
-        ("stages: [[0-1], ['3']]", "layers 0-3 in some schedule's order", "begins with layer 3 where layer 2 is next"),
+        (
+            "stages: [[0-1], ['3']]",
+            "layers 0-3 in some schedule's order",
+            "begins with layer 3 where layer 2 is expected",
+        ),
         (
             "stages: [['0', '3'], ['2', '1']]",
             "in some schedule's order",
-            "stage 1 (rank 1) begins with layer 2 where layer 1 is next",
+            "stage 1 (rank 1) begins with layer 2 where layer 1 is expected",
         ),
         (
             "stages: [['0', '2'], ['1', '2']]",
             "in some schedule's order",
-            "stage 3 (rank 1) begins with layer 2 where layer 3 is next and, in a V, stage 3 (rank 0)",
+            "stage 3 (rank 1) begins with layer 2 where layer 3 is expected and, in a V, stage 3 (rank 0)",
         ),
-        (f"stages: {VEE}, schedule: interleaved", "in interleaved's order", "where layer 2 is next"),
-        (f"stages: {LOOPS}, schedule: zbv", "in zbv's order", "begins with layer 3 where layer 2 is next"),
+        (f"stages: {VEE}, schedule: interleaved", "in interleaved's order", "where layer 2 is expected"),
+        (f"stages: {LOOPS}, schedule: zbv", "in zbv's order", "begins with layer 3 where layer 2 is expected"),
         ("stages: [[0-1], [2-3]], pipeline: 4", "in some schedule's order", "2 rows of stages for 4 pipeline ranks"),
         ("stages: [['0'], ['1'], [2-3]]", "axes whose product divides the cluster's 4 ranks", "3"),
         ("stages: []", "a row of layer ranges for each pipeline rank", "an empty list"),

@@ -324,6 +324,17 @@ def test_a_resolved_run_loads_to_itself(preset: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_a_resolved_run_of_an_earlier_version_may_have_the_removed_key() -> None:
+    run = run_of("model: llama-nano\nplan: {shard: 1}")
+    text = resolved_yaml(run)
+    assert "  tensor_engine: null\n" in text
+    stored = write(
+        "config.yaml", text.replace("  tensor_engine: null\n", "  reduce_engine: null\n  tensor_engine: null\n")
+    )
+    assert load_resolved(stored) == run
+
+
+@pytest.mark.usefixtures("here")
 def test_a_resolved_run_is_readable_when_the_files_it_names_are_gone() -> None:
     plan = write(
         "plan.yaml",
@@ -412,6 +423,9 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
         (3, "pipeline", None),
         (4, "layer", "layers"),
     ]
+    removed = r"reduce_engine: expected no such key; .*gained nothing, and the reduce-scatter is always used"
+    with pytest.raises(BadConfig, match=removed):
+        load_plan(write("plan.yaml", f"{PLAN}\nreduce_engine: exchange\n"))
     for edit, key, said in (
         (("global_batch: 4", "global_batch: 5"), "global_batch", "a multiple of replicate × shard = 2, got 5 (nearest: 6)"),
         (("micro_batch: 1", "micro_batch: 3"), "micro_batch", "a divisor of the 2 sequences of a rank, got 3 (nearest: 2)"),

@@ -82,7 +82,7 @@ FOUND = [
     ("plan.sequence", "sequence", "plans replicate, shard, pipeline", None),
     ("plan.layers.0.range", "0}", "text", '"0"'),
     ("plan.layers.1.recompute", "ful}", "none | selective | all_but_attention | full", "full"),
-    ("checkpoint", "5", "a section (every, keep, at_end)", None),
+    ("checkpoint", "5", "a section (every, keep, at_end, mode, …)", None),
     ("observe.wandb", "[project]", "a project's name or a section", None),
     ("zebra", "zebra", "top-level key", None),
     ("zebra", "!paint", "without tags", None),
@@ -240,7 +240,8 @@ def test_pins_whose_product_exceeds_the_cluster(
         ("observe: {evry: 3}", "checkpoint.every"),
         ("observe: {color: 3}", None),
         ("checkpoint: {keep_last: 3}", "keep"),
-        ("cluster: {mode: 3}", "nodes"),
+        ("cluster: {nods: 3}", "nodes"),
+        ("cluster: {mode: 3}", "checkpoint.mode"),
         ("batch: 3", None),
     ],
 )
@@ -275,6 +276,7 @@ def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
         ("plan.layers.9.recompute=full", "plan.layers.9.recompute", "an item of plan.layers, 0 to 0", None),
         ("extends=llama3-8b", "extends", "in a run file only", None),
         ("model.dropout=0.1", "model.dropout", "no dropout", None),
+        ("plan.reduce_engine=kernel", "plan.reduce_engine", "removed because exchange gained nothing", None),
     ],
 )
 def test_a_bad_override_is_a_mistake_of_the_command_line(

@@ -163,7 +163,7 @@ def test_what_is_coerced() -> None:
         (("plan", "layers", 0, "recompute"), "none | selective | all_but_attention | full"),
         (("plan", "recompute"), "none | selective | all_but_attention | full"),
         (("data", "mix", "any"), "number (> 0, ≤ 1e+15)"),
-        (("checkpoint",), "a section (every, keep, at_end)"),
+        (("checkpoint",), "a section (every, keep, at_end, mode, …)"),
         (("observe", "wandb"), "a section (project, entity, name, tags, …), or none"),
         (("observe", "wandb", "entity"), "text, or none"),
     ],

@@ -11,16 +11,16 @@ from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
-from meshwright.costs.footprint import Keeping, footprint
-from meshwright.costs.inputs import FULL, Layouts
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import HOST_SHARE, copied_bytes, host_share, rate_both_ways
+from meshwright.costs.stack_footprint import Keeping, footprint
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Recompute
 from meshwright.workload.activations import kept_per_token
+from meshwright.workload.layouts import FULL, Layouts
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 MODEL = shape(by_name("Llama-3-8B"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,39 +15,30 @@ from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.costs.collective_costs import all_to_all, by_copies, gather, group
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, Constants, aged, constants
-from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, side_by_side
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.stage_layers import dealt_layers
 from meshwright.costs.step import context_traffic, step_cost, waits
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.layout import balanced_stages
+from meshwright.workload.arrays import side_by_side
+from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
+from meshwright.workload.rank_layers import balanced_layers
 
 MODEL = shape(by_name("Llama-3-8B"))
 CLUSTER = ClusterSpec(gpu="H100", nodes=8, gpus_per_node=8)
 K = constants("hopper", "megatron_tuned")
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("zbv", 2), ("interleaved", 3), ("breadth_first", 7)])
-def test_layers_are_dealt_as_plans_have_them(name: Any, virtual: int) -> None:
-    """In closed form the slowest rank has as much to do as in `balanced_stages`."""
-    for layers, ranks, head in product((28, 32, 61, 126), (2, 3, 4, 8), (0.0, 0.4, 2.2, 5.7)):
-        if layers < ranks * virtual:
-            continue
-        held = [sum(map(len, row)) for row in balanced_stages(name, ranks, layers, head, virtual)]
-        owner = 0 if name == "zbv" else -1
-        held[owner] += head
-        full, last = dealt_layers(
-            replace(MODEL, layers=layers), layout(pipeline=ranks, virtual=virtual), np.asarray(head)
-        )
-        assert max(full, last + head) == pytest.approx(max(held)), (layers, ranks, head)
-
-
 def test_uneven_virtual_stages_make_no_rank_slower() -> None:
     """32 layers in 4 × 7 stages, of which some have two: no rank needs more than 8, and the one with the head may have fewer."""
-    even, dealt, counted = (
-        cost(layout(pipeline=4, virtual=virtual, dealt=how)).compute for virtual, how in ((8, 0), (7, 1), (7, 0))
+    fullest, with_head = balanced_layers(32, 2.5, 4, 7, 0)
+    even, balanced, counted = (
+        cost(layout(pipeline=4, **columns)).compute
+        for columns in (
+            {"virtual": 8},
+            {"virtual": 7, "fullest_layers": fullest, "head_layers": with_head},
+            {"virtual": 7},
+        )
     )
-    assert dealt < even < 0.8 * counted
+    assert balanced < even < 0.8 * counted
 
 
 def layout(**changed: Any) -> Layouts:

@@ -16,7 +16,7 @@ from meshwright.schedules.registry import refusal
 from meshwright.spec.layout import check_context, check_tensor, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import (
-    RECOMPUTES,
+    RECOMPUTE_MODES,
     AxisName,
     BatchPlan,
     ExpertPlan,
@@ -91,7 +91,6 @@ def _plan(draw: Random, spec: ModelSpec, precision: Precision, compile: bool) ->
         layers=tuple(_layers(draw, spec.layers)),
         precision=precision,
         gather_engine=draw.choice(("kernel", "kernel", "copy")),
-        reduce_engine=draw.choice(("kernel", "kernel", "exchange")),
         tensor_engine="copy" if sizes["tensor"] > 1 and draw.random() < 0.5 else "kernel",
         compile=compile,
     )
@@ -106,7 +105,7 @@ def _layers(draw: Random, layers: int) -> Iterator[LayerStrategy]:
             range=f"{first}-{behind - 1}",
             reshard=draw.random() < 0.6,
             gradients=draw.choice(("shard", "whole")),
-            recompute=draw.choice(RECOMPUTES),
+            recompute=draw.choice(RECOMPUTE_MODES),
             offload=draw.choice(kinds),
         )
 

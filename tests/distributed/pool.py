@@ -89,13 +89,13 @@ def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from meshwright.parallel.world import Place, World
+    from meshwright.parallel.world import RankEnvironment, World
 
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
         )
-        world = World(Place(rank, ranks, rank, ranks, "127.0.0.1", 0), torch.device("cpu"), dist.group.WORLD)
+        world = World(RankEnvironment(rank, ranks, rank, ranks, "127.0.0.1", 0), torch.device("cpu"), dist.group.WORLD)
         answer = body(world, *arguments)
         # A rank that has made its groups may have nothing more to say. Were it to leave, those still connecting to it would fail.
         dist.barrier()

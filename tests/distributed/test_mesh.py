@@ -219,8 +219,8 @@ def node_ranks(world: World, names: list[str], local_ranks: int) -> int | str:
         if names:
             patch.setenv("NCCL_HOSTID", names[world.rank])
         try:
-            place = replace(world.place, local_rank=world.rank % local_ranks, local_ranks=local_ranks)
-            return _ranks_per_node(place, world.control)
+            environment = replace(world.environment, local_rank=world.rank % local_ranks, local_ranks=local_ranks)
+            return _ranks_per_node(environment, world.control)
         except BadInput as error:
             return str(error)
 

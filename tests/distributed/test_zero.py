@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.costs.memory import memory_by_kind
 from meshwright.events.span import NullRecorder
 from meshwright.parallel.world import World
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import block_parameters
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
+from meshwright.workload.plan_bytes import memory_by_kind
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, SEQ, compare, one_device, sharded
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, STEPS, Case

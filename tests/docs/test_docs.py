@@ -48,10 +48,11 @@ NOT_RUN = {
     ("docs/getting-started.md", "meshwright train run.yaml cluster=auto"),
     ("docs/getting-started.md", "meshwright train benchmarks/llama3-8b.yaml"),
     (
-        "docs/getting-started.md",
+        "docs/how-to/several-hosts.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
     ),
-    ("docs/getting-started.md", "#!/bin/bash"),
+    ("docs/how-to/several-hosts.md", "#!/bin/bash"),
+    ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     ("docs/design/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     (
         "docs/how-to/measure-a-machine.md",
@@ -134,7 +135,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def runnable(page: str) -> list[Block]:
     """What a reader would run or apply, in the order of the page."""
-    found = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.words]
+    found = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.options]
     return [block for block in found if block.text.strip() != ONCE]
 
 
@@ -151,27 +152,27 @@ def test_the_commands_of_a_page_run(page: str, workshop: Workshop, tmp_path: Pat
     folder = workshop.folder(tmp_path, page)
     for block in runnable(page):
         if file := block.option("file"):
-            assert not (folder / file).exists(), f"{block.where}: {file} is there already"
+            assert not (folder / file).exists(), f"{block.location}: {file} is there already"
             (folder / file).write_text(block.text, encoding="utf-8")
         elif block.language == "diff":
             (folder / "change.diff").write_text(block.text, encoding="utf-8")
-            workshop.run(["git", "apply", "-C1", "change.diff"], folder, block.where)
+            workshop.run(["git", "apply", "-C1", "change.diff"], folder, block.location)
         elif block.language == "python":
-            workshop.run([sys.executable, "-c", block.text], folder, block.where)
+            workshop.run([sys.executable, "-c", block.text], folder, block.location)
         else:
-            workshop.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.where)
+            workshop.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.location)
 
 
 def test_what_does_not_run_is_listed_and_has_no_slip_of_the_pen() -> None:
-    marked = [block for page in PAGES for block in blocks(page) if "norun" in block.words]
+    marked = [block for page in PAGES for block in blocks(page) if "norun" in block.options]
     assert {(block.page, block.first_line) for block in marked} == NOT_RUN
     for block in marked:
         answer = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
-        assert not answer.stderr, f"{block.where}: {answer.stderr}"
+        assert not answer.stderr, f"{block.location}: {answer.stderr}"
 
 
 def test_no_block_avoids_being_run_by_its_language() -> None:
-    wrong = [block.where for page in PAGES for block in blocks(page) if block.language not in LANGUAGES]
+    wrong = [block.location for page in PAGES for block in blocks(page) if block.language not in LANGUAGES]
     assert not wrong
 
 
@@ -190,7 +191,7 @@ def test_links_and_pictures_are_there(page: str) -> None:
 def commands(page: str) -> Iterator[tuple[str, list[str]]]:
     """(where, words behind `meshwright`) of every command on a page, in blocks and in the text."""
     lines = [
-        (block.where, block.text.replace("\\\n", " "))
+        (block.location, block.text.replace("\\\n", " "))
         for block in blocks(page)
         if block.language in ("bash", "console")
     ]
@@ -230,6 +231,23 @@ def test_commands_options_and_overrides_exist(page: str, keys: set[str], everyth
                 assert word.partition("=")[0] in keys, f"{where}: no key {word}"
 
 
+def leaf_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, command) of every command that is no group."""
+    for word, child in getattr(command, "commands", {}).items():
+        yield from leaf_commands(child, f"{name} {word}".strip())
+    if not hasattr(command, "commands"):
+        yield name, command
+
+
+def test_the_page_of_commands_names_every_command_and_option(everything: Any) -> None:
+    shown = inline_code("docs/reference/cli.md")
+    for name, command in leaf_commands(everything):
+        assert any(re.match(rf"(meshwright )?{name}\b", code) for code in shown), f"no command {name}"
+        options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+        missing = [option for option in options if not any(re.match(rf"{option}\b", code) for code in shown)]
+        assert not missing, f"no {', '.join(missing)} of {name}"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> None:
     sections = "|".join(key for key in keys if "." not in key)
@@ -244,7 +262,7 @@ def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "block", [b for page in PAGES for b in blocks(page) if b.language == "yaml"], ids=lambda b: b.where
+    "block", [b for page in PAGES for b in blocks(page) if b.language == "yaml"], ids=lambda b: b.location
 )
 def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "page.yaml"
@@ -262,7 +280,7 @@ def test_the_reference_is_the_generated_one() -> None:
 
 
 def test_exit_codes_are_those_of_the_code() -> None:
-    shown = {int(row["code"]) for row in table("docs/getting-started.md", "code")}
+    shown = {int(row["code"]) for row in table("docs/reference/exit-codes.md", "code")}
     assert shown == {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
 
 
@@ -296,33 +314,37 @@ def test_chips_are_those_of_the_code() -> None:
 
 
 def test_rooms_are_those_of_the_house() -> None:
-    rows = {codes(row["room"])[0]: row for row in table("docs/design/architecture.md", "floor")}
-    assert {name: int(row["floor"]) for name, row in rows.items()} == FLOORS
+    rows = {codes(row["package"])[0]: row for row in table("docs/design/architecture.md", "layer")}
+    assert {name: int(row["layer"]) for name, row in rows.items()} == FLOORS
     for name, row in rows.items():
         answer = subprocess.run(
             ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
         )
         there = bool(answer.stdout)  # what is not committed is not in the house yet
-        assert row["holds"].startswith("planned") != there, (
-            f"docs/design/architecture.md says of {name}: {row['holds']}"
+        assert row["responsibility"].startswith("planned") != there, (
+            f"docs/design/architecture.md says of {name}: {row['responsibility']}"
         )
-        assert ("*" in row["room"]) == (name in TORCH_FREE), name
+        assert ("*" in row["package"]) == (name in TORCH_FREE), name
 
 
 def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Workshop) -> None:
     run = workshop.template / "runs" / "quickstart"
-    paths = {code.rstrip("/") for row in table("docs/getting-started.md", "path") for code in codes(row["path"])}
+    paths = {code.rstrip("/") for row in table("docs/reference/metrics.md", "path") for code in codes(row["path"])}
     found = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert found <= paths
     assert paths - found == {"traces", "timelines", "tensorboard"}
-    shown = {code for row in table("docs/getting-started.md", "key") for code in codes(row["key"])}
+    shown = {code for row in table("docs/reference/metrics.md", "key") for code in codes(row["key"])}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps[0]) - {"kind"} <= shown
     assert {*STEP_KEYS, *OPTIONAL_STEP_KEYS} <= shown
 
 
+RESULT_PAGES = ("docs/results.md", "benchmarks/results/README.md")
+"""The current results, and the index of all raw files."""
+
+
 def test_every_kept_result_has_its_row() -> None:
-    page = text_of("docs/results.md")
+    page = "".join(map(text_of, RESULT_PAGES))
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(file.read_text())
         if result.get("benchmark") != "dense_8b":
@@ -333,17 +355,19 @@ def test_every_kept_result_has_its_row() -> None:
             if side in result
         ]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"docs/results.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        assert not missing, (
+            f"benchmarks/results/README.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        )
 
 
 def test_every_kept_table_has_its_rows() -> None:
-    page = text_of("docs/results.md")
+    page = "".join(map(text_of, RESULT_PAGES))
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         sides = {(line["row"], line["side"]) for line in lines if line["kind"] == "run" and "error" not in line}
         rates = [f"{side_of(lines, row, side)['rate']:,.0f}" for row, side in sorted(sides)]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"docs/results.md: no {', '.join(missing)} of {file.name}"
+        assert not missing, f"benchmarks/results/README.md: no {', '.join(missing)} of {file.name}"
 
 
 def test_the_front_page_is_short_and_its_picture_light() -> None:

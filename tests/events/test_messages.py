@@ -68,6 +68,6 @@ def test_messages_arrive_in_order_and_steps_are_dropped_while_nobody_reads() -> 
 
 
 def test_a_rank_without_a_launcher_of_ours_sends_nothing() -> None:
-    channel = Channel.of_environment({})
+    channel = Channel.from_environment({})
     channel.send(Step(1))
     assert not channel.connected

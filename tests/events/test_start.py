@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from meshwright.events.start import BEGAN, StartClock, process_began, start_line
+from meshwright.events.start import START_TIME_VARIABLE, StartClock, process_start_time, start_line
 
 
 def test_phases_add_up_to_what_passed() -> None:
@@ -27,19 +27,19 @@ def test_phases_add_up_to_what_passed() -> None:
 
 def test_a_process_knows_when_it_began() -> None:
     before = time.monotonic()
-    code = "import time; from meshwright.events.start import process_began; time.sleep(0.2); print(process_began(), time.monotonic())"
+    code = "import time; from meshwright.events.start import process_start_time as f; time.sleep(0.2); print(f(), time.monotonic())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    began, now = map(float, said.split())
-    assert before - 0.02 <= began <= now - 0.2  # the kernel counts in hundredths
+    start_time, now = map(float, said.split())
+    assert before - 0.02 <= start_time <= now - 0.2  # the kernel counts in hundredths
     assert now <= time.monotonic()
 
 
 def test_a_rank_goes_on_where_its_parent_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(BEGAN, str(process_began() - 5.0))
-    clock = StartClock.of_rank()
+    monkeypatch.setenv(START_TIME_VARIABLE, str(process_start_time() - 5.0))
+    clock = StartClock.for_rank()
     assert clock.phases["command"] == pytest.approx(5.0, abs=0.03)
-    monkeypatch.delenv(BEGAN)
-    assert StartClock.of_rank().phases["command"] == pytest.approx(0.0, abs=0.03)
+    monkeypatch.delenv(START_TIME_VARIABLE)
+    assert StartClock.for_rank().phases["command"] == pytest.approx(0.0, abs=0.03)
 
 
 def test_the_line_leaves_out_what_took_no_time_and_a_compiler_that_did_nothing() -> None:

@@ -69,7 +69,7 @@ def test_chunks_come_while_others_leave() -> None:
     start, spans = torch.cuda.Event(enable_timing=True), []
 
     @contextmanager
-    def aside(name: str, lane: str) -> Iterator[None]:
+    def concurrent_span(name: str, lane: str) -> Iterator[None]:
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
         yield
@@ -80,7 +80,7 @@ def test_chunks_come_while_others_leave() -> None:
     made.step({"weight": gradient}, Told(1e-3, one, 0 * one))
     torch.cuda.synchronize()
     start.record()
-    made.step({"weight": gradient}, Told(1e-3, one, 0 * one), aside)
+    made.step({"weight": gradient}, Told(1e-3, one, 0 * one), concurrent_span)
     torch.cuda.synchronize()
     seen = {
         wanted: [

@@ -25,6 +25,8 @@ SAME_FLOOR = {
     ("data", "policies"),
     ("costs", "config"),
     ("costs", "workload"),
+    ("costs", "schedules"),
+    ("workload", "schedules"),
 }
 TORCH_FREE = (
     "spec",

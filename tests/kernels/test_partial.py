@@ -8,7 +8,7 @@ import torch
 from meshwright.kernels import partial
 from meshwright.kernels.attention import attention
 from meshwright.kernels.partial import Joined, partial_attention, partial_gradients, piece
-from meshwright.spec.layout import Part, held_tokens
+from meshwright.spec.layout import Part, local_tokens
 
 
 def inputs(seq=24, heads=4, kv_heads=2, head_dim=8):
@@ -18,7 +18,7 @@ def inputs(seq=24, heads=4, kv_heads=2, head_dim=8):
 
 
 def part_of(x, rank, ranks):
-    return torch.cat([x[:, one.start : one.stop] for one in held_tokens(x.shape[1], Part(rank, ranks))], dim=1)
+    return torch.cat([x[:, one.start : one.stop] for one in local_tokens(x.shape[1], Part(rank, ranks))], dim=1)
 
 
 def whole_of(parts):
@@ -26,7 +26,7 @@ def whole_of(parts):
     whole = torch.empty(parts[0].shape[0], len(parts) * parts[0].shape[1], *parts[0].shape[2:], dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
         start = 0
-        for one in held_tokens(whole.shape[1], Part(rank, len(parts))):
+        for one in local_tokens(whole.shape[1], Part(rank, len(parts))):
             whole[:, one.start : one.stop] = part[:, start : start + len(one)]
             start += len(one)
     return whole

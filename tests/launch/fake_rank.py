@@ -13,7 +13,7 @@ from meshwright.events.messages import Begin, Channel, End, Failure, Step, decod
 
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
-    rank, channel = int(os.environ["RANK"]), Channel.of_environment()
+    rank, channel = int(os.environ["RANK"]), Channel.from_environment()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if what == "succeed":
         print("rank", rank, "of", os.environ["WORLD_SIZE"])

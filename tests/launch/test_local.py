@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.events.messages import CHANNEL, Message, Step
-from meshwright.events.start import BEGAN
+from meshwright.events.start import START_TIME_VARIABLE
 from meshwright.launch.local import _environment, _listening_socket, run_ranks, started_ranks
 from meshwright.policies import job_end
 from meshwright.spec.cluster import ClusterSpec
@@ -243,4 +243,4 @@ def test_torch_keeps_what_it_compiled_where_the_user_says_or_in_the_users_cache(
 
 def test_ranks_know_when_the_command_began() -> None:
     (env,) = environments(ClusterSpec(gpus_per_node=1))
-    assert 0 < float(env[BEGAN]) <= time.monotonic()
+    assert 0 < float(env[START_TIME_VARIABLE]) <= time.monotonic()

@@ -5,7 +5,7 @@ import pytest
 from meshwright.launch import machine
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
-from meshwright.spec.place import started_by_launcher
+from meshwright.spec.rank_environment import started_by_launcher
 
 
 def test_without_gpus_one_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:

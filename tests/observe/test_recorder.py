@@ -198,8 +198,8 @@ def test_neighbours_of_one_phase_share_a_span():
 class Parcel:
     """A message that its channel moves as soon as it is free."""
 
-    def __init__(self, clock, through, took, from_posting=False):
-        self.clock, self.through, self.took, self.from_posting = clock, through, took, from_posting
+    def __init__(self, clock, through, took, timed_from_posting=False):
+        self.clock, self.through, self.took, self.timed_from_posting = clock, through, took, timed_from_posting
 
     def seconds(self):
         return self.took if self.clock.passed >= self.through else None
@@ -212,15 +212,15 @@ def test_with_detail_every_action_and_all_communication_is_there():
     recorder.begin_step(2)
     start = clock.now
     for name in ("forward 0.0/0", "forward 0.0/1"):
-        with recorder.aside(f"unshard {name[-3:]}", "unshard"):
+        with recorder.concurrent_span(f"unshard {name[-3:]}", "unshard"):
             clock.now += 0.25
         with recorder.span(name, "compute"):
             clock.now += 1.0
     recorder.message("send 0.0", "send 1", Parcel(clock, start + 20.0, 4.0))
     recorder.message("send 0.1", "send 1", Parcel(clock, start + 20.0, 3.0))
-    recorder.message("recv 0.0", "recv 1", Parcel(clock, start + 20.0, 1.5, from_posting=True))
+    recorder.message("recv 0.0", "recv 1", Parcel(clock, start + 20.0, 1.5, timed_from_posting=True))
     clock.now += 1.0
-    recorder.message("recv 0.1", "recv 1", Parcel(clock, start + 20.0, 0.25, from_posting=True))
+    recorder.message("recv 0.1", "recv 1", Parcel(clock, start + 20.0, 0.25, timed_from_posting=True))
     recorder.end_step()
     with pytest.raises(RuntimeError, match="inside step 3"):
         recorder.begin_step(3)
@@ -270,13 +270,13 @@ def test_a_span_aside_is_stamped_on_the_stream_it_is_opened_on():
     recorder.begin_step(1)
     with recorder.span("forward 0.0/0", "compute"):
         torch.cuda._sleep(cycles)
-    with torch.cuda.stream(side), recorder.aside("unshard 0/1", "unshard"):
+    with torch.cuda.stream(side), recorder.concurrent_span("unshard 0/1", "unshard"):
         torch.cuda._sleep(cycles)
     recorder.end_step()
     recorder.wait()
-    compute, aside = recorder.take()[0].spans
-    assert aside.duration == pytest.approx(compute.duration, rel=0.2)
-    assert aside.start < compute.start + 0.5 * compute.duration, "they ran at the same time"
+    compute, concurrent_span = recorder.take()[0].spans
+    assert concurrent_span.duration == pytest.approx(compute.duration, rel=0.2)
+    assert concurrent_span.start < compute.start + 0.5 * compute.duration, "they ran at the same time"
 
 
 @pytest.mark.gpu

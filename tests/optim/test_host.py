@@ -118,7 +118,11 @@ def test_same_bits_as_on_the_device(chunk: int, dtype: torch.dtype, masters: boo
 def test_a_chunk_that_does_not_come_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made, here = away(torch.float32, 4 * ALIGNED, True)
     send = HostAdamW._send
-    monkeypatch.setattr(HostAdamW, "_send", lambda self, number, aside: send(self, number, aside) if number else None)
+    monkeypatch.setattr(
+        HostAdamW,
+        "_send",
+        lambda self, number, concurrent_span: send(self, number, concurrent_span) if number else None,
+    )
     run(made, torch.float32)
     assert "exp_avg a" in differing(made, here, torch.float32, None)
 
@@ -128,12 +132,12 @@ def test_copies_are_told_to_whoever_draws_them() -> None:
 
     told: list[tuple[str, str]] = []
 
-    def aside(name: str, lane: str) -> Any:
+    def concurrent_span(name: str, lane: str) -> Any:
         told.append((name, lane))
         return nullcontext()
 
     made, _ = away(torch.float32, 1 << 20, True)
-    made.step(gradients(0, torch.float32), Told(RATE, torch.ones(()), torch.zeros(())), aside)
+    made.step(gradients(0, torch.float32), Told(RATE, torch.ones(()), torch.zeros(())), concurrent_span)
     assert sorted(told) == [(f"optimizer {n}", lane) for n in range(2) for lane in ("fetch", "offload")]
 
 

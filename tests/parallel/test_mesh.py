@@ -19,7 +19,7 @@ from meshwright.parallel.mesh import Mesh, pairs_along_pipeline
 from meshwright.parallel.world import World
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.spec.layout import Layout
-from meshwright.spec.place import Place
+from meshwright.spec.rank_environment import RankEnvironment
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 LAYOUTS = {
@@ -80,7 +80,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, layout: Layout, rank: int) -> tupl
     fake.layout = layout
     for module in (world_module, mesh_module, channels_module):
         monkeypatch.setattr(module, "dist", fake)
-    place = Place(rank, layout.ranks, rank % layout.ranks_per_node, layout.ranks_per_node, "host", 1)
+    place = RankEnvironment(rank, layout.ranks, rank % layout.ranks_per_node, layout.ranks_per_node, "host", 1)
     world = World(place, torch.device("cuda", 0), cast(Any, fake.group.WORLD), limit=timedelta(seconds=7))
     return Mesh(layout, world), fake
 

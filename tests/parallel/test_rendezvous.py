@@ -12,7 +12,7 @@ import pytest
 from meshwright.parallel import rendezvous
 from meshwright.parallel.rendezvous import raise_file_limit, reach
 from meshwright.spec.errors import CommunicationFailure, OutOfResources
-from meshwright.spec.place import Place
+from meshwright.spec.rank_environment import RankEnvironment
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def place(port: int, address: str = "127.0.0.1") -> Place:
-    return Place(1, 2, 1, 2, address, port)
+def place(port: int, address: str = "127.0.0.1") -> RankEnvironment:
+    return RankEnvironment(1, 2, 1, 2, address, port)
 
 
 def test_too_few_open_files_are_refused(limits: list[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""A rank finds its place from whatever launcher started it, and refuses one where the ranks could not meet."""
+"""RankEnvironment reads the variables of every launcher and rejects those with which ranks cannot reach rank 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.world import Place, World, _store, block_size, keep_to
+from meshwright.parallel.world import RankEnvironment, World, _store, block_size, keep_to
 from meshwright.spec.errors import BadInput
 
 MEET = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -18,16 +18,16 @@ SLURM = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
 
 
 @pytest.mark.parametrize(
-    ("env", "place"),
+    ("env", "environment"),
     [
-        ({}, Place(0, 1, 0, 1, "127.0.0.1", 0)),
-        (TORCHRUN | MEET, Place(9, 16, 1, 8, "node1", 29500)),
-        (SLURM | TORCHRUN | {"RANK": "3"} | MEET, Place(3, 16, 1, 8, "node1", 29500)),
-        (SLURM | {"SLURM_NTASKS_PER_NODE": "8"} | MEET, Place(9, 16, 1, 8, "node1", 29500)),
-        (SLURM | {"SLURM_NNODES": "2"} | MEET, Place(9, 16, 1, 8, "node1", 29500)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, Place(0, 1, 0, 1, "127.0.0.1", 0)),
-        ({"RANK": "1", "WORLD_SIZE": "2"} | MEET, Place(1, 2, 0, 1, "node1", 29500)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Place(0, 1, 0, 1, "127.0.0.1", 0)),
+        ({}, RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0)),
+        (TORCHRUN | MEET, RankEnvironment(9, 16, 1, 8, "node1", 29500)),
+        (SLURM | TORCHRUN | {"RANK": "3"} | MEET, RankEnvironment(3, 16, 1, 8, "node1", 29500)),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "8"} | MEET, RankEnvironment(9, 16, 1, 8, "node1", 29500)),
+        (SLURM | {"SLURM_NNODES": "2"} | MEET, RankEnvironment(9, 16, 1, 8, "node1", 29500)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0)),
+        ({"RANK": "1", "WORLD_SIZE": "2"} | MEET, RankEnvironment(1, 2, 0, 1, "node1", 29500)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0)),
     ],
     ids=[
         "alone",
@@ -40,8 +40,8 @@ SLURM = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
         "one rank",
     ],
 )
-def test_place_of_a_rank(env: dict[str, str], place: Place) -> None:
-    assert Place.from_environment(env) == place
+def test_rank_environment_of_each_launcher(env: dict[str, str], environment: RankEnvironment) -> None:
+    assert RankEnvironment.from_environment(env) == environment
 
 
 @pytest.mark.parametrize("missing", MEET)
@@ -49,7 +49,7 @@ def test_place_of_a_rank(env: dict[str, str], place: Place) -> None:
 def test_ranks_that_do_not_know_where_to_meet_are_told(launcher: dict[str, str], missing: str) -> None:
     env = launcher | {name: value for name, value in MEET.items() if name != missing}
     with pytest.raises(BadInput, match=r"rank 9 of 16: MASTER_ADDR and MASTER_PORT must name rank 0's host"):
-        Place.from_environment(env)
+        RankEnvironment.from_environment(env)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
@@ -59,12 +59,14 @@ def test_ranks_that_do_not_know_where_to_meet_are_told(launcher: dict[str, str],
 )
 def test_loopback_is_refused_for_several_hosts(launcher: dict[str, str], address: str) -> None:
     with pytest.raises(BadInput, match="which other hosts cannot reach"):
-        Place.from_environment(launcher | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
+        RankEnvironment.from_environment(launcher | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
 
 
 def test_loopback_is_good_for_one_host() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert Place.from_environment(env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).address == "127.0.0.1"
+    assert (
+        RankEnvironment.from_environment(env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).address == "127.0.0.1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,11 +94,11 @@ def test_loopback_is_good_for_one_host() -> None:
 )
 def test_a_variable_that_is_missing_or_out_of_range_is_named(env: dict[str, str], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        Place.from_environment(env)
+        RankEnvironment.from_environment(env)
 
 
 def world(rank: int, node_ranks: int | None = None) -> World:
-    return World(Place(rank, 8, rank, 8, "host", 1), torch.device("cpu"), None, node_ranks)  # type: ignore[arg-type]
+    return World(RankEnvironment(rank, 8, rank, 8, "host", 1), torch.device("cpu"), None, node_ranks)  # type: ignore[arg-type]
 
 
 def test_nodes_are_those_of_the_launcher_unless_the_host_plays_several() -> None:
@@ -144,6 +146,6 @@ def test_ranks_that_an_agent_starts_again_do_not_meet_those_before(monkeypatch: 
     stores = []
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        stores.append(_store(Place(0, 2, 0, 2, "node1", 29500), timedelta(seconds=1)))
+        stores.append(_store(RankEnvironment(0, 2, 0, 2, "node1", 29500), timedelta(seconds=1)))
     stores[0].set("address", "old")
     assert not stores[1].check(["address"])

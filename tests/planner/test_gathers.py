@@ -65,11 +65,3 @@ def test_where_the_window_does_not_fit_kernels_gather() -> None:
     run = load_run(None, [*NODE.split(), *SHARDED.split(), *words.split(), f"cluster.memory_gib={tight:.3f}"])
     plan = search(run, trainable=True).best.plan
     assert plan.gather_engine == "kernel" and fits(run, plan, memory_budget(run))
-
-
-def test_an_exchange_of_gradients_is_what_a_pin_asks_for_and_no_search_takes() -> None:
-    kernel, exchange = chosen("plan.shard=8"), chosen("plan.shard=8 plan.reduce_engine=exchange")
-    assert (kernel.reduce_engine, exchange.reduce_engine) == ("kernel", "exchange")
-    assert kernel.predicted and exchange.predicted and kernel.predicted.step_seconds and exchange.predicted.step_seconds
-    assert exchange.predicted.step_seconds < kernel.predicted.step_seconds
-    assert any("pinned" in reason and "reduce_engine" in reason for reason in exchange.why)

@@ -20,7 +20,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.network import NetworkSpec, NodeGroup
-from meshwright.spec.nodes import kinds_by_rank
+from meshwright.spec.nodes import node_types_by_rank
 from meshwright.spec.run import ModelSection, RunSpec
 
 PODS = NetworkSpec(fabric="roce", port_gb_per_s=50, pod_nodes=2, oversubscription=4)
@@ -80,7 +80,7 @@ def test_stages_of_one_kind_of_node_come_first() -> None:
     sizes = {"pipeline": 2, "replicate": 2, "shard": 8}
     named = orders(MIXED, sizes)
     laid = [Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8) for order in named]
-    mixed = [sum(len(kinds) > 1 for kinds in kinds_by_rank(MIXED, layout)) for layout in laid]
+    mixed = [sum(len(kinds) > 1 for kinds in node_types_by_rank(MIXED, layout)) for layout in laid]
     assert mixed == sorted(mixed) and mixed[0] == 0 and mixed[-1] == 2
 
 

@@ -21,7 +21,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.plan import RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
+from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
 from meshwright.spec.run import ModelSection, RunSpec
 
 
@@ -148,5 +148,5 @@ def test_all_but_attention_is_tried_where_attention_is_long() -> None:
         model = from_plain(ModelSection, MODEL_PRESETS["llama3-8b"])
         return recomputes(RunSpec(name="x", model=model, train=train, plan=PlanPins(recompute=pinned)))
 
-    assert tried(8192) == ("none", "selective", "full") and tried(32768) == RECOMPUTES
+    assert tried(8192) == ("none", "selective", "full") and tried(32768) == RECOMPUTE_MODES
     assert tried(8192, "all_but_attention") == ("all_but_attention",)

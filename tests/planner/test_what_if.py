@@ -9,7 +9,7 @@ from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
-from meshwright.spec.layout import placed
+from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.run import RunSpec
 
@@ -73,7 +73,7 @@ def test_a_batch_of_twice_the_size_keeps_its_micro_batches_where_these_filled_th
 def test_a_mesh_that_no_search_would_lay_out_is_kept() -> None:
     run = ask("plan.pipeline=2", "plan.shard=2", "plan.schedule=1f1b")
     plan = search(run, trainable=True).best.plan
-    turned = placed(replace(plan, mesh=tuple(reversed(plan.mesh))), run.cluster.ranks_per_node)
+    turned = with_node_crossings(replace(plan, mesh=tuple(reversed(plan.mesh))), run.cluster.ranks_per_node)
     assert [axis.axis for axis in turned.mesh] == ["shard", "pipeline"]
     names = [change.name for change in what_if(run, reprice(run, turned))]
     assert any("twice the network" in name for name in names)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from meshwright.costs.work import Work
 from meshwright.parallel.world import World
 from meshwright.profile import attention_times as attention
 from meshwright.profile import collective_times as collectives
@@ -18,6 +17,7 @@ from meshwright.profile.team import Team
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import to_plain
 from meshwright.spec.profile import MachineProfile
+from meshwright.workload.device_work import Work
 
 TINY: tuple[tuple[Any, str, Any], ...] = (
     (products, "ON_CPU", ((32, 16, 64), (64, 64, 64))),

@@ -14,7 +14,6 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.profile_file import load_profile, to_json
 from meshwright.costs.constants import constants
 from meshwright.costs.measured import chip_of_profile, fits
-from meshwright.costs.work import step_work
 from meshwright.profile.collective_times import group_layouts
 from meshwright.profile.measure import cases_of
 from meshwright.profile.team import Team
@@ -23,6 +22,7 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
 from meshwright.spec.profile import MachineProfile
+from meshwright.workload.device_work import step_work
 from tests.profile.cases import measured, tiny
 
 

@@ -7,7 +7,7 @@ from meshwright.simulator.picture import draw
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import even
 
-DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
+DOCS = Path(__file__).parents[2] / "docs" / "design" / "schedules.md"
 
 
 def drawn(name, ranks, batches):

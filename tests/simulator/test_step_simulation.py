@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.plan_costs import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, number, plan_time, pricing
+from meshwright.costs.plan_costs import LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S, plan_time
 from meshwright.schedules.plan_schedule import stages_of, training_schedule
 from meshwright.schedules.validity import check
 from meshwright.simulator.step_simulation import memory_of, simulate_plan, timing_of
@@ -159,26 +159,6 @@ def test_copied_gathers_wait_for_no_reduction_and_slow_compute_less() -> None:
         for lane in ("unshard", "reduce")
     }
     assert any(a < d and c < b for a, b in rows["unshard"] for c, d in rows["reduce"]), "they run at one time"
-
-
-@pytest.mark.parametrize(("gradients", "sent"), [("shard", 2), ("whole", 4)])
-def test_an_exchange_moves_what_was_computed_and_adds_it_up_beside_compute(gradients: str, sent: int) -> None:
-    """A micro-batch's gradients in half the bytes, copied and not widened; what several have added up as wide as before."""
-    given = plan({"shard": 8}, accumulate=2, gradients=gradients)
-    exchanged = replace(given, reduce_engine="exchange")
-    kernels, exchange = (timing_of(LLAMA, job(given), one, NODE) for one in (given, exchanged))
-    assert exchange.reduce[0][1] / kernels.reduce[0][1] == pytest.approx(sent / 4, rel=0.06)  # latency beside
-    priced = pricing(LLAMA, job(given), given, NODE)
-    assert priced is not None
-    aside, laid = number(priced.constants.side_copies), 1 / number(priced.constants.packing)
-    shard = 12 / 8 if gradients == "shard" else 0
-    copied = ((2 + sent) * laid + aside * (sent + 4 / 8 + shard)) / ((2 + 4) * laid + aside * shard)
-    assert exchange.copy_in[0][1] / kernels.copy_in[0][1] == pytest.approx(copied)
-    assert exchange.unshard == kernels.unshard and exchange.accumulate == kernels.accumulate
-    played = play(given).step_seconds - play(exchanged).step_seconds
-    closed = [plan_time(LLAMA, job(given), one, NODE) for one in (given, exchanged)]
-    assert closed[0] and closed[1] and (played > 0) == (gradients == "shard")
-    assert played == pytest.approx(closed[0].seconds - closed[1].seconds, abs=0.003), "by units as in closed form"
 
 
 def test_products_that_add_up_move_six_of_ten_bytes() -> None:

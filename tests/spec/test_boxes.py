@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.config.load import load_run
 from meshwright.spec.errors import BadConfig
-from meshwright.spec.layout import Division, Part, check_tensor, held_boxes, held_shape, tensor_misfit
+from meshwright.spec.layout import Division, Part, check_tensor, local_boxes, local_shape, tensor_split_error
 from meshwright.spec.model import ModelSpec, parameters
 
 
@@ -41,15 +41,15 @@ def test_ranks_hold_every_element_and_count_it_once(model: tuple[ModelSpec, int]
             own = 0
             for shard in range(shards):
                 next_row = 0
-                for box in held_boxes(spec, row, Division(Part(tensor, ranks)), Part(shard, shards)):
+                for box in local_boxes(spec, row, Division(Part(tensor, ranks)), Part(shard, shards)):
                     where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
                     assert box.first_row == next_row and held[where].size == np.prod(box.sizes) > 0
                     next_row += box.sizes[0]
                     held[where] += 1
-                    counted[where] += box.counts
-                    holders[where] = box.holders
+                    counted[where] += box.primary
+                    holders[where] = box.copies
                 own += next_row
-            assert own == held_shape(spec, row, Division(Part(tensor, ranks)))[0]
+            assert own == local_shape(spec, row, Division(Part(tensor, ranks)))[0]
         assert (counted == 1).all() and (held == holders).all()
 
 
@@ -64,11 +64,11 @@ def test_expert_ranks_and_their_shards_hold_every_expert_once(expert: int, shard
         held, sizes = np.zeros(row.shape, int), []
         for place, shard in np.ndindex(expert, shards):
             division = Division(expert=Part(place, expert))
-            boxes = held_boxes(spec, row, division, Part(shard, shards))
+            boxes = local_boxes(spec, row, division, Part(shard, shards))
             for box in boxes:
                 held[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] += 1
             sizes.append(sum(int(np.prod(box.sizes)) for box in boxes))
-            assert held_shape(spec, row, division) == (8 // expert, *row.shape[1:])
+            assert local_shape(spec, row, division) == (8 // expert, *row.shape[1:])
         assert (held == 1).all()
         if (8 // expert) % shards == 0 or row.shape[1] % shards == 0:
             assert len(set(sizes)) == 1
@@ -82,7 +82,7 @@ def test_fused_weights_are_cut_block_by_block() -> None:
     rows = {row.name.rsplit(".", 2)[-2]: row for row in parameters(spec)}
 
     def parts(name: str, dim: int) -> list[list[int]]:
-        boxes = [held_boxes(spec, rows[name], Division(Part(rank, 2))) for rank in range(2)]
+        boxes = [local_boxes(spec, rows[name], Division(Part(rank, 2))) for rank in range(2)]
         return [[at for b in held for at in range(b.offsets[dim], b.offsets[dim] + b.sizes[dim])] for held in boxes]
 
     assert parts("qkv", 0) == [[0, 1, 2, 3, 8, 9, 12, 13], [4, 5, 6, 7, 10, 11, 14, 15]]
@@ -106,7 +106,7 @@ def test_fused_weights_are_cut_block_by_block() -> None:
     ],
 )
 def test_what_cannot_be_divided_is_told(numbers: tuple[int, int, int, int, int, int | None], says: str | None) -> None:
-    found = tensor_misfit(*numbers)
+    found = tensor_split_error(*numbers)
     assert found == says if says is None else found is not None and found.startswith(says)
 
 

@@ -15,7 +15,7 @@ from meshwright.spec.errors import (
     MeshwrightError,
     OutOfResources,
 )
-from meshwright.spec.failures import failure_of
+from meshwright.spec.failures import as_meshwright_error
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from meshwright.spec.failures import failure_of
     ],
 )
 def test_system_errors_get_the_class_of_their_cause(number: int, kind: type[MeshwrightError]) -> None:
-    error = failure_of(OSError(number, os.strerror(number), "/disk/file"), "saving step 7")
+    error = as_meshwright_error(OSError(number, os.strerror(number), "/disk/file"), "saving step 7")
     assert type(error) is kind
     assert "saving step 7: " in str(error) and ("/disk/file" in str(error) or kind is MeshwrightError)
 
@@ -40,23 +40,23 @@ def test_torch_errors_are_known_by_class() -> None:
     import torch
     import torch.distributed as dist
 
-    assert type(failure_of(torch.OutOfMemoryError("CUDA out of memory. Tried"))) is OutOfResources
+    assert type(as_meshwright_error(torch.OutOfMemoryError("CUDA out of memory. Tried"))) is OutOfResources
     for kind in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError):
-        error = failure_of(kind("no answer\nException raised from here\nframe #0: f"))
+        error = as_meshwright_error(kind("no answer\nException raised from here\nframe #0: f"))
         assert type(error) is CommunicationFailure and str(error) == "communication failed: no answer"
 
 
 def test_a_gloo_error_is_known_by_its_origin_and_not_by_the_word() -> None:
     lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")
-    assert str(failure_of(lost)) == "communication failed: Connection closed by peer [::1]:1"
-    assert type(failure_of(RuntimeError("the gloo backend cannot split"))) is MeshwrightError
+    assert str(as_meshwright_error(lost)) == "communication failed: Connection closed by peer [::1]:1"
+    assert type(as_meshwright_error(RuntimeError("the gloo backend cannot split"))) is MeshwrightError
 
 
 def test_our_own_errors_keep_class_and_text() -> None:
-    assert str(failure_of(Damaged("torn"))) == "torn"
-    assert str(failure_of(Damaged("torn"), "loading x")) == "loading x: torn"
-    assert type(failure_of(KeyboardInterrupt())) is Interrupted
-    assert str(failure_of(ValueError("shapes differ"))) == "internal error: ValueError: shapes differ"
+    assert str(as_meshwright_error(Damaged("torn"))) == "torn"
+    assert str(as_meshwright_error(Damaged("torn"), "loading x")) == "loading x: torn"
+    assert type(as_meshwright_error(KeyboardInterrupt())) is Interrupted
+    assert str(as_meshwright_error(ValueError("shapes differ"))) == "internal error: ValueError: shapes differ"
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_our_own_errors_keep_class_and_text() -> None:
     ],
 )
 def test_plain_runtime_errors_about_host_memory_are_known_by_their_words(text: str) -> None:
-    assert type(failure_of(RuntimeError(text))) is OutOfResources
+    assert type(as_meshwright_error(RuntimeError(text))) is OutOfResources

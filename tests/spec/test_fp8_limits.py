@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.spec.fields import from_plain
-from meshwright.spec.fp8_limits import fits_fp8, unlike_fp8
+from meshwright.spec.fp8_limits import fp8_conflict, supports_fp8
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, LayerStrategy, Linear, MeshAxis, Plan, Precision
 
@@ -35,9 +35,9 @@ def on(tensor: int, linear: Linear, *layers: Linear | None) -> Plan:
     ],
 )
 def test_tensor_ranks_and_experts_are_not_trained_beside_it(plan: Plan, experts: bool, said: str | None) -> None:
-    assert unlike_fp8(plan, experts=experts) == said
+    assert fp8_conflict(plan, experts=experts) == said
 
 
 def test_every_side_of_a_product_is_a_multiple_of_16() -> None:
-    assert fits_fp8(LLAMA, 8192) and fits_fp8(LLAMA, 8192, 8)
-    assert not fits_fp8(LLAMA, 8200) and not fits_fp8(LLAMA, 128, 16)
+    assert supports_fp8(LLAMA, 8192) and supports_fp8(LLAMA, 8192, 8)
+    assert not supports_fp8(LLAMA, 8200) and not supports_fp8(LLAMA, 128, 16)

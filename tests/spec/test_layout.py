@@ -14,11 +14,11 @@ from meshwright.spec.layout import (
     Layout,
     Part,
     balanced_stages,
-    context_misfit,
-    held_tokens,
-    placed,
+    context_split_error,
+    local_tokens,
     shard_rows,
     stage_table,
+    with_node_crossings,
 )
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, SchedulePlan
 
@@ -62,14 +62,14 @@ def test_groups_partition_the_ranks(layout: Layout, axis: str) -> None:
 @given(LAYOUTS, st.sampled_from(["replicate", "shard"]))
 def test_an_axis_leaves_nodes_where_one_of_its_groups_does(layout: Layout, axis: str) -> None:
     groups = (layout.group(axis, rank) for rank in range(layout.ranks))
-    assert layout.leaves_nodes(axis) == any(map(layout.crosses_nodes, groups))
+    assert layout.axis_crosses_nodes(axis) == any(map(layout.crosses_nodes, groups))
 
 
 @pytest.mark.parametrize(("per_node", "crossed"), [(8, "ddd"), (4, "ndd"), (2, "nnd"), (1, "nnn"), (3, "nnn")])
 def test_what_axes_cross_follows_from_the_nodes_and_not_from_the_plan(per_node: int, crossed: str) -> None:
     mesh = tuple(MeshAxis(axis=axis, size=2, crosses="node") for axis in ("pipeline", "replicate", "shard"))
     mesh += (MeshAxis(axis="tensor", size=1, crosses="node"),)
-    plan = placed(Plan(mesh=mesh, batch=BatchPlan(global_batch=4, micro_batch=1, accumulate=1)), per_node)
+    plan = with_node_crossings(Plan(mesh=mesh, batch=BatchPlan(global_batch=4, micro_batch=1, accumulate=1)), per_node)
     assert "".join(axis.crosses[0] for axis in plan.mesh) == crossed + "d"
 
 
@@ -206,7 +206,7 @@ def test_experts_are_folded_from_the_ranks_of_one_copy() -> None:
 def test_context_ranks_hold_every_token_once_in_rising_order(ring: int, ulysses: int, times: int) -> None:
     seq = 2 * ring * ulysses * times
     held = {
-        (r, u): [token for part in held_tokens(seq, Part(r, ring), Part(u, ulysses)) for token in part]
+        (r, u): [token for part in local_tokens(seq, Part(r, ring), Part(u, ulysses)) for token in part]
         for r in range(ring)
         for u in range(ulysses)
     }
@@ -214,15 +214,15 @@ def test_context_ranks_hold_every_token_once_in_rising_order(ring: int, ulysses:
     assert all(mine == sorted(mine) and len(mine) == seq // (ring * ulysses) for mine in held.values())
     for r in range(ring):
         together = [token for u in range(ulysses) for token in held[r, u]]
-        assert together == [token for part in held_tokens(seq, Part(r, ring)) for token in part]
+        assert together == [token for part in local_tokens(seq, Part(r, ring)) for token in part]
         if ring > 1:  # as many scores under the causal mask as any other
             assert sum(token + 1 for token in together) * ring == seq * (seq + 1) / 2
 
 
 def test_what_context_ranks_cannot_divide_is_named() -> None:
-    assert context_misfit(1, 1, 3, 8, 2, 7) is None
-    assert context_misfit(4, 2, 2, 8, 2, 64) is None
-    assert context_misfit(4, 1, 1, 8, 2, 24) is None
+    assert context_split_error(1, 1, 3, 8, 2, 7) is None
+    assert context_split_error(4, 2, 2, 8, 2, 64) is None
+    assert context_split_error(4, 1, 1, 8, 2, 24) is None
     for wrong, axis, expected in (
         ((1, 3, 1, 8, 2, 24), "context_ulysses", "model.heads = 8"),
         ((1, 4, 2, 12, 12, 24), "context_ulysses", "model.heads = 12 ÷ tensor 2"),
@@ -230,5 +230,5 @@ def test_what_context_ranks_cannot_divide_is_named() -> None:
         ((4, 1, 1, 8, 2, 28), "context_ring", "a multiple of 8"),
         ((1, 2, 2, 8, 2, 6), "context_ulysses", "a multiple of 4"),
     ):
-        found = context_misfit(*wrong)
+        found = context_split_error(*wrong)
         assert found is not None and found[0] == axis and expected in found[1]

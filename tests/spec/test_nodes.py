@@ -11,7 +11,7 @@ from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.network import FABRIC_US, NetworkSpec, NodeGroup
-from meshwright.spec.nodes import kinds_by_rank, memory_limits, node_kinds, rank_clusters, slowest_rank
+from meshwright.spec.nodes import memory_limits, node_type_runs, node_types_by_rank, rank_clusters, slowest_rank_cluster
 
 MIXED = ClusterSpec(
     gpu="H100", nodes=4, gpus_per_node=8, network=NetworkSpec(fabric="infiniband", port_gb_per_s=50),
@@ -24,15 +24,15 @@ ACROSS = Layout((("shard", 4), ("pipeline", 2), ("tensor", 4)), 8)
 
 
 def test_groups_stand_behind_the_rest_in_their_order() -> None:
-    (first, nodes), (second, others) = node_kinds(MIXED)
+    (first, nodes), (second, others) = node_type_runs(MIXED)
     assert (first.gpu, nodes, second.gpu, others) == ("H100", 2, "A100-40GB", 2)
     assert (first.port, second.port) == (50e9, 25e9)
     assert (first.link, second.link) == (CHIPS["H100"].link, 200e9)
 
 
 def test_a_group_that_says_nothing_new_is_no_other_kind() -> None:
-    assert len(node_kinds(replace(MIXED, groups=(NodeGroup(nodes=1), NodeGroup(nodes=1, gpu="H100"))))) == 1
-    assert [nodes for _, nodes in node_kinds(replace(MIXED, groups=(NodeGroup(nodes=4, gpu="A100"),)))] == [4]
+    assert len(node_type_runs(replace(MIXED, groups=(NodeGroup(nodes=1), NodeGroup(nodes=1, gpu="H100"))))) == 1
+    assert [nodes for _, nodes in node_type_runs(replace(MIXED, groups=(NodeGroup(nodes=4, gpu="A100"),)))] == [4]
 
 
 @given(
@@ -43,7 +43,7 @@ def test_a_rank_lies_on_the_nodes_of_its_devices(order: list[str], sizes: tuple[
     nodes = -(-layout.ranks // per_node)
     groups = tuple(NodeGroup(nodes=1, port_gb_per_s=float(at + 1)) for at in range(nodes))
     cluster = ClusterSpec(gpu="H100", nodes=nodes, gpus_per_node=per_node, groups=groups)
-    for rank, kinds in enumerate(kinds_by_rank(cluster, layout)):
+    for rank, kinds in enumerate(node_types_by_rank(cluster, layout)):
         mine = {layout.node(r) for r in range(layout.ranks) if layout.coordinates(r)["pipeline"] == rank}
         assert [kind.port_gb_per_s for kind in kinds] == [node + 1 for node in sorted(mine)]
 
@@ -55,10 +55,10 @@ def test_each_stage_has_its_own_nodes_rates_or_the_slowest_of_all() -> None:
     assert (fast.network.port_gb_per_s, slow.network.port_gb_per_s) == (50, 25)
     assert (fast.network.link_gb_per_s, slow.network.link_gb_per_s) == (None, 200)
     both = rank_clusters(MIXED, ACROSS)
-    assert both[0] == both[1] == slowest_rank(MIXED, ACROSS)
+    assert both[0] == both[1] == slowest_rank_cluster(MIXED, ACROSS)
     assert both[0].network and (both[0].gpu, both[0].network.port_gb_per_s) == ("A100-40GB", 25)
     alike = replace(MIXED, groups=())
-    assert rank_clusters(alike, HALVES) == (alike, alike) and slowest_rank(alike, HALVES) is alike
+    assert rank_clusters(alike, HALVES) == (alike, alike) and slowest_rank_cluster(alike, HALVES) is alike
 
 
 def test_only_tcp_joins_nodes_of_different_fabrics() -> None:
@@ -72,7 +72,7 @@ def test_only_tcp_joins_nodes_of_different_fabrics() -> None:
     ]
     mixed = rank_clusters(cluster, ACROSS)[0].network
     assert mixed and (mixed.fabric, mixed.port_gb_per_s, mixed.port_us) == ("tcp", 0.4, FABRIC_US["tcp"])
-    slowest = slowest_rank(cluster, HALVES).network
+    slowest = slowest_rank_cluster(cluster, HALVES).network
     assert slowest and (slowest.port_gb_per_s, slowest.port_us) == (12, FABRIC_US["roce"])
 
 

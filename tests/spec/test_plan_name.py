@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, ScheduleName, SchedulePlan
-from meshwright.spec.plan_name import SCHEDULES, plan_name
+from meshwright.spec.plan_name import SCHEDULE_NAMES, plan_name
 
 KEPT, AGAIN = LayerStrategy(reshard=False), LayerStrategy(reshard=True)
 WHOLE = LayerStrategy(reshard=False, gradients="whole")
@@ -51,4 +51,4 @@ def test_experts_on_several_ranks_are_named() -> None:
 
 
 def test_every_schedule_has_a_name() -> None:
-    assert set(SCHEDULES) == set(get_args(ScheduleName))
+    assert set(SCHEDULE_NAMES) == set(get_args(ScheduleName))

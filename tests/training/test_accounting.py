@@ -15,7 +15,7 @@ from meshwright.spec.plan import Breakdown, Predicted
 from meshwright.training import accounting
 from meshwright.training.accounting import Accounting, over_ranks
 
-BEGAN = 100
+START_TIME_VARIABLE = 100
 MINE = Typical(
     steps=(6, 8), seconds=1.0, tokens_per_second_per_gpu=None, mfu=None, memory_bytes=0, resident=False, phases={}
 )
@@ -39,10 +39,10 @@ class Kept:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = SAID) -> tuple[Accounting, Kept, Any]:
-    """A run that goes on after step `BEGAN`, on one rank."""
+    """A run that goes on after step `START_TIME_VARIABLE`, on one rank."""
     monkeypatch.setattr(accounting, "over_ranks", lambda found, world: found)
     session = SimpleNamespace(
-        step=BEGAN, plan=SimpleNamespace(predicted=predicted), world=None, folder=Path("runs/demo")
+        step=START_TIME_VARIABLE, plan=SimpleNamespace(predicted=predicted), world=None, folder=Path("runs/demo")
     )
     kept = Kept()
     return Accounting(session, kept), kept, session  # type: ignore[arg-type]
@@ -50,12 +50,12 @@ def start(monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = SAID) -
 
 def play(accounting: Accounting, session: Any, steps: int, timeline: Any = None, late: int = 1) -> None:
     """`steps` steps whose lines are read `late` steps later."""
-    for step in range(BEGAN + 1, BEGAN + steps + 1):
-        if step - late > BEGAN:
+    for step in range(START_TIME_VARIABLE + 1, START_TIME_VARIABLE + steps + 1):
+        if step - late > START_TIME_VARIABLE:
             accounting.step(line(step - late))
         session.step = step
         accounting.end_step(step, timeline)
-    for step in range(BEGAN + steps - late + 1, BEGAN + steps + 1):
+    for step in range(START_TIME_VARIABLE + steps - late + 1, START_TIME_VARIABLE + steps + 1):
         accounting.step(line(step))
 
 
@@ -109,7 +109,7 @@ def test_a_long_run_keeps_the_newest_steps(monkeypatch: pytest.MonkeyPatch) -> N
     held, _, session = start(monkeypatch)
     play(held, session, KEPT + 50)
     last = held.close(None)
-    assert last is not None and last.steps == (BEGAN + 51, BEGAN + KEPT + 50)
+    assert last is not None and last.steps == (START_TIME_VARIABLE + 51, START_TIME_VARIABLE + KEPT + 50)
 
 
 def together(world: World) -> Typical:

@@ -28,7 +28,7 @@ from meshwright.spec.errors import (
     OutOfResources,
     Preempted,
 )
-from meshwright.spec.place import Place, stop_signals
+from meshwright.spec.rank_environment import RankEnvironment, stop_signals
 from meshwright.training import lifecycle
 from meshwright.training.lifecycle import RankLife, end_with_parent
 from meshwright.training.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
@@ -55,7 +55,7 @@ def rank(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     monkeypatch.setattr(lifecycle, "end_process", leave)
 
     def make(number: int = 0) -> RankLife:
-        return RankLife(Place(number, 2, number, 2, "127.0.0.1", 0), StopRequest())
+        return RankLife(RankEnvironment(number, 2, number, 2, "127.0.0.1", 0), StopRequest())
 
     return make
 

@@ -58,7 +58,7 @@ def test_tokens_add_up_from_where_the_run_was(assignment) -> None:
     records = [taken.push(step, figures(valid=100 + step, flag=step == 2), {"lr": 0.1})[0] for step in (1, 2)]
     assert [record["tokens"] for record in records] == [1101, 1203]
     assert [(record["step"], record["lr"], record["token_sum"]) for record in records] == [(1, 0.1, 7), (2, 0.1, 7)]
-    assert taken.stop_flag == 1
+    assert (taken.flags.step, taken.flags.total) == (2, 1)
 
 
 @pytest.mark.parametrize("bad", [{"loss": float("nan")}, {"norm": float("inf")}, {"loss": float("-inf")}])

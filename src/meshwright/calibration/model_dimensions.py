@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.costs.inputs import Shape
+from meshwright.workload.model_shape import Shape
 
 Dims = dict[str, Any]
 

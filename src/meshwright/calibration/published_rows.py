@@ -17,8 +17,10 @@ from meshwright.calibration.source_conventions import (
     stated_layout_fields,
     with_conventions,
 )
-from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts, Machine, Shape
+from meshwright.costs.machine import Machine
 from meshwright.spec.chips import CHIPS, Chip
+from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
+from meshwright.workload.model_shape import Shape
 
 Text = Mapping[str, str]
 PLAN_COLUMNS = ("gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", "seq", "layers", "hidden")

@@ -10,9 +10,12 @@ import numpy as np
 
 from meshwright.calibration.published_rows import Case, Reading, read_record
 from meshwright.costs.constants import aged, per_row, table
-from meshwright.costs.footprint import footprint, keeping
-from meshwright.costs.inputs import FULL, Layouts, Machine, Shape, side_by_side
+from meshwright.costs.machine import Machine
+from meshwright.costs.stack_footprint import footprint, keeping
 from meshwright.costs.step import StepCost, step_cost
+from meshwright.workload.arrays import side_by_side
+from meshwright.workload.layouts import FULL, Layouts
+from meshwright.workload.model_shape import Shape
 
 FITS = 0.89
 """Share of a device's memory up to which a layout counts as fitting; the other part is for memory that is not modelled."""

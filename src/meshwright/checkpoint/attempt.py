@@ -36,7 +36,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.durable.lease import check_lease
 from meshwright.durable.writes import publish_folder, rename, sync_folder
 from meshwright.spec.errors import BadInput
-from meshwright.spec.failures import gone
+from meshwright.spec.failures import missing_path_error
 from meshwright.spec.run import Lease
 
 _PARTIAL = re.compile(r"\.(step-\d{8,12})\.(?:(\d+)-)?([0-9a-f]+)\.partial")
@@ -66,7 +66,7 @@ class Attempt:
         again, it would hold neither configuration nor metrics, and perhaps lie on another disk than the run's.
         """
         if not os.path.isdir(self.checkpoints.parent):
-            raise gone(self.checkpoints.parent)
+            raise missing_path_error(self.checkpoints.parent)
         if not self.checkpoints.is_dir():
             self.checkpoints.mkdir()
             sync_folder(self.checkpoints.parent)
@@ -113,10 +113,10 @@ class Attempt:
         write_file(self.folder / MANIFEST, data)
         write_file(self.folder / COMMITTED, commit_line(data))
         sync_folder(self.folder)
-        aside = self.checkpoints / f".replaced-{self.target.name}.{self.name.rpartition('-')[2]}"
+        concurrent_span = self.checkpoints / f".replaced-{self.target.name}.{self.name.rpartition('-')[2]}"
         self.check_owner()
-        publish_folder(self.folder, self.target, aside)
-        _remove(aside)
+        publish_folder(self.folder, self.target, concurrent_span)
+        _remove(concurrent_span)
         return manifest
 
     def abandon(self) -> None:

@@ -6,6 +6,7 @@ Torch-free: the launcher and the command line read these without loading anythin
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ _COMMIT_LINE = re.compile(rb"[0-9a-f]{32}\n")
 _HEX = {"digest": re.compile(r"[0-9a-f]{32}"), "block": re.compile(r"[0-9a-f]{16}")}
 
 
-Kind = Literal["missing", "truncated", "digest", "extra", "manifest", "commit"]
+Kind = Literal["missing", "truncated", "digest", "extra", "manifest", "commit", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class DamagedCheckpoint(Damaged):
     def __init__(self, path: Path, damage: Sequence[Damage]) -> None:
         self.damage = tuple(damage)
         more = f" and {len(self.damage) - 5} more" if len(self.damage) > 5 else ""
-        super().__init__(f"checkpoint {path} is damaged: {'; '.join(map(str, self.damage[:5]))}{more}")
+        state = "does not belong here" if all(each.kind == "foreign" for each in self.damage) else "is damaged"
+        super().__init__(f"checkpoint {path} {state}: {'; '.join(map(str, self.damage[:5]))}{more}")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ class Manifest:
     run_id: str | None = None
     """The run that wrote it, and the epoch of the start (`durable.lease`); None where no lease was taken, as before there were leases."""
     epoch: int | None = None
+    parent: int | None = None
+    """Step of the checkpoint that the writing start continued from; None for a run's first start and in older manifests."""
+    finite: bool | None = None
+    """Whether every floating-point value is finite; None where nobody looked."""
+    seconds: dict[str, float] | None = None
+    """Duration of the save by phase (`staging`, `writing`, `commit`); None in older manifests."""
 
     @property
     def total_bytes(self) -> int:
@@ -121,6 +129,11 @@ def read_manifest(path: Path) -> Manifest:
     Raises DamagedCheckpoint when COMMITTED or manifest.json is missing, unreadable, or one does not match the other,
     and BadInput when `path` is no folder.
     """
+    return parse_manifest(path, read_committed(path))
+
+
+def read_committed(path: Path) -> bytes:
+    """The bytes of `manifest.json`, which COMMITTED vouches for; raises as `read_manifest` does."""
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; expected a checkpoint such as RUN/checkpoints/{step_name(100)}")
     commit = _read(path, COMMITTED, 64, "commit")
@@ -129,13 +142,39 @@ def read_manifest(path: Path) -> Manifest:
         raise DamagedCheckpoint(path, [Damage(COMMITTED, 0, "commit", "is not a digest")])
     if commit != commit_line(data):
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", "does not match COMMITTED")])
+    return data
+
+
+def parse_manifest(path: Path, data: bytes) -> Manifest:
+    """The manifest in `data`, which is `manifest.json` of the folder `path`; raises DamagedCheckpoint."""
     try:
         manifest = _parse(parse_json(data, path / MANIFEST), path / MANIFEST)
     except Damaged as error:
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", str(error))]) from error
-    if step_of(path.name) not in (None, manifest.step):
+    named = step_of(
+        path.name.removeprefix(".replaced-").partition(".")[0]
+    )  # a folder that a crash left moved aside has its name too
+    if named not in (None, manifest.step):
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", f"is that of step {manifest.step}")])
     return manifest
+
+
+def read_own_manifest(path: Path, run_id: str | None) -> Manifest:
+    """`read_manifest` of a checkpoint of the run `run_id`.
+
+    Raises DamagedCheckpoint, with damage `foreign`, for a checkpoint of another run. A manifest without a run id (written before
+    runs had ids) passes, and so does every manifest when `run_id` is None.
+    """
+    manifest = read_manifest(path)
+    check_run(path, manifest, run_id)
+    return manifest
+
+
+def check_run(path: Path, manifest: Manifest, run_id: str | None) -> None:
+    """Raise DamagedCheckpoint, with damage `foreign`, when the manifest names another run than `run_id`."""
+    if run_id is not None and manifest.run_id not in (None, run_id):
+        note = f"it was written by run {manifest.run_id}, this folder is that of run {run_id}"
+        raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "foreign", note)])
 
 
 def _read(path: Path, name: str, limit: int, kind: Kind) -> bytes:
@@ -163,8 +202,13 @@ def _parse(data: Any, path: Path) -> Manifest:
         raise Damaged(f"{path}: step, world_size, attempt, written, versions or files is missing or of the wrong kind")
     if not (run_id is None or plain_name(run_id)) or not (epoch is None or _whole(epoch)):
         raise Damaged(f"{path}: run_id is not a plain name, or epoch not a whole number")
+    parent, finite, seconds = (data.get(key) for key in ("parent", "finite", "seconds"))
+    if not (parent is None or _whole(parent)) or not (finite is None or isinstance(finite, bool)):
+        raise Damaged(f"{path}: parent is not a step, or finite not a boolean")
+    if not (seconds is None or _durations(seconds)):
+        raise Damaged(f"{path}: seconds is not a table of durations")
     files = {name: _record(name, row, path) for name, row in rows.items()}
-    return Manifest(step, world_size, attempt, written, versions, files, run_id, epoch)
+    return Manifest(step, world_size, attempt, written, versions, files, run_id, epoch, parent, finite, seconds)
 
 
 def _record(name: str, row: Any, path: Path) -> FileRecord:
@@ -180,6 +224,13 @@ def _record(name: str, row: Any, path: Path) -> FileRecord:
 
 def _whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _durations(value: Any) -> TypeGuard[dict[str, float]]:
+    return isinstance(value, dict) and all(
+        isinstance(each, (int, float)) and not isinstance(each, bool) and 0 <= each < math.inf
+        for each in value.values()
+    )
 
 
 def _hexadecimal(value: Any, kind: str) -> TypeGuard[str]:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.spec.errors import CLASS_OF_CODE, CommunicationFailure, MeshwrightError
-from meshwright.spec.failures import failure_of
+from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, CommunicationFailure, MeshwrightError
+from meshwright.spec.failures import as_meshwright_error
 
 T = TypeVar("T")
 
@@ -75,8 +75,12 @@ class Ranks:
             failures = {rank: _failure(each[0], doing) for rank, each in sorted(error.failures.items())}
             raise self._error(failures) from error
 
+    def communicate(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work`, which sends to other ranks and receives from them; a lost rank is a CommunicationFailure."""
+        return self._collective(doing, work)
+
     def _collective(self, doing: str, work: Callable[[], T]) -> T:
-        """Run `work`, which communicates. A RuntimeError in it is what `failure_of` says: lost peers, or this rank's own failure."""
+        """Run `work`, which communicates. `as_meshwright_error` turns a RuntimeError into lost peers or this rank's own failure."""
         try:
             return work()
         except RuntimeError as error:
@@ -97,7 +101,7 @@ class Ranks:
         if not self.alone:
             others = f" (so did {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
             message = f"rank {rank} of {self.size}{others}: {message}"
-        return CLASS_OF_CODE[failure.exit_code](message)
+        return ERROR_CLASS_BY_EXIT_CODE[failure.exit_code](message)
 
     def _gather(self, doing: str, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -112,7 +116,7 @@ class Ranks:
 
 def _failure(error: BaseException, doing: str) -> _Failure:
     """Whatever went wrong, in a form that travels: the message, and the exit code that names the error's class."""
-    found = failure_of(error, doing)
+    found = as_meshwright_error(error, doing)
     if found.exit_code == MeshwrightError.exit_code:
         log.error("%s failed", doing, exc_info=error)
     return _Failure(found.exit_code, str(found))

@@ -24,23 +24,25 @@ from meshwright.checkpoint.manifest import (
     Manifest,
     has_commit,
     read_manifest,
+    read_own_manifest,
     step_name,
     step_of,
     steps_in,
 )
+from meshwright.durable.lease import LEASE, read_lease
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 MAX_THREADS = 8
 """Readers of one process; more gain nothing on the disks we know and take memory (one block each)."""
 
 
-def verify(path: Path) -> list[Damage]:
+def verify(path: Path, run_id: str | None = None) -> list[Damage]:
     """Everything wrong with the checkpoint in `path`; empty means every byte is what was written.
 
-    Raises BadInput when `path` is not a folder.
+    With `run_id`, a checkpoint of another run is `foreign`. Raises BadInput when `path` is not a folder.
     """
     try:
-        manifest = read_manifest(path)
+        manifest = read_own_manifest(path, run_id)
     except DamagedCheckpoint as error:
         return list(error.damage)
     damage = check_sizes(path, manifest)
@@ -54,7 +56,15 @@ def list_checkpoints(folder: Path, *, contents: bool = True) -> list[dict[str, A
     looks at names, sizes and the manifest only, which is quick. `ok` is false for a folder that was never committed:
     nothing loads it.
     """
-    return [_row(path, contents) for path in find_checkpoints(folder)]
+    run_id = run_id_of(folder)
+    return [_row(path, contents, run_id) for path in find_checkpoints(folder)]
+
+
+def run_id_of(folder: Path) -> str | None:
+    """The run that a run folder or its `checkpoints` folder belongs to, by its lease; None for a checkpoint's own folder."""
+    run = folder.parent if folder.name == "checkpoints" else folder
+    lease = read_lease(run) if (run / LEASE).is_file() else None
+    return None if lease is None else lease.run_id
 
 
 def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
@@ -185,8 +195,29 @@ class Vouched:
 
     def small(self, file: str, limit: int) -> bytes:
         """All of a small file, verified."""
-        self.need(file, 0, self.manifest.files[file].bytes)
-        return read_small(self.path / file, limit)
+        return read_verified(self.path, self.manifest, file, limit)
+
+
+def read_verified(path: Path, manifest: Manifest, file: str, limit: int) -> bytes:
+    """All of a small file, read once; raises DamagedCheckpoint unless it is what was written, and Damaged above `limit` bytes."""
+    try:
+        data = read_small(path / file, limit)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(path, [Damage(file, None, "missing")]) from error
+    except OSError as error:
+        if not unreadable(error):
+            raise
+        raise DamagedCheckpoint(path, [Damage(file, 0, "digest", f"unreadable: {error.strerror}")]) from error
+    record = manifest.files[file]
+    if len(data) != record.bytes:
+        raise DamagedCheckpoint(
+            path, [Damage(file, min(len(data), record.bytes), "truncated", "changed while it was read")]
+        )
+    for index, digest in enumerate(record.blocks):
+        start = index * BLOCK_BYTES
+        if xxhash.xxh3_64(memoryview(data)[start : start + BLOCK_BYTES]).hexdigest() != digest:
+            raise DamagedCheckpoint(path, [Damage(file, start, "digest")])
+    return data
 
 
 def _check_block(path: Path, manifest: Manifest, block: Block) -> Damage | None:
@@ -208,12 +239,12 @@ def _check_block(path: Path, manifest: Manifest, block: Block) -> Damage | None:
     return None if same else Damage(block.file, offset, "digest")
 
 
-def _row(path: Path, contents: bool) -> dict[str, Any]:
+def _row(path: Path, contents: bool, run_id: str | None) -> dict[str, Any]:
     if contents:
-        damage = verify(path)
+        damage = verify(path, run_id)
     else:
         try:
-            damage = check_sizes(path, read_manifest(path))
+            damage = check_sizes(path, read_own_manifest(path, run_id))
         except DamagedCheckpoint as error:
             damage = list(error.damage)
     plain = [{"file": each.file, "offset": each.offset, "kind": each.kind} for each in damage]

@@ -144,9 +144,9 @@ def _line(row: dict[str, Any]) -> str:
 @contextmanager
 def _disk_errors(doing: str) -> Iterator[None]:
     """What the operating system refuses becomes an error with a sentence and an exit code."""
-    from meshwright.spec.failures import failure_of
+    from meshwright.spec.failures import as_meshwright_error
 
     try:
         yield
     except OSError as error:
-        raise failure_of(error, doing) from error
+        raise as_meshwright_error(error, doing) from error

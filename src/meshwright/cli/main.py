@@ -15,7 +15,7 @@ import typer
 
 from meshwright import __version__
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
-from meshwright.spec.failures import failure_of
+from meshwright.spec.failures import as_meshwright_error
 
 COMMANDS = {
     name: name
@@ -66,7 +66,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit codes of docs/getting-started.md."""
+    """Run the command line; ends the process with the exit codes of docs/reference/exit-codes.md."""
     try:
         app_for(_words_to_complete() or sys.argv[1:])(prog_name="meshwright")
     except BadConfig as error:
@@ -77,7 +77,7 @@ def main() -> None:
         print("meshwright: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        failure = failure_of(error)
+        failure = as_meshwright_error(error)
         if failure.exit_code == EXIT_INTERNAL:
             traceback.print_exc()
         _say(str(failure), failure)

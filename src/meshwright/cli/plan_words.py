@@ -14,7 +14,7 @@ from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
-from meshwright.spec.nodes import node_kinds
+from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_numbers, layer_range
 from meshwright.spec.plan_name import plan_name
 
@@ -109,7 +109,7 @@ def machines_line(cluster: ClusterSpec) -> str:
     """The nodes and their devices, those that differ one group after the other."""
     if cluster.emulate_nodes > 1:
         return f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}, playing {cluster.emulate_nodes} nodes"
-    kinds = node_kinds(cluster)
+    kinds = node_type_runs(cluster)
     chips_alike = len({kind.gpu for kind, _ in kinds}) < len(kinds)
     told = []
     for kind, count in kinds:
@@ -135,8 +135,6 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     rows.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
     if plan.gather_engine == "copy":
         rows.append(("gathers", "by copy engines"))
-    if plan.reduce_engine == "exchange":
-        rows.append(("reductions", "gradients exchanged as they were computed, each rank adds up its shard"))
     if plan.tensor_engine == "copy":
         rows.append(("tokens", "between tensor ranks by copy engines, beside the products"))
     rows.append(("compile", "each block" if plan.compile else "no"))
@@ -164,7 +162,7 @@ def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
 
 def chips_by_node(cluster: ClusterSpec) -> list[str]:
     """Each node's chip, where they are not all the same; empty where they are."""
-    chips = [kind.gpu for kind, count in node_kinds(cluster) for _ in range(count)]
+    chips = [kind.gpu for kind, count in node_type_runs(cluster) for _ in range(count)]
     return chips if len(set(chips)) > 1 else []
 
 

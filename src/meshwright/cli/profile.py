@@ -136,15 +136,15 @@ def _cluster(words: list[str] | None) -> ClusterSpec:
 
 def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
     """The figures of this host's ranks; under a launcher, every rank but the first ends here."""
-    from meshwright.spec.place import Place, started_by_launcher
+    from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
     if not started_by_launcher():
         return _measured_here(cluster, seconds, shapes_of)
     from meshwright.training.profiling import ProfileJob, measured_by
 
-    place = Place.from_environment()
-    found = measured_by(ProfileJob(cluster=cluster, seconds=seconds, run=_absolute(shapes_of)), place)
-    if place.rank:
+    environment = RankEnvironment.from_environment()
+    found = measured_by(ProfileJob(cluster=cluster, seconds=seconds, run=_absolute(shapes_of)), environment)
+    if environment.rank:
         raise typer.Exit
     return found
 
@@ -160,8 +160,8 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path 
             f"cluster.nodes is {cluster.nodes}: start a rank for every device with a launcher on every node, e.g. torchrun --nnodes "
             f"{cluster.nodes} --nproc-per-node {cluster.gpus_per_node} … -m meshwright profile --out FILE"
         )
-    place = Path(tempfile.mkdtemp(prefix="meshwright-"))
-    question, destination = place / "job.json", place / "answer.json"
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    question, destination = folder / "job.json", folder / "answer.json"
     job = {"cluster": to_plain(cluster), "seconds": seconds, "run": _absolute(shapes_of)}
     write_durable(question, json.dumps(job))
     said = f"{cluster.ranks} {cluster.gpu}" + (
@@ -172,12 +172,12 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path 
         "meshwright.training.profiling",
         [str(question), str(destination)],
         cluster=cluster,
-        logs=place / "logs",
+        logs=folder / "logs",
         threads=rank_threads(cluster),
     )
     found = load_profile(destination) if code == EXIT_DONE else None
     if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
     if found is None:
         sys.exit(code)
     return found

@@ -44,23 +44,23 @@ def ask_ranks(
     Under a launcher every rank but the first ends here. Raises BadInput when the plan does not fit the model or this host.
     """
     from meshwright.config.load import load_plan
-    from meshwright.spec.layout import placed
-    from meshwright.spec.place import Place, started_by_launcher
+    from meshwright.spec.layout import with_node_crossings
+    from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
     from meshwright.training.spread import SpreadJob, join_and_answer
 
     model, weights = model_in(folder)
     plan = load_plan(plan_file)
     cluster = _cluster(plan, plan_file, launched=started_by_launcher())
-    plan = placed(plan, cluster.ranks_per_node)
+    plan = with_node_crossings(plan, cluster.ranks_per_node)
     _check_fit(plan, model, plan_file, measurement.seq_len if measurement else None)
     job = SpreadJob(
         model=model, weights=weights, plan=plan, cluster=cluster, continuation=continuation, measurement=measurement
     )
     if not started_by_launcher():
         return _asked_here(job)
-    place = Place.from_environment()
-    answer = join_and_answer(job, place)
-    if place.rank:
+    environment = RankEnvironment.from_environment()
+    answer = join_and_answer(job, environment)
+    if environment.rank:
         raise typer.Exit
     return answer
 
@@ -126,8 +126,8 @@ def _asked_here(job: object) -> Answer:
     from meshwright.training.spread import Answer, SpreadJob
 
     assert isinstance(job, SpreadJob)
-    place = Path(tempfile.mkdtemp(prefix="meshwright-"))
-    question, destination = place / "job.json", place / "answer.json"
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    question, destination = folder / "job.json", folder / "answer.json"
     question.write_text(json.dumps(to_plain(job)), encoding="utf-8")
     threads = max(1, (os.cpu_count() or 1) // job.plan.ranks)
     print(f"loading {job.weights} on {job.plan.ranks} ranks", file=sys.stderr)
@@ -135,12 +135,12 @@ def _asked_here(job: object) -> Answer:
         "meshwright.training.spread",
         [str(question), str(destination)],
         cluster=job.cluster,
-        logs=place / "logs",
+        logs=folder / "logs",
         threads=threads,
     )
     answer = json.loads(destination.read_text(encoding="utf-8")) if code == EXIT_DONE else None
     if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
     if answer is None:
         sys.exit(code)
     return from_plain(Answer, answer)

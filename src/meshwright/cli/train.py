@@ -65,7 +65,7 @@ def train(
     """
     from meshwright.launch.folder import renamed
     from meshwright.observe.closing import closing_lines
-    from meshwright.spec.place import started_by_launcher
+    from meshwright.spec.rank_environment import started_by_launcher
 
     report = partial(all_mistakes, words, runs, fresh=fresh)
     with report():
@@ -110,10 +110,10 @@ def join_ranks(
 
     clock = StartClock()
     clock.end("command")
-    from meshwright.spec.place import Place
+    from meshwright.spec.rank_environment import RankEnvironment
     from meshwright.training.lifecycle import RankLife
 
-    life = RankLife(Place.from_environment())
+    life = RankLife(RankEnvironment.from_environment())
     if cache := compiler_cache():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
@@ -136,7 +136,7 @@ def join_ranks(
             with report():
                 return _prepared(mine, runs, profile, timeline)
 
-        world = join(life.place, run.cluster, timeout_seconds=run.train.timeout_seconds)
+        world = join(life.environment, run.cluster, timeout_seconds=run.train.timeout_seconds)
         clock.end("join")
         if assignment := agreed_assignment(world, prepare):
             life.log_to(Path(assignment.folder))

@@ -1,6 +1,6 @@
-"""What must hold between the keys of a run, each broken rule reported at the key that breaks it.
+"""Rules between the keys of a run file. Each broken rule becomes a Mistake at the key that breaks it.
 
-The checks run on whatever is sound, so that they report together with unknown keys and wrong types.
+A rule reads only valid values, so its mistakes are reported together with unknown keys and wrong types.
 """
 
 from __future__ import annotations
@@ -8,20 +8,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config.divisors import divisors, nearest_divisor
-from meshwright.config.schema import annotation_at, literal_options, section_of
+from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
+from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document, KeyPath, say
-from meshwright.spec.chips import CHIPS, chip_from_device_name, formats_on
+from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
-from meshwright.spec.fp8_limits import MULTIPLE, WIDTHS, sides
-from meshwright.spec.layout import STAGES_PER_RANK, context_misfit, expert_misfit, stage_table, tensor_misfit
+from meshwright.spec.layout import (
+    STAGES_PER_RANK,
+    context_split_error,
+    expert_split_error,
+    stage_table,
+    tensor_split_error,
+)
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_numbers, layer_range
-from meshwright.spec.run import RunSpec
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200
@@ -37,8 +42,8 @@ _WIDTHS = (
 
 
 def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
-    """Every rule between keys that a run breaks, as far as its values are usable."""
-    run = _Run(document, unusable)
+    """The mistakes of a run file against every rule; `unusable` are the paths of invalid values, which no rule reads."""
+    run = RunValues(document, unusable)
     rules = (
         _names,
         _parameters,
@@ -57,18 +62,18 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _pins,
         _layers,
         _stages,
-        _formats,
-        _fp8,
+        number_formats,
+        fp8_products,
     )
     return [mistake for rule in rules for mistake in rule(run)]
 
 
 def plan_file_checks(
-    plan: Document, unusable: set[KeyPath], run: Document, run_unusable: set[KeyPath]
+    plan: Document, unusable: set[KeyPath], run_document: Document, run_unusable: set[KeyPath]
 ) -> list[Mistake]:
-    """Every way in which a plan file does not fit its run, reported in the plan file."""
-    asked = _Run(run, run_unusable)
-    ranks, batch, layers = _rank_count(asked), asked("train.global_batch"), asked("model.layers")
+    """Every rule between a plan file and its run that is broken, reported at the key of the plan file."""
+    run = RunValues(run_document, run_unusable)
+    ranks, batch, layers = _rank_count(run), run("train.global_batch"), run("model.layers")
     mistakes: list[Mistake] = []
     sound = not unusable
     if sound and ranks:
@@ -84,7 +89,7 @@ def plan_file_checks(
         mistakes.append(plan.mistake(path, f"train.global_batch = {batch}", say(plan.get(path))))
     if layers and not any(path[:1] == ("layers",) for path in unusable):
         mistakes += _coverage(plan, ("layers",), layers)
-    experts = asked("model.experts")
+    experts = run("model.experts")
     if sound and experts is not None and plan.has(("experts",)) and isinstance(plan.get(("experts",)), dict):
         size = plan.get(("experts", "expert"))
         tensor = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "tensor"), 1)
@@ -96,78 +101,39 @@ def plan_file_checks(
             mistakes.append(plan.mistake(("experts", "expert"), expected, str(size)))
     if sound:
         sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
-        mistakes += _mesh_fit(plan, asked, sizes)
-        mistakes += _precision_fit(plan, asked, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
+        mistakes += _plan_file_mesh(plan, run, sizes)
+        mistakes += plan_file_formats(plan, run, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
         path = ("schedule", "stages") if schedule.get("stages") else ("mesh",)
-        mistakes += _stages_fit(plan, path, schedule.get("name", "1f1b"), schedule.get("stages"), pipeline, layers)
+        mistakes += _stage_order(plan, path, schedule.get("name", "1f1b"), schedule.get("stages"), pipeline, layers)
     return mistakes
 
 
-def _mesh_fit(plan: Document, asked: _Run, sizes: dict[str, int]) -> Iterator[Mistake]:
+def _plan_file_mesh(plan: Document, run: RunValues, sizes: dict[str, int]) -> Iterator[Mistake]:
     """Tensor and context axes of a plan file that cannot divide its run's model."""
-    wrong = [_context_misfit(asked, sizes)]
-    if expected := _tensor_misfit(asked, sizes.get("tensor", 1)):
+    wrong = [_context_error(run, sizes)]
+    if expected := _tensor_error(run, sizes.get("tensor", 1)):
         wrong.append(("tensor", expected))
     for axis, expected in filter(None, wrong):
         yield plan.mistake(("mesh", list(sizes).index(axis), "size"), expected, str(sizes[axis]))
 
 
-def _precision_fit(plan: Document, asked: _Run, context: int) -> Iterator[Mistake]:
-    """What stands against a plan file's number formats on so many `context` ranks."""
-    precision = plan.get(("precision",)) if plan.has(("precision",)) else {}
-    for key, expected in _format_rules(asked, precision):
-        yield plan.mistake(("precision", key), expected, str(precision[key]), "fp32")
-    formats = [precision.get("linear"), *(row.get("linear") for row in _rows(plan, ("layers",)))]
-    for key, expected in _fp8_rules(asked, formats, precision.get("gather"), precision.get("compute"), context):
-        yield plan.mistake(("precision", key), expected, say(precision.get(key, "compute")))
-
-
-class _Run:
-    """A run's values by dotted key, defaults included; None where there is no usable one."""
-
-    def __init__(self, document: Document, unusable: set[KeyPath]) -> None:
-        self.document = document
-        self.unusable = unusable
-        self.above_unusable = {bad[:length] for bad in unusable for length in range(len(bad))}
-
-    def __call__(self, key: str) -> Any:
-        path: KeyPath = tuple(key.split("."))
-        if path in self.above_unusable or any(path[:length] in self.unusable for length in range(len(path) + 1)):
-            return None
-        if not self.document.has(path):
-            return self._default(path)
-        value = self.document.get(path)
-        as_word = "none" in literal_options(annotation_at(RunSpec, path))
-        return None if value == "none" and not as_word else value
-
-    def _default(self, path: KeyPath) -> Any:
-        section = section_of(annotation_at(RunSpec, path[:-1])) if len(path) > 1 else RunSpec
-        defaults = {f.name: f.default for f in dataclasses.fields(section)} if section else {}
-        value = defaults.get(str(path[-1]), dataclasses.MISSING)
-        return None if value is dataclasses.MISSING or self.document.partial else value
-
-    def broken(self, key: str, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
-        path: KeyPath = tuple(key.split("."))
-        return self.document.mistake(path, expected, say(self(key)) if got is None else got, near)
-
-
-def _names(run: _Run) -> Iterator[Mistake]:
+def _names(run: RunValues) -> Iterator[Mistake]:
     name, init = None if run.document.partial else run("name"), run("model.init")
     if name is not None and not _NAME.fullmatch(name):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-") or None
-        yield run.broken("name", "a folder name of letters, digits, '.', '_' and '-', not beginning with '.'", plain)
+        yield run.mistake("name", "a folder name of letters, digits, '.', '_' and '-', not beginning with '.'", plain)
     if name is not None and len(name) > MOST_LETTERS:
-        yield run.broken("name", f"at most {MOST_LETTERS} characters", name[:40], f"{len(name):,} characters")
+        yield run.mistake("name", f"at most {MOST_LETTERS} characters", name[:40], f"{len(name):,} characters")
     if init is not None and init != "scratch" and not re.fullmatch(r"(hf|checkpoint):.+", init):
-        yield run.broken(
+        yield run.mistake(
             "model.init", "scratch, hf:DIR or checkpoint:DIR", nearest(init, ("scratch", "hf:", "checkpoint:"))
         )
 
 
-def _parameters(run: _Run) -> Iterator[Mistake]:
+def _parameters(run: RunValues) -> Iterator[Mistake]:
     """Few enough parameters for the arithmetic of the cost model."""
     if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
         return
@@ -176,19 +142,19 @@ def _parameters(run: _Run) -> Iterator[Mistake]:
     if count > MOST_PARAMETERS:
         largest = max(_WIDTHS, key=lambda name: sizes[name])
         expected = f"a model of at most {MOST_PARAMETERS:.0e} parameters"
-        yield run.broken(f"model.{largest}", expected, None, f"{sizes[largest]}, which makes {count:.1e}")
+        yield run.mistake(f"model.{largest}", expected, None, f"{sizes[largest]}, which makes {count:.1e}")
 
 
-def _attention(run: _Run) -> Iterator[Mistake]:
+def _attention(run: RunValues) -> Iterator[Mistake]:
     heads, kv_heads, head_dim = run("model.heads"), run("model.kv_heads"), run("model.head_dim")
     if heads and kv_heads and heads % kv_heads:
         near = str(nearest_divisor(heads, kv_heads))
-        yield run.broken("model.kv_heads", f"a divisor of model.heads = {heads}", near)
+        yield run.mistake("model.kv_heads", f"a divisor of model.heads = {heads}", near)
     if head_dim and head_dim % 2 and run("model.positions") == "rope":
-        yield run.broken("model.head_dim", "an even number, as rotary embedding turns pairs", str(head_dim + 1))
+        yield run.mistake("model.head_dim", "an even number, as rotary embedding turns pairs", str(head_dim + 1))
 
 
-def _experts(run: _Run) -> Iterator[Mistake]:
+def _experts(run: RunValues) -> Iterator[Mistake]:
     """A mixture says how many experts a token passes and how wide they are; a dense model says nothing of experts."""
     experts, passed, width = run("model.experts"), run("model.experts_per_token"), run("model.expert_hidden")
     if experts is None:
@@ -201,136 +167,136 @@ def _experts(run: _Run) -> Iterator[Mistake]:
             "model.first_dense_layers",
         ):
             if run(key):
-                yield run.broken(key, "0, as model.experts is 0: a dense model", "0")
+                yield run.mistake(key, "0, as model.experts is 0: a dense model", "0")
         return
     if passed is not None and not 1 <= passed <= experts:
-        yield run.broken(
+        yield run.mistake(
             "model.experts_per_token", f"1 to model.experts = {experts}", str(min(max(passed, 1), experts))
         )
     if width == 0:
-        yield run.broken("model.expert_hidden", "the width inside one expert", say(run("model.ffn_hidden")))
+        yield run.mistake("model.expert_hidden", "the width inside one expert", say(run("model.ffn_hidden")))
     layers, dense = run("model.layers"), run("model.first_dense_layers")
     if layers and dense and dense >= layers:
-        yield run.broken("model.first_dense_layers", f"fewer than model.layers = {layers}", str(layers - 1))
+        yield run.mistake("model.first_dense_layers", f"fewer than model.layers = {layers}", str(layers - 1))
 
 
-def _expert_pin(run: _Run) -> Iterator[Mistake]:
-    """Experts lie on ranks in equal numbers, on ranks that otherwise hold one copy of the layer together."""
+def _expert_pin(run: RunValues) -> Iterator[Mistake]:
+    """Every rank gets the same number of experts; expert ranks divide the shard and context ranks of one model copy."""
     experts, ranks = run("model.experts"), run("plan.expert")
     if experts is None or ranks is None:
         return
     if not experts:
-        yield run.broken("plan.expert", "no key, as the model is dense (model.experts is 0)")
+        yield run.mistake("plan.expert", "no key, as the model is dense (model.experts is 0)")
     elif experts % ranks:
         near = str(nearest_divisor(experts, ranks))
-        yield run.broken("plan.expert", f"a divisor of model.experts = {experts}", near)
+        yield run.mistake("plan.expert", f"a divisor of model.experts = {experts}", near)
     elif (shard := run("plan.shard")) is not None:
         size = shard * (run("plan.context_ring") or 1) * (run("plan.context_ulysses") or 1)
         if size % ranks:
-            yield run.broken(
+            yield run.mistake(
                 "plan.expert", f"a divisor of plan.shard × context ranks = {size}", str(math.gcd(size, ranks))
             )
 
 
-def _sequence(run: _Run) -> Iterator[Mistake]:
+def _sequence(run: RunValues) -> Iterator[Mistake]:
     seq_len, longest = run("train.seq_len"), run("model.max_seq_len")
     if seq_len and longest and seq_len > longest:
         learned = run("model.positions") == "learned"
         remedy = "the length of its learned positions" if learned else "which can be raised"
-        yield run.broken("train.seq_len", f"at most model.max_seq_len = {longest}, {remedy}", str(longest))
+        yield run.mistake("train.seq_len", f"at most model.max_seq_len = {longest}, {remedy}", str(longest))
 
 
-def _tensor(run: _Run) -> Iterator[Mistake]:
+def _tensor(run: RunValues) -> Iterator[Mistake]:
     """Tensor ranks divide heads, feed-forward width and sequence evenly."""
     ranks = run("plan.tensor")
-    if ranks and (expected := _tensor_misfit(run, ranks)):
+    if ranks and (expected := _tensor_error(run, ranks)):
         smaller = (size for size in reversed(divisors(run("model.heads"))) if size < ranks)
-        yield run.broken("plan.tensor", expected, str(next(size for size in smaller if not _tensor_misfit(run, size))))
+        yield run.mistake("plan.tensor", expected, str(next(size for size in smaller if not _tensor_error(run, size))))
 
 
-def _tensor_misfit(run: _Run, ranks: int) -> str | None:
+def _tensor_error(run: RunValues, ranks: int) -> str | None:
     heads, kv_heads, width = run("model.heads"), run("model.kv_heads"), run("model.ffn_hidden")
     if not (heads and kv_heads and width):
         return None
-    misfit = tensor_misfit(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
-    return misfit or expert_misfit(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
+    error = tensor_split_error(ranks, heads, kv_heads, width, run("model.vocab_size") or 0, run("train.seq_len"))
+    return error or expert_split_error(ranks, run("model.experts") or 0, run("model.shared_expert_hidden") or 0)
 
 
-def _context(run: _Run) -> Iterator[Mistake]:
+def _context(run: RunValues) -> Iterator[Mistake]:
     """Context ranks divide heads and sequence evenly, beside tensor ranks."""
     sizes = {axis: run(f"plan.{axis}") or 1 for axis in (*CONTEXT_AXES, "tensor")}
-    if wrong := _context_misfit(run, sizes):
+    if wrong := _context_error(run, sizes):
         axis, expected = wrong
         smaller = ({**sizes, axis: size} for size in reversed(divisors(sizes[axis])[:-1]))
-        near = next((str(fit[axis]) for fit in smaller if not _context_misfit(run, fit)), None)
-        yield run.broken(f"plan.{axis}", expected, near)
+        near = next((str(fit[axis]) for fit in smaller if not _context_error(run, fit)), None)
+        yield run.mistake(f"plan.{axis}", expected, near)
 
 
-def _context_misfit(run: _Run, sizes: dict[str, int]) -> tuple[str, str] | None:
+def _context_error(run: RunValues, sizes: dict[str, int]) -> tuple[str, str] | None:
     heads, kv_heads = run("model.heads"), run("model.kv_heads")
     if not (heads and kv_heads):
         return None
     ring, ulysses, tensor = (sizes.get(axis, 1) for axis in (*CONTEXT_AXES, "tensor"))
-    return context_misfit(ring, ulysses, tensor, heads, kv_heads, run("train.seq_len"))
+    return context_split_error(ring, ulysses, tensor, heads, kv_heads, run("train.seq_len"))
 
 
-def _warmup(run: _Run) -> Iterator[Mistake]:
+def _warmup(run: RunValues) -> Iterator[Mistake]:
     steps, warmup = run("train.steps"), run("train.warmup_steps")
     if steps and warmup and warmup >= steps:
         near = str(min(steps - 1, -(-steps // 10)))
-        yield run.broken("train.warmup_steps", f"fewer than train.steps = {steps}", near)
+        yield run.mistake("train.warmup_steps", f"fewer than train.steps = {steps}", near)
 
 
-def _data(run: _Run) -> Iterator[Mistake]:
+def _data(run: RunValues) -> Iterator[Mistake]:
     if run("data.mix") == {}:
-        yield run.broken("data.mix", "at least one data directory", "stdlib")
+        yield run.mistake("data.mix", "at least one data directory", "stdlib")
 
 
-def _chip(run: _Run) -> Iterator[Mistake]:
+def _chip(run: RunValues) -> Iterator[Mistake]:
     gpu = run("cluster.gpu")
     if gpu is None or gpu == "cpu" or gpu in CHIPS or run("cluster.memory_gib") is not None:
         return
     spellings = {name.upper(): name for name in ("cpu", *CHIPS)}
     close = chip_from_device_name(gpu) or spellings.get(nearest(gpu.upper(), spellings) or "")
-    yield run.broken(
+    yield run.mistake(
         "cluster.gpu", f"cpu, {', '.join(CHIPS)}, or another chip with cluster.memory_gib beside it", close
     )
 
 
-def _rank_count(run: _Run) -> int | None:
+def _rank_count(run: RunValues) -> int | None:
     nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
     return nodes * per_node if nodes and per_node else None
 
 
-def _emulated(run: _Run) -> Iterator[Mistake]:
+def _emulated(run: RunValues) -> Iterator[Mistake]:
     nodes, per_node, emulated = run("cluster.nodes"), run("cluster.gpus_per_node"), run("cluster.emulate_nodes")
     if not emulated or emulated == 1:
         return
     if nodes and nodes > 1:
-        yield run.broken("cluster.emulate_nodes", f"1, as the cluster has {nodes} hosts: one host plays nodes", "1")
+        yield run.mistake("cluster.emulate_nodes", f"1, as the cluster has {nodes} hosts: one host plays nodes", "1")
     elif per_node and per_node % emulated:
         near = str(nearest_divisor(per_node, emulated))
-        yield run.broken("cluster.emulate_nodes", f"a divisor of cluster.gpus_per_node = {per_node}", near)
+        yield run.mistake("cluster.emulate_nodes", f"a divisor of cluster.gpus_per_node = {per_node}", near)
 
 
-_OTHER_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")
+_MODEL_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")
 """Axes whose ranks read the same samples."""
 
 
-def _pipeline_ranks(run: _Run) -> int:
-    """As pinned, or as many as pinned stages have rows."""
+def _pipeline_ranks(run: RunValues) -> int:
+    """Pinned pipeline ranks, or one for each entry of `plan.stages`."""
     return run("plan.pipeline") or len(run("plan.stages") or ()) or 1
 
 
-def _model_ranks(run: _Run) -> dict[str, int]:
-    """Ranks of one data rank, by the pins that say so."""
-    pinned = {f"plan.{axis}": run(f"plan.{axis}") or 1 for axis in _OTHER_AXES}
+def _model_ranks(run: RunValues) -> dict[str, int]:
+    """By key, the pinned sizes of axes that split one data rank."""
+    pinned = {f"plan.{axis}": run(f"plan.{axis}") or 1 for axis in _MODEL_AXES}
     if run("plan.pipeline") is None:
         pinned["plan.stages"] = _pipeline_ranks(run)
     return {key: size for key, size in pinned.items() if size > 1}
 
 
-def _ranks(run: _Run) -> Iterator[Mistake]:
+def _ranks(run: RunValues) -> Iterator[Mistake]:
     ranks, replicate, shard = _rank_count(run), run("plan.replicate"), run("plan.shard")
     if ranks is None:
         return
@@ -338,38 +304,42 @@ def _ranks(run: _Run) -> Iterator[Mistake]:
         nodes, per_node = run("cluster.nodes"), run("cluster.gpus_per_node")
         key = "cluster.nodes" if nodes > per_node else "cluster.gpus_per_node"
         got = f"{nodes} × {per_node} = {ranks}"
-        yield run.broken(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
+        yield run.mistake(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
         return
-    wrong = [axis for axis in (*_OTHER_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
+    wrong = [axis for axis in (*_MODEL_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
     for axis in wrong:
         size = run(f"plan.{axis}")
-        yield run.broken(f"plan.{axis}", f"a divisor of the cluster's {ranks} ranks", str(nearest_divisor(ranks, size)))
+        yield run.mistake(
+            f"plan.{axis}", f"a divisor of the cluster's {ranks} ranks", str(nearest_divisor(ranks, size))
+        )
     if wrong:
         return
     pinned = _model_ranks(run)
     others = math.prod(pinned.values())
-    said = "".join(f" ÷ {key} {size}" + " rows" * (key == "plan.stages") for key, size in pinned.items())
+    divisors_text = "".join(f" ÷ {key} {size}" + " rows" * (key == "plan.stages") for key, size in pinned.items())
     if ranks % others:
         worst = max(pinned, key=lambda key: pinned[key])
         product = " × ".join(map(str, pinned.values()))
         got = f"{product} = {others} ranks, the cluster has {ranks}" if len(pinned) > 1 else str(others)
-        yield run.broken(worst, f"axes whose product divides the cluster's {ranks} ranks", None, got)
+        yield run.mistake(worst, f"axes whose product divides the cluster's {ranks} ranks", None, got)
         return
-    data, free = ranks // others, any(run(f"plan.{axis}") is None for axis in _OTHER_AXES)
+    data, free = ranks // others, any(run(f"plan.{axis}") is None for axis in _MODEL_AXES)
     sizes = {f"plan.{axis}": run(f"plan.{axis}") for axis in DATA_AXES if run(f"plan.{axis}")}
     product, exact = math.prod(sizes.values()), len(sizes) == 2 and not free
     if data % product or (exact and data != product):
         key = "plan.shard" if shard else "plan.replicate"
-        rest, odd = divmod(data, replicate) if shard and replicate else (data, 0)
-        near = None if odd else str(rest if exact else nearest_divisor(rest, sizes[key]))
+        quotient, remainder = divmod(data, replicate) if shard and replicate else (data, 0)
+        near = None if remainder else str(quotient if exact else nearest_divisor(quotient, sizes[key]))
         factors = [*sizes.values(), *pinned.values()]
         got = f"{' × '.join(map(str, factors))} = {math.prod(factors)} ranks, the cluster has {ranks}"
         both = "plan.replicate × plan.shard " if len(sizes) == 2 else ""
-        yield run.broken(key, f"{both}{'=' if exact else 'a divisor of'} the cluster's {ranks} ranks{said}", near, got)
+        yield run.mistake(
+            key, f"{both}{'=' if exact else 'a divisor of'} the cluster's {ranks} ranks{divisors_text}", near, got
+        )
 
 
-def _global_batch(run: _Run) -> Iterator[Mistake]:
-    """What is pinned of data ranks and micro-batch divides the batch; what is not, the planner makes divide it."""
+def _global_batch(run: RunValues) -> Iterator[Mistake]:
+    """Pinned data ranks and micro-batch divide the global batch; the planner chooses unpinned ones so that they do."""
     keys = ("plan.replicate", "plan.shard", "plan.micro_batch")
     batch, ranks, pinned = run("train.global_batch"), _rank_count(run), {key: run(key) for key in keys if run(key)}
     if ranks is None or any(ranks % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
@@ -377,29 +347,29 @@ def _global_batch(run: _Run) -> Iterator[Mistake]:
     unit = math.prod(pinned.values())
     if batch and batch > MOST_SEQUENCES * ranks:
         expected = f"at most {MOST_SEQUENCES} sequences for each of the cluster's {ranks} ranks"
-        yield run.broken("train.global_batch", expected, str(MOST_SEQUENCES * ranks))
+        yield run.mistake("train.global_batch", expected, str(MOST_SEQUENCES * ranks))
     elif batch and batch % unit:
         product = " × ".join(f"{key} {size}" for key, size in pinned.items())
-        yield run.broken("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
+        yield run.mistake("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
 
 
-def _stages(run: _Run) -> Iterator[Mistake]:
-    """Layers must fill the pinned pipeline, as the pinned schedule lays its stages out, or any where the planner chooses it."""
+def _stages(run: RunValues) -> Iterator[Mistake]:
+    """Layers fill the pinned pipeline in the stage order of the pinned schedule, or of any schedule if none is pinned."""
     layers, stages = run("model.layers"), run("plan.stages")
     if stages is not None and not stages:
-        yield run.broken("plan.stages", "a row of layer ranges for each pipeline rank, or no key", "none")
+        yield run.mistake("plan.stages", "a row of layer ranges for each pipeline rank, or no key", "none")
     elif layers:
         path: KeyPath = ("plan", "stages") if stages else ("plan", "pipeline")
-        yield from _stages_fit(run.document, path, run("plan.schedule"), stages, _pipeline_ranks(run), layers)
+        yield from _stage_order(run.document, path, run("plan.schedule"), stages, _pipeline_ranks(run), layers)
 
 
-def _stages_fit(
+def _stage_order(
     document: Document, path: KeyPath, schedule: ScheduleName | None, stages: Any, pipeline: int, layers: int
 ) -> Iterator[Mistake]:
     table = tuple(map(tuple, stages or ()))
     wrong: list[str] = []
-    # Of schedules not pinned one for each order of stages: along the ranks again and again, or in a V.
-    for name in (schedule,) if schedule else _one_of_each_order(table):
+    # Without a pinned schedule, try one schedule for each order of stages: repeated along the ranks, or in a V.
+    for name in (schedule,) if schedule else _schedule_of_each_order(table):
         try:
             stage_table(SchedulePlan(name=name, stages=table), pipeline, layers)
         except ValueError as error:
@@ -410,25 +380,25 @@ def _stages_fit(
     yield document.mistake(path, expected, " and, in a V, ".join(dict.fromkeys(wrong)))
 
 
-def _one_of_each_order(table: tuple[tuple[str, ...], ...]) -> tuple[ScheduleName, ...]:
+def _schedule_of_each_order(table: tuple[tuple[str, ...], ...]) -> tuple[ScheduleName, ...]:
     return ("1f1b", "zbv") if table and len(table[0]) == STAGES_PER_RANK["zbv"] else ("1f1b",)
 
 
-def _pins(run: _Run) -> Iterator[Mistake]:
+def _pins(run: RunValues) -> Iterator[Mistake]:
     for key in ("plan.reshard", "plan.gradients", "plan.recompute", "plan.offload"):
         if run("plan.layers") is not None and run(key) is not None:
             name = key.partition(".")[2]
-            yield run.broken(key, f"`{name}` inside plan.layers only, as plan.layers is given")
+            yield run.mistake(key, f"`{name}` inside plan.layers only, as plan.layers is given")
 
 
-def _layers(run: _Run) -> Iterator[Mistake]:
+def _layers(run: RunValues) -> Iterator[Mistake]:
     layers = run("model.layers")
     if layers and run("plan.layers") is not None:
         yield from _coverage(run.document, ("plan", "layers"), layers)
 
 
 def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistake]:
-    """Ranges that leave the model, meet twice, or leave a layer out."""
+    """Layer ranges that lie outside of the model, overlap, or leave a layer out."""
     covered: set[int] = set()
     readable = True
     for index, strategy in enumerate(document.get(path) if document.has(path) else [{}]):
@@ -450,51 +420,3 @@ def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistak
         place = document.key_place(path)
         expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {layer_numbers(left)}"
         yield Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got)
-
-
-def _formats(run: _Run) -> Iterator[Mistake]:
-    for key, expected in _format_rules(run, {key: run(f"plan.{key}") for key in _FORMATS}):
-        yield run.broken(f"plan.{key}", expected, "fp32")
-
-
-_FORMATS = ("compute", "reduce", "reduce_replicas")
-
-
-def _format_rules(run: _Run, formats: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
-    """(key of the precision, what is expected) for formats that the devices do not compute in."""
-    gpu = run("cluster.gpu")
-    for key in _FORMATS:
-        if formats.get(key) == "fp64" and gpu not in (None, "cpu"):
-            yield key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only"
-    if (known := formats_on(gpu)) and formats.get("compute") not in (None, "fp64", *known):
-        yield "compute", f"{' or '.join(known)} on {gpu}"
-
-
-def _fp8(run: _Run) -> Iterator[Mistake]:
-    formats = [run("plan.linear"), *(row.get("linear") for row in _rows(run.document, ("plan", "layers")))]
-    context = math.prod(run(f"plan.{axis}") or 1 for axis in CONTEXT_AXES)
-    for key, expected in _fp8_rules(run, formats, run("plan.gather"), run("plan.compute"), context):
-        yield run.broken(f"plan.{key}", expected, "compute")
-
-
-def _rows(document: Document, path: KeyPath) -> list[dict[str, Any]]:
-    rows = document.get(path) if document.has(path) else None
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-
-def _fp8_rules(
-    run: _Run, formats: list[str | None], gather: str | None, compute: str | None, context: int
-) -> Iterator[tuple[str, str]]:
-    """(key of the precision, what is expected) for everything that stands against fp8."""
-    if gather == "fp8" and "fp8_tensorwise" not in formats:
-        yield "gather", "compute, as no layer's `linear` is fp8_tensorwise: other products need the weight as it is"
-    if not any(kind and kind.startswith("fp8") for kind in formats):
-        return
-    chip = CHIPS.get(run("cluster.gpu") or "")
-    if chip is not None and "fp8" not in chip.peak_flops:
-        yield "linear", f"compute, as {run('cluster.gpu')} has no fp8 products"
-    if compute in ("fp16", "fp64"):
-        yield "linear", f"compute, as plan.compute is {compute}: fp8 goes with bf16 or fp32"
-    for name, size in sides({key: run(f"model.{key}") for key in WIDTHS}, run("train.seq_len"), context).items():
-        if size % MULTIPLE:
-            yield "linear", f"compute, as {name} = {size} is no multiple of {MULTIPLE}, which fp8 products need"

@@ -24,7 +24,7 @@ from meshwright.config.yaml_positions import Document, KeyPath, dotted, dump_yam
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.layout import placed
+from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
@@ -83,6 +83,9 @@ def load_resolved(path: Path) -> RunSpec:
     Raises BadConfig with every mistake found.
     """
     document = read_yaml(path)
+    pins = document.get(("plan",))
+    if isinstance(pins, dict):
+        pins.pop("reduce_engine", None)  # earlier versions wrote every key, also this one, which was removed
     given, mistakes, _ = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes
     if mistakes:
@@ -116,7 +119,7 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
     plan = from_plain(Plan, given)
-    return placed(plan, cluster.ranks_per_node) if cluster else plan
+    return with_node_crossings(plan, cluster.ranks_per_node) if cluster else plan
 
 
 def resolved_yaml(run: RunSpec) -> str:

@@ -20,7 +20,7 @@ from meshwright.config.schema import (
 )
 from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, say
-from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shortened
+from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.run import RunSpec
 
@@ -29,6 +29,7 @@ _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, exp
 _NOT_YET = (
     "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses and expert"
 )
+_REDUCE_ENGINE = "no such key; it was removed because exchange gained nothing, and the reduce-scatter is always used: delete the line"
 _OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
 _SYNONYMS: dict[str, KeyPath] = {
     "lr": ("train", "learning_rate"),
@@ -111,7 +112,7 @@ def _key_of_name(cls: type) -> dict[str, KeyPath]:
 
 
 def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
-    around, place, got = path[:-1], document.key_place(path), f"'{shortened(str(path[-1]))}'"
+    around, place, got = path[:-1], document.key_place(path), f"'{shorten(str(path[-1]))}'"
     expected = f"a key of {dotted(around)}" if around else "a top-level key"
     refused = _refusal(path if cls is RunSpec else ("plan", *path))
     if refused:
@@ -127,12 +128,14 @@ def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None
 
 
 def _refusal(path: KeyPath) -> str | None:
-    """What to say of a key that other trainers have and this one, on purpose or for now, has not."""
+    """The reason why a key that other trainers or earlier releases have does not exist here."""
     section, name = path[0], str(path[-1])
     if name.endswith(("dropout", "dropout_p", "dropout_prob")):
         return _NO_DROPOUT
     if section == "model" and (name.startswith(("moe", "expert")) or name == "num_experts"):
         return _EXPERTS
+    if path == ("plan", "reduce_engine"):
+        return _REDUCE_ENGINE
     return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
 
 

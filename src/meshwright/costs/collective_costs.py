@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.inputs import Array, Layouts, Machine
+from meshwright.costs.machine import Machine
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import Layouts
 
 MOST_OF_LINE = 0.95
 """Share of a link's or a port's line rate that no collective exceeds: headers and acknowledgements take the rest."""

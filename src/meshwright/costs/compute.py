@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.inputs import ALL_BUT_ATTENTION, Array, Layouts, Machine, Shape
+from meshwright.costs.machine import Machine
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
+from meshwright.workload.model_shape import Shape
+from meshwright.workload.products import layer_products
+from meshwright.workload.step_shape import step_shape
 
 KERNELS = 16.0
 """Kernels of one layer's forward that leave a tail (matrix products, norms, activation, attention)."""
@@ -110,14 +115,15 @@ def _ragged(shape: Shape) -> Array:
 
 def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerTime:
     """Times summed over all layers of the model (not yet divided into stages)."""
-    tokens = layout.micro_batch * layout.seq / layout.context
-    speed = product_rate(machine, k)
+    step = step_shape(shape, layout)
+    tokens, speed = step.tokens, product_rate(machine, k)
     speed = replace(speed, flops=speed.flops / _ragged(shape))
     memory = machine.hbm * k.hbm / k.slow
     width = layout.tensor
-    products = _attention_products(shape, speed, tokens, width) + _dense_products(shape, speed, tokens, width)
-    if np.any(shape.moe_layers):
-        products = products + _expert_products(shape, layout, speed, tokens)
+    products = Pair(0.0, 0.0)
+    for product in layer_products(shape, step, width):
+        if product.role != "router":  # constants were fitted without the router's product
+            products += speed.both(product.m, product.k, product.n, product.count).times(product.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory)
     passes = tokens * shape.hidden * shape.layers * k.passes / memory / width
     moved = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
@@ -127,7 +133,14 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     forward = products.forward + core_forward + passes + routed + lowered + tails
     backward = products.backward + core_backward + 1.5 * passes + k.moe_back * routed + 1.5 * lowered + 1.5 * tails
     again = _recomputed(
-        shape, layout, k, forward, np.where(k.compiled > 0, passes + tails / 2, core_forward), core_forward, speed
+        shape,
+        layout,
+        k,
+        tokens,
+        forward,
+        np.where(k.compiled > 0, passes + tails / 2, core_forward),
+        core_forward,
+        speed,
     )
     launches = np.where(layout.recompute >= ALL_BUT_ATTENTION, 4 / 3, 1.0)
     across = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
@@ -152,46 +165,20 @@ def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, moved: Array) -> 
 
 
 def _recomputed(
-    shape: Shape, layout: Layouts, k: Constants, forward: Array, selective: Array, attention: Array, speed: ProductRate
+    shape: Shape,
+    layout: Layouts,
+    k: Constants,
+    tokens: Array,
+    forward: Array,
+    selective: Array,
+    attention: Array,
+    speed: ProductRate,
 ) -> Array:
     """Device seconds that recompute adds to backward, over all layers."""
-    tokens = layout.micro_batch * layout.seq / layout.context
     last = shape.dense_layers * speed.seconds(tokens, shape.ffn / layout.tensor, shape.hidden)
     full = forward - np.where(k.compiled > 0, last, 0.0)
     mode = np.asarray(layout.recompute, dtype=np.int64)
     return np.choose(mode, np.broadcast_arrays(0.0, selective, full - attention, full))
-
-
-def _attention_products(shape: Shape, speed: ProductRate, tokens: Array, width: Array) -> Pair:
-    inner = shape.attention_params / shape.hidden - shape.value_width
-    into = speed.both(tokens, shape.hidden, inner / width)
-    out = speed.both(tokens, shape.value_width / width, shape.hidden)
-    attention = (into + out).times(shape.attention_layers)
-    if not np.any(shape.mixer_layers):
-        return attention
-    mixers = speed.both(tokens, shape.hidden, shape.mixer_params / shape.hidden / width)
-    return attention + mixers.times(shape.mixer_layers)
-
-
-def _dense_products(shape: Shape, speed: ProductRate, tokens: Array, width: Array) -> Pair:
-    def feed_forward(ffn: Array) -> Pair:
-        up = speed.both(tokens, shape.hidden, (1 + shape.gated) * ffn / width)
-        return up + speed.both(tokens, ffn / width, shape.hidden)
-
-    dense = feed_forward(shape.ffn).times(shape.dense_layers)
-    if not np.any(shape.moe_layers * shape.shared_ffn):
-        return dense
-    return dense + feed_forward(shape.shared_ffn).times(shape.moe_layers)
-
-
-def _expert_products(shape: Shape, layout: Layouts, speed: ProductRate, tokens: Array) -> Pair:
-    """This rank's experts get as many rows as its tokens send out, all in one launch; their weights are not split by width."""
-    rows = tokens / layout.tensor * shape.top_k
-    local = np.maximum(shape.experts, 1.0) / np.maximum(layout.expert, 1.0)
-    each = rows / local * layout.imbalance
-    up = speed.both(each, shape.expert_in, (1 + shape.gated) * shape.expert_ffn, local)
-    down = speed.both(each, shape.expert_ffn, shape.expert_in, local)
-    return (up + down).times(np.where(shape.experts > 0, shape.moe_layers, 0.0))
 
 
 def _attention_core(

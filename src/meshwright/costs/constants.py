@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from meshwright.costs.inputs import Array
 from meshwright.spec.chips import CHIPS, Chip
+from meshwright.workload.arrays import Array
 
 FILE = Path(__file__).with_name("constants.yaml")
 OWN_FILE = Path(__file__).with_name("own.yaml")

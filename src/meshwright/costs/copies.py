@@ -9,17 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.inputs import Array, Layouts, Machine, Shape
+from meshwright.costs.machine import Machine
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape
 
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
 """Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
 sum."""
-SENT = 4.0
-"""The same of a bf16 gradient that is copied as it is, to be exchanged."""
 LONE, SHARD = 16.0, 12.0
 """The same on another stream: a lone rank's two further copies; a reduced shard added to its sum."""
-NARROW, WIDE, TOTAL = 2.0, 4.0, 4.0
-"""And there of a gradient that came by an exchange, in bf16 or fp32, read to be added up; of the sum, by parameter of the shard."""
 
 
 def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
@@ -36,14 +35,14 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     # Out of the gathered buffer: read and written. On another stream the shard cast and put in.
     cast = MASTER + gathered
     out = np.where(casts_once, cast, 2 * gathered + k.side_copies * cast / layout.shards)
-    exchanged, whole = (np.asarray(layout.exchanged) > 0) & ~alone, layout.added_up
-    summed = np.where(exchanged, np.where(whole, WIDE, NARROW) + TOTAL / layout.shards, 0.0)
     shard = np.where(once | casts_once, 0.0, SHARD / layout.shards)
-    laid = np.where(exchanged & ~whole, SENT, IN) * (1 + (1 / k.packing - 1) * (1 - routed / weights))
+    laid = IN * (1 + (1 / k.packing - 1) * (1 - routed / weights))
     by_products = np.where(machine.low > 0, 1.0, k.product_sums)
     added = ADD * (shape.dense_params * by_products + routed + ends) / weights
-    own = np.where(casts_once & layout.gradients_stay(shape.tied), 0.0, np.where(casts_once & ~once, added, IN))
-    into = np.where(alone, own, laid) + k.side_copies * (lone + summed + shard)
+    own = np.where(
+        casts_once & layout.gradients_final_in_backward(shape.tied), 0.0, np.where(casts_once & ~once, added, IN)
+    )
+    into = np.where(alone, own, laid) + k.side_copies * (lone + shard)
     gathers = 2.0 - layout.keep_gathered
     kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
     each = (1 - kept) * gathers * out + np.where(once, np.where(several, added, 0.0), into)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import Constants
-from meshwright.costs.inputs import Machine
+from meshwright.costs.machine import Machine
 from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
 from meshwright.spec.chips import CHIPS, Chip, GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.nodes import node_kinds
+from meshwright.spec.nodes import node_type_runs
 
 FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp8": 2.0, "nvfp4": 3.0}
 """Number format of matrix products → Machine.low."""
@@ -79,7 +79,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
     network = cluster.network or NetworkSpec()
     chips = _chips(cluster, number_format)
     first = chips[0]
-    kinds = [kind for kind, _ in node_kinds(cluster)]
+    kinds = [kind for kind, _ in node_type_runs(cluster)]
     links = [kind.link_gb_per_s * 1e9 if kind.link_gb_per_s else _chip(cluster, kind.gpu).link for kind in kinds]
     ports = [kind.port_gb_per_s * 1e9 if kind.port_gb_per_s else _chip(cluster, kind.gpu).nic for kind in kinds]
     given = cluster.memory_bytes()
@@ -104,7 +104,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
 def with_latencies(k: Constants, cluster: ClusterSpec) -> Constants:
     """Fitted constants with the latencies that the cluster states in place of the stack's."""
     network = cluster.network or NetworkSpec()
-    stated = [kind.port_us for kind, _ in node_kinds(cluster) if kind.port_us is not None]
+    stated = [kind.port_us for kind, _ in node_type_runs(cluster) if kind.port_us is not None]
     port = max(stated) if stated else k.net_us
     return replace(k, net_us=port, link_us=network.link_us or k.link_us)
 

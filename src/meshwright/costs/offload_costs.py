@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.costs.inputs import ALL_BUT_ATTENTION, SELECTIVE, Array, Layouts, Machine, Shape
+from meshwright.costs.machine import Machine
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import ALL_BUT_ATTENTION, SELECTIVE, Layouts
+from meshwright.workload.model_shape import Shape
 
 HOST_SHARE, SHARERS = 0.4, 8
 """Share of its host link that a device gets while all of its node copy (measured on 8×H200: 20 of 50 GB/s, host memory is the limit), and

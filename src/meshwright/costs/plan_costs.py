@@ -15,8 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table, unmeasured
-from meshwright.costs.idle import NAMES, fill
-from meshwright.costs.inputs import ROWWISE, Array, Layouts, Machine, Shape, usual_imbalance
+from meshwright.costs.machine import ROWWISE, Machine
 from meshwright.costs.machine_rates import (
     FORMATS,
     GUESSED_SPREAD,
@@ -30,13 +29,15 @@ from meshwright.costs.step import StepCost, step_cost
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
-from meshwright.spec.model import ModelSpec, mean_span
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.nodes import slowest_rank
-from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Linear, Plan, Precision
-from meshwright.workload.dtypes import state_bytes
-from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.spec.nodes import slowest_rank_cluster
+from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision
+from meshwright.workload.arrays import Array
+from meshwright.workload.groups import experts_over, shard_size
+from meshwright.workload.layouts import Layouts, layout_of, strategy_columns
+from meshwright.workload.model_shape import Shape, shape_of
 
 STACK = OWN
 """Whose constants price a plan."""
@@ -101,7 +102,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     compute, cluster = plan.precision.compute, as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
         machine_of(cluster, products(plan.precision, cluster))  # says what is wrong with the groups
-        cluster = slowest_rank(cluster, Layout.of(plan, cluster.gpus_per_node))
+        cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
@@ -110,7 +111,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
         constants = replace(constants, **unmeasured(chip))
     if cluster.network is None or cluster.network.fabric != "tcp":
         constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
-    shape = _shape(model, train.seq_len)
+    shape = shape_of(model, train.seq_len)
 
     def priced(linear: Linear) -> Pricing:
         alike = replace(plan, precision=replace(plan.precision, linear=linear))
@@ -118,7 +119,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
         k, machine = as_measured(constants, _cached_machine(cluster, kind), cluster, kind)
         if kind == "fp8" and linear == "fp8_rowwise":
             machine = replace(machine, low=ROWWISE)
-        return Pricing(shape, machine, _layout(model, train, alike), k)
+        return Pricing(shape, machine, layout_of(model, train, alike), k)
 
     most, *others = _formats(model, plan)
     return replace(priced(most), others={linear: priced(linear) for linear in others})
@@ -199,7 +200,6 @@ def never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
     found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     copied = plan.gather_engine == "copy" and shard_size(plan) > 1
     found += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
-    found += ["gradients exchanged"] if plan.reduce_engine == "exchange" and shard_size(plan) > 1 else []
     low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
     found += ["fp8 products"] if low else []
     return found + (["several hosts"] if cluster.nodes > 1 else [])
@@ -210,15 +210,10 @@ def number(value: object) -> float:
     return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
 
 
-def gathered_bytes(precision: Precision) -> float:
-    """Bytes of a block's weight while it is gathered, for the closed form, which knows no wider format than bf16."""
-    return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
-
-
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
     """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
     counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
-    moved = sum(count for layer, count in counts.items() if layer.activations_away) / model.layers
+    moved = sum(count for layer, count in counts.items() if layer.activations_offloaded) / model.layers
     costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled, moved) for layer in counts]
     shares = [count / model.layers for count in counts.values()]
 
@@ -237,64 +232,3 @@ def _uniform_cost(priced: Pricing, layer: LayerStrategy, filled: float, moved: f
     """The step's cost if all layers were as `layer` is; activations of the share `moved` of them wait in host memory."""
     layout = replace(priced.layout, **strategy_columns(layer, moved))
     return step_cost(priced.shape, priced.machine, layout, priced.constants, filled)
-
-
-def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, float]:
-    """What a strategy sets in a layout, of which the share `moved` of all layers have their activations in host memory where it has."""
-    return {
-        "recompute": float(RECOMPUTES.index(layer.recompute)),
-        "keep_gathered": float(not layer.reshard),
-        "gather_once": float(not layer.reshard),
-        "reduce_once": float(layer.gradients == "whole"),
-        "offload": float(layer.optimizer_away),
-        "offload_activations": moved * layer.activations_away,
-    }
-
-
-def _shape(model: ModelSpec, seq_len: int) -> Shape:
-    routed = sum(model.routed(layer) for layer in range(model.layers))
-    heads, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    return Shape(
-        layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
-        kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
-        full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, mixer_layers=0, mixer_params=0,
-        ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
-        expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
-        gated=float(model.mlp == "swiglu"), tied=float(model.tied),
-        parallel=float(model.parallel_block and not routed),
-    )  # fmt: skip
-
-
-def _layout(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
-    shards, pipeline = shard_size(plan), plan.axis_size("pipeline")
-    table = stage_table(plan.schedule, pipeline, model.layers)
-    alike = len({sum(map(len, row)) for row in table}) == 1
-    expert = float(experts_over(plan) * plan.axis_size("tensor")) if model.experts else 1.0
-    return Layouts(
-        tensor=float(plan.axis_size("tensor")), pipeline=float(pipeline),
-        virtual=float(len(table[0]) if pipeline > 1 else 1), dealt=float(not alike),
-        context=float(context_size(plan)), ulysses=float(plan.axis_size("context_ulysses")),
-        expert=expert, imbalance=float(usual_imbalance(expert)),
-        data=float(plan.data_ranks), zero=3.0 if shards > 1 else 0.0, shards=float(shards),
-        micro_batch=float(plan.batch.micro_batch), global_batch=float(plan.batch.global_batch), seq=float(train.seq_len),
-        sequence=float(plan.axis_size("tensor") > 1), layered=float(plan.layered), vee=float(plan.schedule.name in V_SCHEDULES),
-        replica_bytes={"bf16": 2.0, "fp32": 4.0, "fp64": 8.0}[plan.precision.reduce_replicas or plan.precision.stored],
-        fill=float(fill(NAMES.index(plan.schedule.name), pipeline, plan.batch.accumulate)), loss_chunk=float(train.loss_chunk),
-        gathered_bytes=gathered_bytes(plan.precision), copied=float(plan.gather_engine == "copy"),
-        exchanged=float(plan.reduce_engine == "exchange"),
-        tokens_copied=float(plan.tensor_engine == "copy"), state_bytes=state_bytes(plan.precision),
-        **_strides(plan), **strategy_columns(plan.layers[0]),
-    )  # fmt: skip
-
-
-def _strides(plan: Plan) -> dict[str, float]:
-    """Where the plan's order of axes puts the members of each kind of group."""
-    layout = Layout.of(plan, plan.ranks)
-    return {
-        "tensor_stride": layout.stride("tensor"),
-        "ring_stride": layout.stride("context_ring"),
-        "ulysses_stride": layout.stride("context_ulysses"),
-        "shard_stride": layout.stride("shard", "context_ring", "context_ulysses"),
-        "replicate_stride": layout.stride("replicate"),
-        "pipeline_stride": layout.stride("pipeline"),
-    }

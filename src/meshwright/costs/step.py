@@ -25,9 +25,12 @@ from meshwright.costs.collective_costs import (
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
-from meshwright.costs.inputs import ALL_BUT_ATTENTION, FULL, Array, Layouts, Machine, Shape
+from meshwright.costs.machine import Machine
 from meshwright.costs.offload_costs import exposed_copies, host_optimizer
-from meshwright.costs.stage_layers import dealt_layers, stage_layers
+from meshwright.costs.stage_layers import stage_layers
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, Layouts
+from meshwright.workload.model_shape import Shape
 
 WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
@@ -171,9 +174,6 @@ def _stages(shape: Shape, layout: Layouts, chain: Array, times: LayerTime) -> tu
     whole = chain + times.head + times.embed
     per_layer = chain / shape.layers
     full, last = stage_layers(shape, layout)
-    if np.any(layout.dealt):
-        own = dealt_layers(shape, layout, times.head / np.maximum(per_layer, 1e-12))
-        full, last = (np.where(layout.dealt, one, other) for one, other in zip(own, (full, last), strict=True))
     stage = np.maximum(full * per_layer, last * per_layer + times.head)
     return np.where(layout.pipeline > 1, stage, whole), whole
 
@@ -297,13 +297,6 @@ def _weights_traffic(
     one = one + _gathered(experts, machine, k, size, shape.moe_layers, copied & (ranks <= 1))
     whole = whole + gather(experts, k, size, shape.moe_layers)
     scatter = whole * (k.scatter_bytes / WEIGHT_BYTES)
-    if np.any(layout.exchanged):
-        sent = np.where(layout.added_up, k.scatter_bytes, WEIGHT_BYTES) / shape.layers
-        dense, routed = sent * (blocks + ends / width), sent * shape.expert_params / ranks
-        by_exchange = all_to_all(where, k, machine, dense) + all_to_all(experts, k, machine, routed) * (
-            shape.moe_layers > 0
-        )
-        scatter = np.where(np.asarray(layout.exchanged) > 0, shape.layers * by_exchange, scatter)
     scatter = scatter + _yielded(where, layout, k, scatter, backward)
     gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
     once = np.where((layout.pipeline > 1) & (layout.micro_batches <= 1), 1.0, np.asarray(layout.reduce_once) > 0)

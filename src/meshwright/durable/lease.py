@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
-from meshwright.spec.failures import gone
+from meshwright.spec.failures import missing_path_error
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.run import Lease
 
@@ -67,7 +67,7 @@ def check_lease(folder: Path, lease: Lease) -> None:
     if found == lease:
         return
     if not folder.is_dir():
-        raise gone(folder)
+        raise missing_path_error(folder)
     if found is None:
         raise BadInput(f"{folder / LEASE} is missing or damaged; without it this job commits nothing")
     raise BadInput(

@@ -59,19 +59,19 @@ def publish(partial: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def publish_folder(partial: Path, path: Path, aside: Path) -> None:
+def publish_folder(partial: Path, path: Path, concurrent_span: Path) -> None:
     """Rename a folder whose content is on the disk already to `path`, and flush the new name.
 
-    What is at `path` is moved to `aside` first, where a crash between the two renames leaves it. A failed rename moves it back.
+    What is at `path` is moved to `concurrent_span` first, where a crash between the two renames leaves it. A failed rename moves it back.
     """
     replacing = os.path.lexists(path)
     if replacing:
-        os.rename(path, aside)
+        os.rename(path, concurrent_span)
     try:
         os.rename(partial, path)
     except BaseException:
         if replacing:
-            os.rename(aside, path)
+            os.rename(concurrent_span, path)
         raise
     sync_folder(path.parent)
 

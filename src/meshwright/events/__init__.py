@@ -1,1 +1,1 @@
-"""What happened, in one vocabulary for predicted and measured timelines. Floor 1: imports only spec, and no torch."""
+"""Events, with the same terms for predicted and measured timelines. Layer 1: imports only spec, and no torch."""

@@ -1,7 +1,8 @@
 """Messages between the launcher of a host and the ranks that it started: one JSON object per line.
 
-The launcher writes to a rank's standard input, a rank to a pipe whose file descriptor the environment variable `CHANNEL` names. Ranks
-that another launcher started (torchrun, Slurm) have no channel; sending does nothing there. Torch-free.
+The launcher writes to a rank's standard input; a rank writes to a pipe whose file descriptor is in the environment
+variable `CHANNEL`. Ranks started by another launcher (torchrun, Slurm) have no channel; sending does nothing there.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 
 CHANNEL = "MESHWRIGHT_CHANNEL_FD"
 LINE_BYTES = select.PIPE_BUF
-"""Longest message: what a pipe takes in one piece or not at all, so that lines never mix."""
+"""Longest message: a pipe writes this many bytes in one piece or not at all, so lines never mix."""
 SEND_SECONDS = 2.0
-"""How long the message about a rank's end waits for room in the pipe, whose reader may be stopped."""
+"""Seconds that the message about a rank's end waits for space in the pipe, whose reader may be stopped."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Failure:
-    """Rank to launcher: the rank is about to end with `exit_code` (spec.errors) for the reason `message`; `log` has the traceback."""
+    """Rank to launcher: the rank ends with `exit_code` (spec.errors) because of `message`; `log` has the traceback."""
 
     exit_code: int
     message: str
@@ -68,13 +69,13 @@ class Failure:
 
 
 Message = Begin | End | Step | Validation | Checkpoint | Failure
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind for kind in (Begin, End, Step, Validation, Checkpoint, Failure)
+_MESSAGE_TYPES: dict[str, type[Message]] = {
+    message_type.__name__.lower(): message_type for message_type in (Begin, End, Step, Validation, Checkpoint, Failure)
 }
 
 
 def encode(message: Message) -> bytes:
-    """The line of a message. A longest text that does not fit into `LINE_BYTES` is cut."""
+    """The line of a message. If it exceeds `LINE_BYTES`, the longest text is cut."""
     fields = asdict(message)
     line = _line(type(message), fields)
     while len(line) > LINE_BYTES:
@@ -87,19 +88,19 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The message of a line; raises ValueError when it is none."""
+    """The message of a line. Raises ValueError if the line is not a message."""
     data = json.loads(line)
-    kind = _KINDS.get(data.pop("kind", None)) if isinstance(data, dict) else None
-    if kind is None:
+    message_type = _MESSAGE_TYPES.get(data.pop("kind", None)) if isinstance(data, dict) else None
+    if message_type is None:
         raise ValueError(f"not a message: {line[:100]!r}")
     try:
-        return kind(**data)
+        return message_type(**data)
     except TypeError as error:
         raise ValueError(f"not a message: {error}") from error
 
 
-def _line(kind: type[Message], fields: dict[str, Any]) -> bytes:
-    return json.dumps({"kind": kind.__name__.lower(), **fields}).encode() + b"\n"
+def _line(message_type: type[Message], fields: dict[str, Any]) -> bytes:
+    return json.dumps({"kind": message_type.__name__.lower(), **fields}).encode() + b"\n"
 
 
 class Channel:
@@ -112,8 +113,8 @@ class Channel:
             os.set_blocking(descriptor, False)
 
     @classmethod
-    def of_environment(cls, env: Mapping[str, str] = os.environ) -> Channel:
-        """The channel that the launcher of this process opened; one without a launcher drops every message."""
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Channel:
+        """The channel to the launcher of this process; without a launcher it drops every message."""
         return cls(int(env[CHANNEL]) if CHANNEL in env else None)
 
     @property
@@ -121,14 +122,14 @@ class Channel:
         return self._descriptor is not None
 
     def send(self, message: Message) -> None:
-        """Write a message if the pipe has room. Only a Failure waits for room, up to `SEND_SECONDS`."""
+        """Write a message if the pipe has space. Only a Failure waits for space, up to `SEND_SECONDS`."""
         if self._descriptor is None:
             return
         if isinstance(message, Failure):
             select.select([], [self._descriptor], [], SEND_SECONDS)
         try:
             os.write(self._descriptor, encode(message))
-        except BlockingIOError:  # the launcher is stopped; what a rank does must not depend on it
+        except BlockingIOError:  # the launcher is stopped; a rank must not wait for it
             return
         except BrokenPipeError:  # the launcher is gone
             self._descriptor = None
@@ -138,7 +139,7 @@ class MessageReader:
     """The launcher's end of one rank's pipe."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._rest = descriptor, b""
+        self._descriptor, self._incomplete = descriptor, b""
         self.open = True
         """Whether the rank may still write."""
         os.set_blocking(descriptor, False)
@@ -156,7 +157,7 @@ class MessageReader:
             if not data:
                 self.open = False
                 return
-            *lines, self._rest = (self._rest + data).split(b"\n")
+            *lines, self._incomplete = (self._incomplete + data).split(b"\n")
             yield from map(decode, lines)
 
     def close(self) -> None:

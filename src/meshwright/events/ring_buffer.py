@@ -1,4 +1,4 @@
-"""A bounded buffer of the newest events: a recorder may run for months and must not grow."""
+"""A bounded buffer of the newest events, for recorders that run for months."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Ring(Generic[T]):
-    """Keeps the newest `capacity` items, oldest first; `dropped` counts those pushed out."""
+    """Keeps the newest `capacity` items, oldest first; `dropped` counts the items removed."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:

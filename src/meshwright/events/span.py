@@ -1,7 +1,7 @@
-"""The vocabulary of timelines: named phases of a step, spans of time, and the Recorder they are emitted through.
+"""Terms of timelines: phases of a step, spans of time, and the Recorder protocol that receives them.
 
-The training loop, the executor and the checkpoint writer see only the `Recorder` protocol; `observe.recorder` measures,
-`NullRecorder` does nothing. A predicted timeline is made of the same spans under the same names.
+The training loop, the executor and the checkpoint writer use only the `Recorder` protocol; `observe.recorder` measures,
+`NullRecorder` does nothing. Predicted timelines use the same spans and names.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 Phase = Literal["data", "forward", "backward", "reduce", "optim", "checkpoint", "validate", "host"]
-"""Parts of a training step. data: waiting for the next batch. reduce: gradient norm and clipping. optim: the
-optimizer's update. host: the rest of the step, when no phase was open."""
+"""Phases of a training step.
+data: wait for the next batch. reduce: gradient norm and clipping. optim: the optimizer's update. host: the time of the
+step in which no phase was open."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""Every phase, in the order a step runs them and a chart stacks them."""
+"""Every phase, in execution order and in the order in which a chart stacks them."""
 
 _PHASE_OF_ACTION = {
     "forward_only": "forward",
@@ -27,17 +28,17 @@ _PHASE_OF_ACTION = {
 
 
 def phase_of(name: str) -> str:
-    """The phase a span counts for: `backward_input 3.2/1`, an action of the executor, counts for backward."""
-    kind = name.partition(" ")[0]
-    return _PHASE_OF_ACTION.get(kind, kind)
+    """The phase of a span: `backward_input 3.2/1`, an action of the executor, belongs to backward."""
+    first_word = name.partition(" ")[0]
+    return _PHASE_OF_ACTION.get(first_word, first_word)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time on one rank.
+    """A period of time on one rank.
 
-    `start` counts seconds from the recorder's first event; a mark is a span of duration 0. `lane` is the row it is
-    drawn in.
+    `start` is in seconds from the recorder's first event; a mark is a span of duration 0. `lane` is the lane of the
+    timeline that shows the span.
     """
 
     name: str
@@ -50,9 +51,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepSpans:
-    """Everything one rank did in one step: `spans` in the order they were issued, on the time line that `start` is on.
+    """The spans of one rank in one step, in the order in which they were issued, on the clock of `start`.
 
-    Step 0 stands for what was recorded between steps.
+    Step 0 holds the spans recorded between steps.
     """
 
     step: int
@@ -63,7 +64,7 @@ class StepSpans:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Where one step's time went: seconds by phase, `host` included, so that they add up to `total`."""
+    """Seconds of one step by phase, `host` included, so that they add up to `total`."""
 
     step: int
     seconds: dict[str, float]
@@ -73,35 +74,35 @@ class PhaseTimes:
         return sum(self.seconds.values())
 
 
-class Travel(Protocol):
-    """A message on its way between two ranks."""
+class MessageTransfer(Protocol):
+    """A message in transfer between two ranks."""
 
     @property
-    def from_posting(self) -> bool:
-        """Whether `seconds` count from when the message was posted, or from when its channel began to move it."""
+    def timed_from_posting(self) -> bool:
+        """Whether `seconds` count from the posting of the message, not from the start of its transfer in the channel."""
         ...
 
     def seconds(self) -> float | None:
-        """How long it took; None while it is under way. 0 when only the other end can tell."""
+        """Seconds of the transfer; None while it is in progress, and 0 if only the other rank can measure it."""
         ...
 
 
 class Recorder(Protocol):
-    """Where events go. Every call returns at once: nothing here waits for a device.
+    """Receiver of events. Every call returns at once, without synchronising with a device.
 
-    Spans of the lane `compute` may be joined with their neighbours of the same phase, unless `detail` is on.
+    Neighbouring spans of one phase in the lane `compute` may be joined, unless `detail` is on.
     """
 
     @property
     def detail(self) -> bool:
-        """Whether this step's every action is wanted, communication too: `aside` and `message` are for such steps alone."""
+        """Whether every action of this step is recorded, communication too. `concurrent_span` and `message` need it."""
         ...
 
     def begin_step(self, step: int) -> None:
-        """The step starts; what follows belongs to it until `end_step`."""
+        """Begin a step; later events belong to it until `end_step`."""
 
     def end_step(self) -> None:
-        """The step is over."""
+        """End the step."""
 
     def begin(self, name: str, lane: str = "step") -> None:
         """Open a span inside the innermost open one."""
@@ -114,21 +115,21 @@ class Recorder(Protocol):
         ...
 
     def gap(self) -> None:
-        """Compute waits for another rank from here to the next span: no phase is to be charged with it."""
+        """Compute waits for another rank from now to the next span; no phase counts this time."""
 
-    def aside(self, name: str, lane: str) -> AbstractContextManager[None]:
-        """A span around what is given to the current stream, whatever else runs meanwhile; it counts for no phase."""
+    def concurrent_span(self, name: str, lane: str) -> AbstractContextManager[None]:
+        """A span around operations on the current stream, concurrent with others; it counts for no phase."""
         ...
 
-    def message(self, name: str, lane: str, travel: Travel) -> None:
-        """A message was posted now in the channel `lane`, which moves its messages one after another."""
+    def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
+        """Record that a message was posted now in the channel `lane`, which transfers its messages one after another."""
 
     def mark(self, name: str) -> None:
-        """Something happened now: a checkpoint was committed, a signal arrived."""
+        """Record an event without duration, such as a committed checkpoint or a signal."""
 
 
 class NullRecorder:
-    """Records nothing: for ranks and tools that are not watched."""
+    """Records nothing: for ranks and tools without observation."""
 
     detail = False
 
@@ -153,12 +154,12 @@ class NullRecorder:
         pass
 
     @contextmanager
-    def aside(self, name: str, lane: str) -> Iterator[None]:
+    def concurrent_span(self, name: str, lane: str) -> Iterator[None]:
         del name, lane
         yield
 
-    def message(self, name: str, lane: str, travel: Travel) -> None:
-        del name, lane, travel
+    def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
+        del name, lane, transfer
 
     def mark(self, name: str) -> None:
         del name

@@ -1,6 +1,6 @@
-"""How long a start took, phase by phase: from the command to the first step, across the processes that share the work.
+"""Duration of a start by phase, from the command to the first step, across the processes involved.
 
-All of a host's processes read one monotonic clock, so a rank goes on counting where the process that started it stopped.
+All processes of a host read one monotonic clock, so a rank continues the count of the process that started it.
 """
 
 from __future__ import annotations
@@ -9,74 +9,72 @@ import os
 import time
 from collections.abc import Mapping
 
-BEGAN = "MESHWRIGHT_BEGAN"
-"""Environment variable with the monotonic clock's seconds at which the command began (local launch only)."""
-SHOWN_SECONDS = 0.05
-"""Phases shorter than this have no place in the line."""
+START_TIME_VARIABLE = "MESHWRIGHT_BEGAN"
+"""Environment variable with the monotonic time in seconds at which the command began (local launch only)."""
+SHORTEST_SECONDS = 0.05
+"""Phases shorter than this are left out of the line."""
 
 PHASES: dict[str, str] = {
-    "command": "the interpreter, the command's own imports, reading and checking the run file, starting the process",
-    "imports": "torch and the rest of what a rank imports; the launcher prepares data and plan meanwhile",
-    "plan": "what of preparing the run (data, plan, folder) the rank had to wait for",
+    "command": "interpreter, imports of the command, reading and checking the run file, starting the process",
+    "imports": "torch and the other imports of a rank; the launcher prepares data and plan meanwhile",
+    "plan": "wait until data, plan and folder of the run are prepared",
     "join": "store, device, process groups of all ranks",
-    "mesh": "the groups of the plan's axes",
-    "model": "cut, wrapped, sharded, given memory",
+    "mesh": "process groups of the plan's axes",
+    "model": "building, splitting, sharding and allocating the model",
     "weights": "initial values",
-    "data": "corpora opened",
+    "data": "opening the corpora",
     "optimizer": "the optimizer and its moments",
-    "load": "a checkpoint, or weights that are started from",
+    "load": "loading a checkpoint or initial weights",
     "report": "metrics, terminal, sinks",
-    "first batch": "waiting for it",
-    "first step": "with compilation, choice of kernels, first use of communicators",
+    "first batch": "wait for the first batch",
+    "first step": "first step, with compilation, kernel selection and communicator set-up",
 }
-"""Parts of a start in order, each on rank 0 from the end of the one before: they add up to the whole."""
+"""Phases of a start in order. On rank 0 each begins at the end of the previous one, so they add up to the whole start."""
 
 
 class StartClock:
     """Phases of a start, one after another, on the host's monotonic clock."""
 
-    def __init__(self, began: float | None = None) -> None:
-        self.began = process_began() if began is None else began
-        self._last = self.began
+    def __init__(self, start_time: float | None = None) -> None:
+        self.start_time = process_start_time() if start_time is None else start_time
+        self._last = self.start_time
         self.phases: dict[str, float] = {}
 
     @classmethod
-    def of_rank(cls) -> StartClock:
-        """Of a locally launched rank: `command` is everything until this process was there."""
-        clock = cls(float(os.environ[BEGAN]) if BEGAN in os.environ else None)
-        clock.end("command", at=max(clock.began, process_began()))
+    def for_rank(cls) -> StartClock:
+        """The clock of a locally launched rank: `command` ends when this process started."""
+        clock = cls(float(os.environ[START_TIME_VARIABLE]) if START_TIME_VARIABLE in os.environ else None)
+        clock.end("command", at=max(clock.start_time, process_start_time()))
         return clock
 
     def end(self, phase: str, *, at: float | None = None) -> None:
-        """What has passed since the last phase ended, until `at` (monotonic seconds; now when None), was `phase`."""
+        """End `phase`: the time from the end of the last phase until `at` (monotonic seconds; None: now)."""
         now = time.monotonic() if at is None else at
         self.add(phase, now - self._last)
 
     def add(self, phase: str, seconds: float) -> None:
-        """The next `seconds` were `phase`."""
+        """Count the next `seconds` as `phase`."""
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
         self._last += seconds
 
 
-def process_began() -> float:
-    """The monotonic clock's seconds at which this process began, to 10 ms; now where the system does not say."""
+def process_start_time() -> float:
+    """The monotonic time in seconds at which this process began, to 10 ms; now where the system does not report it."""
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
         since_boot = ticks / os.sysconf("SC_CLK_TCK")
-        # Both clocks at once, for between this and the file the process may have had to wait.
+        # Read both clocks together: the process may have waited after it read the file.
         return time.monotonic() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
     except (OSError, AttributeError, ValueError, IndexError):
         return time.monotonic()
 
 
 def start_line(phases: Mapping[str, float], compiler: Mapping[str, float]) -> str:
-    """`start: 11.2 s: imports 3.1, join 1.2, …`; `compiler` as observe.compiling counts it."""
-    parts = [f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= SHOWN_SECONDS]
+    """`start: 11.2 s: imports 3.1, join 1.2, …`; `compiler` holds the counts of `observe.compiling`."""
+    parts = [f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= SHORTEST_SECONDS]
     line = f"start: {sum(phases.values()):.1f} s: {', '.join(parts)}"
-    made, kept = (compiler.get(key, 0.0) for key in ("compiled", "from_cache"))
-    if not made + kept:
+    compiled, cached = (compiler.get(key, 0.0) for key in ("compiled", "from_cache"))
+    if not compiled + cached:
         return line
-    return (
-        f"{line} (compiler {compiler.get('seconds', 0.0):.1f}: {made:.0f} graphs compiled, {kept:.0f} from its cache)"
-    )
+    return f"{line} (compiler {compiler.get('seconds', 0.0):.1f}: {compiled:.0f} graphs compiled, {cached:.0f} from its cache)"

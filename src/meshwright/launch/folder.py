@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshwright.checkpoint.attempt import remove_stale
 from meshwright.checkpoint.manifest import step_name, steps_in
-from meshwright.checkpoint.verify import newest_commit, newest_step, verify
+from meshwright.checkpoint.verify import newest_commit, newest_step, run_id_of, verify
 from meshwright.config.load import differences, load_resolved
 from meshwright.durable.lease import owner_is_alive, read_lease, release_lease, take_lease
 from meshwright.durable.lock import locked
@@ -123,4 +123,4 @@ def _began(folder: Path) -> bool:
 def is_finished(run: RunSpec, folder: Path) -> bool:
     """Whether the run's last step is in a checkpoint, and that is what was written."""
     step = newest_step(folder)
-    return step >= run.train.steps and not verify(folder / "checkpoints" / step_name(step))
+    return step >= run.train.steps and not verify(folder / "checkpoints" / step_name(step), run_id_of(folder))

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
-from meshwright.events.start import BEGAN, process_began
+from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
 from meshwright.policies.job_end import culprit, job_code, next_action
@@ -30,7 +30,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
-from meshwright.spec.place import stop_signals
+from meshwright.spec.rank_environment import stop_signals
 
 KILL_SECONDS = 30.0
 """How long the kernel may take to end a killed process."""
@@ -237,7 +237,7 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
     network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | network_environment(cluster, rank)
     place = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": cluster.ranks}
     place |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
-    place |= {BEGAN: process_began()}
+    place |= {START_TIME_VARIABLE: process_start_time()}
     env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": "127.0.0.1"}
     return env | {name: str(value) for name, value in place.items()}
 

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec, chip_from_device_name
 from meshwright.spec.errors import BadInput
-from meshwright.spec.place import Place, started_by_launcher
+from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
 """Where a GPU shows that nvidia-smi may not know: in a container without it, of another make, under WSL."""
@@ -28,8 +28,8 @@ def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
         if section["gpu"] == names[0]:
             section["memory_gib"] = _gpu_memory_gib()
     if started_by_launcher(env):
-        place = Place.from_environment(env)
-        section |= {"nodes": place.ranks // place.local_ranks, "gpus_per_node": place.local_ranks}
+        environment = RankEnvironment.from_environment(env)
+        section |= {"nodes": environment.ranks // environment.local_ranks, "gpus_per_node": environment.local_ranks}
     return section
 
 

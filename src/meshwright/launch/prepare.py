@@ -41,10 +41,10 @@ from meshwright.planner.reprice import predict
 from meshwright.schedules.plan_schedule import stage_schedule
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
-from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, about
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources, attach_key
 from meshwright.spec.fields import to_plain
-from meshwright.spec.place import started_by_launcher
 from meshwright.spec.plan import Plan
+from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, RunSpec
 
 VOCABULARY_MULTIPLE = 128
@@ -333,7 +333,7 @@ def _make_plan(run: RunSpec, note: Note) -> Plan:
 def _raise_on_failure(key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T:
     """The Attempt of a start: the first check that fails ends it, with an error that carries its key."""
     del expected, needs
-    with about(key):
+    with attach_key(key):
         return work()
 
 

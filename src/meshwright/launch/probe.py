@@ -29,8 +29,8 @@ from meshwright.spec.errors import (
     OutOfResources,
 )
 from meshwright.spec.job import ObserveSpec
-from meshwright.spec.place import started_by_launcher
 from meshwright.spec.plan import Plan, Predicted
+from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import RunSpec
 
 STEPS = WARM_UP + ENOUGH

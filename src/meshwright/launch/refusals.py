@@ -11,7 +11,7 @@ from meshwright.config.reading import Reading
 from meshwright.launch import prepare
 from meshwright.launch.machine import check_devices
 from meshwright.spec.errors import BadInput, MeshwrightError, Refusal
-from meshwright.spec.failures import failure_of
+from meshwright.spec.failures import as_meshwright_error
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Refusals:
                 raise self._known
             return work()
         except (MeshwrightError, OSError) as error:
-            failure = failure_of(error)
+            failure = as_meshwright_error(error)
             self.found.append(self._reading.refusal(failure, key, expected))
             self.exit_code = max(self.exit_code, failure.exit_code)
             return None

@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.durable.lease import check_lease
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import Damaged
-from meshwright.spec.failures import GONE, failure_of, gone
+from meshwright.spec.failures import MISSING_PATH_ERRNOS, as_meshwright_error, missing_path_error
 from meshwright.spec.run import Lease
 
 STEP_KEYS: dict[str, str] = {
@@ -50,9 +50,9 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
 class MetricsWriter:
     """Appends lines, each flushed; on resume it first drops what an earlier attempt wrote past `resume_from`.
 
-    Every `write_` method raises OutOfResources, or what `failure_of` says, when the disk is full or the file is gone. It keeps the line
-    then, and the next call writes it first, so that no line is torn or lost when there is space again. With the `lease` of the run's folder
-    it raises BadInput when another start has taken over and replaced the file.
+    Every `write_` method raises the error of `as_meshwright_error` when the disk is full or the file was deleted. It then keeps the
+    line and the next call writes it first, so that no line is torn or lost when there is space again. With the `lease` of the run's
+    folder it raises BadInput when another start has taken over and replaced the file.
     """
 
     def __init__(self, path: Path, resume_from: int = 0, lease: Lease | None = None) -> None:
@@ -101,12 +101,16 @@ class MetricsWriter:
             if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 if self._lease is not None:
                     check_lease(self._path.parent, self._lease)
-                raise gone(self._path)
+                raise missing_path_error(self._path)
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             error.filename = str(self._path)
-            raise gone(self._path) if error.errno in GONE else failure_of(error, "adding a line") from error
+            raise (
+                missing_path_error(self._path)
+                if error.errno in MISSING_PATH_ERRNOS
+                else as_meshwright_error(error, "adding a line")
+            ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.events.ring_buffer import Ring
-from meshwright.events.span import PhaseTimes, Span, StepSpans, Travel, phase_of
+from meshwright.events.span import MessageTransfer, PhaseTimes, Span, StepSpans, phase_of
 
 KEPT_STEPS = 256
 KEPT_SPANS = 8192
@@ -119,24 +119,24 @@ class _Open:
 
 @dataclass
 class _Message(_Open):
-    """A message: `first` is when it was posted; `travel` says what it took from there, until it has said so."""
+    """A message: `first` is when it was posted; `transfer` gives its duration."""
 
-    travel: Travel | None = None
-    from_posting: bool = False
+    transfer: MessageTransfer | None = None
+    timed_from_posting: bool = False
     took: float = 0.0
 
     def look(self) -> bool:
         """Whether it is through. If so, it lets go of what it carried."""
-        if self.travel is not None and (took := self.travel.seconds()) is not None:
-            self.took, self.from_posting, self.travel = took, self.travel.from_posting, None
-        return self.travel is None
+        if self.transfer is not None and (took := self.transfer.seconds()) is not None:
+            self.took, self.timed_from_posting, self.transfer = took, self.transfer.timed_from_posting, None
+        return self.transfer is None
 
     def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
         """As of any span; `free` is when the channel was through with the message before."""
         if not self.look() or not clock.ready(self.first):
             return None
         posted = clock.seconds(origin, self.first)
-        start = posted if self.from_posting else max(posted, free)
+        start = posted if self.timed_from_posting else max(posted, free)
         return start, start + self.took
 
     def wait(self, clock: Clock) -> None:
@@ -274,17 +274,17 @@ class StepRecorder:
             self._finish(joined)
 
     @contextmanager
-    def aside(self, name: str, lane: str) -> Iterator[None]:
+    def concurrent_span(self, name: str, lane: str) -> Iterator[None]:
         span = _Open(name, lane, BESIDE, self._clock.stamp())
         try:
             yield
         finally:
             self._finish(span)
 
-    def message(self, name: str, lane: str, travel: Travel) -> None:
+    def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
         assert self._window is not None, "messages travel inside steps"
         self._travelling = [message for message in self._travelling if not message.look()]
-        message = _Message(name, lane, BESIDE, self._clock.stamp(), travel=travel)
+        message = _Message(name, lane, BESIDE, self._clock.stamp(), transfer=transfer)
         self._travelling.append(message)
         self._window.spans.append(message)
 

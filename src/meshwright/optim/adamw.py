@@ -18,7 +18,11 @@ from meshwright.optim.host import MASTER, Aside, HostAdamW, Release
 from meshwright.optim.shards import local
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.state.parts import StateParts, moment_name
+from meshwright.state.parts import StateParts, moment_name, weight_name
+from meshwright.state.snapshot import SnapshotCopies
+
+SNAPSHOT_GROUPS = 32
+"""Groups of parameters in which a step waits for the copies of a snapshot; each costs one launch of the update."""
 
 
 class AdamW:
@@ -47,6 +51,7 @@ class AdamW:
             moment: {name: torch.zeros_like(part) for name, part in self._here.items()} for moment in MOMENTS
         }
         self._counts = {name: new_count(part.device) for name, part in self._here.items()}
+        self._copies: SnapshotCopies | None = None
         self._host: HostAdamW | None = None
         if away:
             parts = {name: self._parts[name] for name in away}
@@ -58,21 +63,57 @@ class AdamW:
         if self._host is not None:
             self._host.leave()
 
-    def step(self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, aside: Aside | None = None) -> None:
+    def step(
+        self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: Aside | None = None
+    ) -> None:
         """One update at `learning_rate` by the gradients times `factor` (scalar, on the device), skipped there when `norm` (scalar) is not
         finite; gradients are then freed.
 
-        `aside` makes the spans of copies to and from host memory.
+        `concurrent_span` makes the spans of copies to and from host memory.
         """
         told = Told(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
             name: local(parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
         }
+        copies, self._copies = self._copies, None
         if self._host is not None:
             away = {name: gradient for name, gradient in gradients.items() if name not in self._here}
-            self._host.step(away, told, aside)
-        self._step_here({name: gradients[name] for name in self._here if name in gradients}, told)
+            self._host.step(away, told, concurrent_span, copies)
+        here = {name: gradients[name] for name in self._here if name in gradients}
+        if copies is None:
+            self._step_here(here, told)
+        else:
+            for group in copies.groups:
+                copies.wait(group)
+                self._step_here({name: here[name] for name in group if name in here}, told)
         self.zero_grad()
+
+    def protect(self, copies: SnapshotCopies) -> None:
+        """Let the next step wait for `copies` of the state, group by group, before it changes what they read."""
+        self._copies = copies
+
+    def snapshot_groups(self, limit: int = SNAPSHOT_GROUPS) -> list[list[str]]:
+        """The parameters in the order of their update, in at most `limit` groups of about the same size for `protect`."""
+        names = [*(name for name in self._parts if name not in self._here), *self._here]
+        most = sum(part.numel() for part in self._parts.values()) / limit
+        groups: list[list[str]] = [[]]
+        size = 0
+        for name in names:
+            if groups[-1] and size + self._parts[name].numel() > most * len(groups) and len(groups) < limit:
+                groups.append([])
+            groups[-1].append(name)
+            size += self._parts[name].numel()
+        return groups
+
+    def parameter_of_state(self) -> dict[str, str]:
+        """The parameter of each tensor in `state`, by the tensor's name."""
+        moments = {moment_name(moment, name): name for moment in MOMENTS for name in self._parts}
+        return {weight_name(name): name for name in self._parts} | moments
+
+    def finish_host_copies(self) -> None:
+        """Return when the results of the last update are in host memory, for state that is kept there."""
+        if self._host is not None:
+            self._host.finish_copies()
 
     def _step_here(self, gradients: Mapping[str, torch.Tensor], told: Told) -> None:
         held = (self._here, gradients, *(self._moments[moment] for moment in MOMENTS), self._counts)

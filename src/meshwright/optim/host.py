@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshwright.kernels.pinned import pinned
 from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
+from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
 MASTER = "weight"
@@ -130,22 +131,34 @@ class HostAdamW:
             self._at(MASTER, name).copy_(self._parts[name])
             self._here[name] = release().view(-1)
 
-    def step(self, gradients: Mapping[str, Tensor], told: Told, aside: Aside | None = None) -> None:
-        """One update of the parameters that have a gradient."""
+    def step(
+        self,
+        gradients: Mapping[str, Tensor],
+        told: Told,
+        concurrent_span: Aside | None = None,
+        copies: SnapshotCopies | None = None,
+    ) -> None:
+        """One update of the parameters that have a gradient; each chunk waits for the `copies` of its parameters' state, if any."""
         self._links.begin()
         for number in range(min(len(self._ring), len(self._chunks))):
-            self._fetch(number, aside)
+            self._fetch(number, concurrent_span)
         with counted([self._counts[name] for name in gradients], told.skip):
             for number, chunk in enumerate(self._chunks):
+                if copies is not None:
+                    copies.wait(segment.name for segment in chunk.segments)
                 self._update(number, chunk, gradients, told)
-                self._send(number, aside)
+                self._send(number, concurrent_span)
                 if number + len(self._ring) < len(self._chunks):
-                    self._fetch(number + len(self._ring), aside)
+                    self._fetch(number + len(self._ring), concurrent_span)
 
     def state(self, kind: str, name: str) -> Tensor:
         """A moment or the master weight of a parameter, in host memory and laid out as this rank's part; waits until it is up to date."""
         self._links.finish()
         return self._at(kind, name)
+
+    def finish_copies(self) -> None:
+        """Return when all that was sent to the host has arrived."""
+        self._links.finish()
 
     def set_steps(self, steps: int) -> None:
         for count in self._counts.values():
@@ -161,15 +174,15 @@ class HostAdamW:
         start = self._places.get(name, 0)  # an empty shard has no place
         return self._line[self._kinds.index(kind), start : start + part.numel()].view(part.shape)
 
-    def _fetch(self, number: int, aside: Aside | None) -> None:
+    def _fetch(self, number: int, concurrent_span: Aside | None) -> None:
         chunk = self._chunks[number]
-        with self._links.coming(number, _span(aside, f"optimizer {number}", "fetch")):
+        with self._links.coming(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
             for kind, line in enumerate(self._line):
                 self._staged(number, kind).copy_(line[chunk.start : chunk.start + chunk.size], non_blocking=True)
 
-    def _send(self, number: int, aside: Aside | None) -> None:
+    def _send(self, number: int, concurrent_span: Aside | None) -> None:
         chunk = self._chunks[number]
-        with self._links.leaving(number, _span(aside, f"optimizer {number}", "offload")):
+        with self._links.leaving(number, _span(concurrent_span, f"optimizer {number}", "offload")):
             for kind, line in enumerate(self._line):
                 line[chunk.start : chunk.start + chunk.size].copy_(self._staged(number, kind), non_blocking=True)
 
@@ -198,8 +211,8 @@ def _run(whole: Tensor, segment: Segment) -> Tensor:
     return whole.view(-1)[segment.first : segment.first + segment.count]
 
 
-def _span(aside: Aside | None, name: str, lane: str) -> AbstractContextManager[None] | None:
-    return None if aside is None else aside(name, lane)
+def _span(concurrent_span: Aside | None, name: str, lane: str) -> AbstractContextManager[None] | None:
+    return None if concurrent_span is None else concurrent_span(name, lane)
 
 
 class _Links:

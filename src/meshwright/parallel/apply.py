@@ -24,7 +24,6 @@ from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_whole_sequences, spread_experts
 from meshwright.parallel.fp8_weights import WeightScales, multiply_low
 from meshwright.parallel.fsdp import DTYPES, ShardedUnit, Streams
-from meshwright.parallel.gradient_exchange import GradientExchange
 from meshwright.parallel.joint import JointUnit
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
@@ -37,7 +36,7 @@ from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
-from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, held_boxes, held_parameters, stage_table
+from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_boxes, rank_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
@@ -103,7 +102,7 @@ def build_engine(
         model = Decoder(spec, loss_chunk=loss_chunk, plain=plain)
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
-    keep_only(model, held_parameters(spec, table, pipeline_rank))
+    keep_only(model, rank_parameters(spec, table, pipeline_rank))
     division = mesh.division
     keep_parts(model, division)
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
@@ -122,7 +121,7 @@ def build_engine(
     passed("weights")
     tied = _tied_sum(model, table, mesh)
     held = {name: parts.boxes for name, parts in held_weights(model, division).items()}
-    copies = CopySums(model, held, mesh) if division.tensor.of > 1 else None
+    copies = CopySums(model, held, mesh) if division.tensor.count > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for row in units for unit in row))
     streams = Streams((part for unit in sharded for part in unit.parts), mesh.device)
     if plan.gather_engine == "copy":
@@ -131,10 +130,6 @@ def build_engine(
         gather_by_copies(
             blocks, [unit for unit in sharded if isinstance(unit, ShardedUnit) and unit not in blocks], mesh
         )
-    if plan.reduce_engine == "exchange":
-        exchange = GradientExchange()
-        for part in (part for unit in sharded for part in unit.parts if part.talks):
-            part.reduce_through(exchange)
     executor = Executor(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
@@ -147,7 +142,7 @@ def build_engine(
         tied=tied,
         routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
         copies=copies,
-        tensor=division.tensor.of,
+        tensor=division.tensor.count,
         context=context,
         scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
         host=HostMemory(mesh.device) if any(unit.offloads for row in units for unit in row) else None,
@@ -171,14 +166,14 @@ def _away(
     return {
         name: masters[id(weight)] if leaves else None
         for name, weight in model.named_parameters()
-        if plan.strategy_of(name, model.spec.layers).optimizer_away
+        if plan.strategy_of(name, model.spec.layers).optimizer_offloaded
     }
 
 
 def _copied(held: Mapping[str, Sequence[Box]], tied: TiedSum | None) -> dict[str, tuple[range, ...]]:
     second_end = "embed.weight" if tied is not None and not tied.counts else None
     found = {
-        name: tuple(rows_of(box) for box in boxes if not box.counts or name == second_end)
+        name: tuple(rows_of(box) for box in boxes if not box.primary or name == second_end)
         for name, boxes in held.items()
     }
     return {name: rows for name, rows in found.items() if rows}
@@ -232,7 +227,7 @@ def held_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, St
 
 def _held(spec: ModelSpec, row: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
     local, shard = local_part(weight.detach())
-    return StateParts(weight_name(row.name), row.shape, held_boxes(spec, row, division, shard), local)
+    return StateParts(weight_name(row.name), row.shape, local_boxes(spec, row, division, shard), local)
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:

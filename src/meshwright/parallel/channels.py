@@ -37,10 +37,10 @@ class Transfer:
 
 @dataclass
 class OnHost:
-    """How long a message took under Gloo, where a receiver knows only when it has waited for it and a sender never: `Travel`."""
+    """How long a message took under Gloo, where a receiver knows only when it has waited for it and a sender never: `MessageTransfer`."""
 
     receives: bool
-    from_posting = True
+    timed_from_posting = True
     _posted: float = field(default_factory=time.perf_counter)
     _seconds: float | None = None
 
@@ -54,14 +54,14 @@ class OnHost:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """How long a message took by NCCL's own events, on the stream that moves the channel's messages: `Travel`.
+    """How long a message took by NCCL's own events, on the stream that moves the channel's messages: `MessageTransfer`.
 
     An event of ours on another stream would have to wait there for the message, and streams share the device's few queues: what is behind
     it in the queue, be it the compute this message waits for at the other end, would wait with it.
     """
 
     work: dist.Work
-    from_posting = False
+    timed_from_posting = False
 
     def waited(self) -> None:
         pass

@@ -3,7 +3,7 @@
 Two axes, which multiply. Along `context_ulysses` ranks exchange heads for tokens around attention: each then has all tokens of a part of
 the heads (Jacobs et al. 2023). Along `context_ring` keys and values come to the queries: they travel round the ring while attention is
 computed (parallel/ring.py); where a mask cuts sequences into documents, whose pieces are small, they are gathered at once (Grattafiori et
-al. 2024, §3.3.2). With both, the exchange makes whole what a ring rank has. Who holds which tokens: `spec.layout.held_tokens`.
+al. 2024, §3.3.2). With both, the exchange makes whole what a ring rank has. Who holds which tokens: `spec.layout.local_tokens`.
 
 Weights know nothing of it: a context rank shards them, and its gradients are summed, as a data rank's are (`Mesh.shards`). Of a mixture
 of experts only the balance loss asks for whole sequences (`parallel.experts.count_whole_sequences`).
@@ -26,7 +26,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import recomputing
 from meshwright.parallel.ring import ring_attention
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import Part, context_misfit, held_tokens
+from meshwright.spec.layout import Part, context_split_error, local_tokens
 from meshwright.spec.plan import CONTEXT_AXES, Plan, Recompute
 
 
@@ -36,9 +36,11 @@ def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences |
     After tensor ranks have divided heads. Raises BadInput when that many ranks cannot divide them.
     """
     ring, ulysses, tensor = (mesh.part(axis) for axis in ("context_ring", "context_ulysses", "tensor"))
-    if ring.of * ulysses.of == 1:
+    if ring.count * ulysses.count == 1:
         return None
-    if wrong := context_misfit(ring.of, ulysses.of, tensor.of, model.spec.heads, model.spec.kv_heads, None):
+    if wrong := context_split_error(
+        ring.count, ulysses.count, tensor.count, model.spec.heads, model.spec.kv_heads, None
+    ):
         raise BadInput(f"plan.{wrong[0]}: expected {wrong[1]}, got {mesh.axis_size(wrong[0])}")
     names = _ranks(mesh, "context_ring"), _ranks(mesh, "context_ulysses")
     # Collective over all ranks, so here and not at first use.
@@ -61,7 +63,7 @@ class SplitSequences:
     def part_of(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of whole sequences; targets were shifted before, so that none is lost at a cut."""
         seq = batch.tokens.shape[1]
-        held = held_tokens(seq, self._ring, self._ulysses)
+        held = local_tokens(seq, self._ring, self._ulysses)
 
         def taken(tensor: Tensor) -> Tensor:
             return torch.cat([tensor[:, one.start : one.stop] for one in held], dim=1)
@@ -74,10 +76,10 @@ class SplitSequences:
     def shared(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
         """What every block is handed beside its input. `batch` is this rank's part, in which document numbers are whole."""
         assert batch.positions is not None
-        seq = batch.tokens.shape[1] * self._ring.of * self._ulysses.of
+        seq = batch.tokens.shape[1] * self._ring.count * self._ulysses.count
         device, queries = batch.tokens.device, None
-        if self._ring.of > 1:
-            queries = _places(held_tokens(seq, self._ring), device)
+        if self._ring.count > 1:
+            queries = _places(local_tokens(seq, self._ring), device)
         mask = self._model.mask(batch.documents, seq, device, dtype, queries=queries)
         return SharedInputs(batch.positions, self._model.rope(batch.positions, dtype), mask)
 
@@ -90,9 +92,9 @@ class SplitSequences:
         whole = logits.new_empty((logits.shape[0], seq, logits.shape[2]))
         for rank, part in zip(ranks, found, strict=True):
             place = self._mesh.layout.coordinates(rank)
-            ring = Part(place.get("context_ring", 0), self._ring.of)
-            ulysses = Part(place.get("context_ulysses", 0), self._ulysses.of)
-            whole[:, _places(held_tokens(seq, ring, ulysses), logits.device)] = part
+            ring = Part(place.get("context_ring", 0), self._ring.count)
+            ulysses = Part(place.get("context_ulysses", 0), self._ulysses.count)
+            whole[:, _places(local_tokens(seq, ring, ulysses), logits.device)] = part
         return whole
 
 
@@ -128,7 +130,7 @@ class SplitAttention:
         """As the function, of this rank's tokens. A mask is one for the queries that the rank has after the exchange."""
         if self.ulysses is None:
             return self._over_ring(q, k, v, mask, plain)
-        group, ranks = self.ulysses.group, self.ulysses.part.of
+        group, ranks = self.ulysses.group, self.ulysses.part.count
         widths = [q.shape[2] // ranks, *[-(-k.shape[2] // ranks)] * 2]
         # Fewer key/value heads than ranks: neighbours get the same one. They travel together, rank by rank.
         k, v = (one.repeat_interleave(max(1, ranks // k.shape[2]), dim=2) for one in (k, v))
@@ -141,10 +143,10 @@ class SplitAttention:
             return attention(q, k, v, mask, plain=plain)
         group, part = self.ring.group, self.ring.part
         if mask is None:
-            return ring_attention(q, k, v, group, part.index, part.of, plain=plain)
+            return ring_attention(q, k, v, group, part.index, part.count, plain=plain)
 
         def over_all_keys(q: Tensor, joined: Tensor) -> Tensor:
-            k, v = gathered_sequence(joined, group, part.of).chunk(2, dim=2)
+            k, v = gathered_sequence(joined, group, part.count).chunk(2, dim=2)
             return attention(q, k, v, mask, plain=plain)
 
         return recomputing(over_all_keys, self.regather)(q, torch.cat((k, v), dim=2))

@@ -173,7 +173,7 @@ class _Play:
             transfer.wait()
         return self.loss
 
-    def aside(self, action: Action, lane: str) -> AbstractContextManager[None] | None:
+    def concurrent_span(self, action: Action, lane: str) -> AbstractContextManager[None] | None:
         """What a collective's span is taken with, in steps whose communication is recorded."""
         return _aside(self.recorder, action.label, lane)
 
@@ -369,7 +369,7 @@ class _Play:
             self.recorder.message(action.label, f"{action.op} {self.rank_of[action.peer]}", transfer.travel)
 
     def unshard(self, action: Action) -> None:
-        self.unit(action).sharded.unshard(self.aside(action, "unshard"))
+        self.unit(action).sharded.unshard(self.concurrent_span(action, "unshard"))
 
     def reshard(self, action: Action) -> None:
         self.unit(action).sharded.reshard()
@@ -378,9 +378,9 @@ class _Play:
         sharded = self.unit(action).sharded
         self.reductions_left[sharded] -= 1
         last = not self.reductions_left[sharded]
-        sharded.reduce(self.aside(action, "reduce"), place=(action.stage, action.unit), last=last)
+        sharded.reduce(self.concurrent_span(action, "reduce"), place=(action.stage, action.unit), last=last)
         if last and self.on._replicas is not None:
-            self.on._replicas.begin(sharded.gradient_shards, sharded.reduced, self.aside(action, "replicate"))
+            self.on._replicas.begin(sharded.gradient_shards, sharded.reduced, self.concurrent_span(action, "replicate"))
 
     def norm_barrier(self, action: Action) -> None:
         """Every gradient is complete: wait for what is travelling, then take the norm over all ranks."""
@@ -412,7 +412,7 @@ def _gradient_of(x: Tensor) -> Tensor:
 
 def _aside(recorder: Recorder, name: str, lane: str) -> AbstractContextManager[None] | None:
     """The span of a collective or of a copy to or from host memory, in steps whose communication is recorded."""
-    return recorder.aside(name, lane) if recorder.detail else None
+    return recorder.concurrent_span(name, lane) if recorder.detail else None
 
 
 # Not the play's own: held by itself it would keep its step's tensors until Python collects garbage, many steps later.

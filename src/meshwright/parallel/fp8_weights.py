@@ -22,7 +22,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.fsdp import ShardedUnit
 from meshwright.parallel.joint import JointUnit
 from meshwright.spec.errors import BadInput
-from meshwright.spec.fp8_limits import unlike_fp8
+from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.plan import Plan
 
 CAPABILITY = (8, 9)
@@ -38,7 +38,7 @@ def multiply_low(model: Decoder, plan: Plan, device: torch.device) -> None:
     """
     formats = {layer: plan.linear(int(layer), model.spec.layers) for layer in model.layers}
     if any(kind != "compute" for kind in formats.values()):
-        if beside := unlike_fp8(plan, experts=model.spec.experts > 0):
+        if beside := fp8_conflict(plan, experts=model.spec.experts > 0):
             raise BadInput(f"plan.linear: fp8 does not go with {beside} in this release; leave it out")
         _refuse_other_devices(device)
     for layer, block in model.layers.items():

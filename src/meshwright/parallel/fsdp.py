@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -30,8 +29,7 @@ from meshwright.kernels.linear import Linear, add_to_gradient
 from meshwright.kernels.pack import pack
 from meshwright.kernels.sums import add, add_product, product
 from meshwright.models.moe import Experts
-from meshwright.parallel.gradient_exchange import GradientExchange
-from meshwright.spec.layout import expert_cut
+from meshwright.spec.layout import expert_shard_dimension
 from meshwright.spec.plan import Precision
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -56,7 +54,7 @@ class ShardedUnit:
         experts = {weight for part in _parts(modules, Experts) for weight in part.parameters()}
 
         def cut(weight: nn.Parameter) -> Shard:
-            return Shard(expert_cut(weight.shape, mesh.size()) if weight in experts else 0)
+            return Shard(expert_shard_dimension(weight.shape, mesh.size()) if weight in experts else 0)
 
         fully_shard(list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=cut)
         for module in modules:
@@ -69,7 +67,6 @@ class ShardedUnit:
         self.talks = mesh.size() > 1
         self._width = DTYPES[precision.compute].itemsize
         self._gather: Any = None
-        self._exchange: GradientExchange | None = None
         self.places = places
         self._holders = 0
         self._asked: set[Hashable] = set()
@@ -156,18 +153,9 @@ class ShardedUnit:
         for parameter in self._group.fsdp_params:
             _join(parameter)  # FSDP2 would too, an element at a time
         packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
-        with self._exchanging(), self._keeping(), packed, _around(self._group, "_reduce_scatter_comm", around):
+        with self._keeping(), packed, _around(self._group, "_reduce_scatter_comm", around):
             self._group.post_backward()
         self._group._training_state = TrainingState.IDLE
-
-    def _exchanging(self) -> AbstractContextManager[None]:
-        """What one reduction runs in: FSDP2's own reduce-scatter, or the exchange of the gradients that are there."""
-        if self._exchange is None:
-            return nullcontext()
-        made = next((kind for parameter in self._group.fsdp_params if (kind := _made_in(parameter))), None)
-        if made is None:  # nothing to sum, nor will FSDP2 ask
-            return nullcontext()
-        return _replaced(self._group, "_reduce_scatter_comm", _Exchanged(self._exchange, made))
 
     def _keeping(self) -> AbstractContextManager[None]:
         """What one reduction runs in: memory of compute's stream where the sum becomes the gradient itself, else of the reduction's.
@@ -198,10 +186,6 @@ class ShardedUnit:
     def gather_through(self, gather: Any) -> None:
         """From now on gather with this in place of FSDP2's own `AllGather`; its `copied_out` is told when a buffer is needed no longer."""
         self._group._all_gather_comm = self._gather = gather
-
-    def reduce_through(self, exchange: GradientExchange) -> None:
-        """From now on sum gradients with this in place of FSDP2's own `ReduceScatter`."""
-        self._exchange = exchange
 
     @property
     def reduced(self) -> Any:
@@ -434,38 +418,6 @@ class _Inside:
     def __call__(self, *args: Any, **options: Any) -> Any:
         with self._calling:
             return self._collective(*args, **options)
-
-
-class _Exchanged:
-    """An exchange in place of FSDP2's reduce-scatter, for one reduction of gradients that were made in the format `made`.
-
-    FSDP2 asks for two buffers: first for the one that it copies the gradients into, which then travels, and gets it in their format unless
-    the sum's is narrower; then for the sum's. It keeps the first until compute has waited for the reduction.
-    """
-
-    def __init__(self, exchange: GradientExchange, made: torch.dtype) -> None:
-        self._exchange, self._made = exchange, made
-        self._sent: torch.Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._sent is not None:
-            return torch.empty(*size, dtype=dtype, device=device)
-        travels = min(dtype, self._made, key=lambda kind: kind.itemsize)
-        self._sent = self._exchange.allocate(size, dtype=travels, device=device)
-        return self._sent
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        assert input_tensor is self._sent and op == ReduceOp.SUM and not async_op
-        self._exchange(output_tensor, input_tensor, group)
-
-
-def _made_in(parameter: Any) -> torch.dtype | None:
-    """Format of a whole parameter's gradient: of the sum that `accumulate` began, else as it was computed; None where there is none."""
-    summed = parameter.unsharded_accumulated_grad
-    gradient = parameter.unsharded_param.grad if summed is None else summed
-    return None if gradient is None else gradient.dtype
 
 
 def _around(group: Any, name: str, context: AbstractContextManager[None] | None) -> AbstractContextManager[None]:

@@ -213,7 +213,7 @@ class _HandedIn(torch.autograd.Function):
 class Moves:
     """The visits of one step that go to host memory, and when their copies begin and end.
 
-    `computes`, `keeps` and `moved` as in `timetable`. `aside` makes the span of a copy from its name and its lane, or None.
+    `computes`, `keeps` and `moved` as in `timetable`. `concurrent_span` makes the span of a copy from its name and its lane, or None.
     """
 
     def __init__(
@@ -222,9 +222,9 @@ class Moves:
         computes: Sequence[tuple[Visit, ...]],
         keeps: Mapping[Visit, float],
         moved: Collection[Visit],
-        aside: Callable[[str, str], AbstractContextManager[None] | None],
+        concurrent_span: Callable[[str, str], AbstractContextManager[None] | None],
     ) -> None:
-        self._memory, self._aside = memory, aside
+        self._memory, self._aside = memory, concurrent_span
         self._times = timetable(tuple(computes), tuple(keeps.items()), frozenset(moved))
         self._place = -1
         self._parked: dict[Visit, Parked] = {}

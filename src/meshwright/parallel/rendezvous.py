@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 
 from meshwright.spec.errors import CommunicationFailure, OutOfResources
-from meshwright.spec.place import Place
+from meshwright.spec.rank_environment import RankEnvironment
 
 BASE_FILES, FILES_PER_RANK = 64, 2
 """Descriptors that a rank needs: libraries, data and logs; and for each other rank its connections in Gloo's groups."""
@@ -31,17 +31,19 @@ def raise_file_limit(ranks: int) -> None:
         )
 
 
-def reach(place: Place, limit: timedelta) -> None:
+def reach(environment: RankEnvironment, limit: timedelta) -> None:
     """Return once rank 0 accepts connections at its address. Raises CommunicationFailure when it does not within `limit`."""
     deadline = time.monotonic() + limit.total_seconds()
     while True:
         try:
-            with socket.create_connection((place.address, place.port), timeout=max(0.1, deadline - time.monotonic())):
+            with socket.create_connection(
+                (environment.address, environment.port), timeout=max(0.1, deadline - time.monotonic())
+            ):
                 return
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS > deadline:
                 raise CommunicationFailure(
-                    f"rank {place.rank} cannot reach rank 0 at {place.address}:{place.port} (tried for "
+                    f"rank {environment.rank} cannot reach rank 0 at {environment.address}:{environment.port} (tried for "
                     f"{limit.total_seconds():.0f} s: {error.strerror or error}); check that rank 0 is running, and MASTER_ADDR and "
                     "MASTER_PORT"
                 ) from error

@@ -18,7 +18,7 @@ from meshwright.parallel.experts import SpreadExperts
 from meshwright.parallel.fsdp import LoneUnit, ShardedUnit
 from meshwright.parallel.joint import JointUnit
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.layout import Division, gradients_stay, held_shape
+from meshwright.spec.layout import Division, gradients_final_in_backward, local_shape
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import elements_kept
@@ -44,7 +44,7 @@ class Unit:
 
 
 def keep_only(model: Decoder, held: Iterable[str]) -> None:
-    """Take off a (meta) model what has none of the parameters called `held` (`spec.layout.held_parameters`). Names stay."""
+    """Take off a (meta) model what has none of the parameters called `held` (`spec.layout.rank_parameters`). Names stay."""
     parts = {name.rpartition(".")[0] for name in held}
     layers = {name.split(".")[1] for name in parts if name.startswith("layers.")}
     for name in [name for name in model.layers if name not in layers]:
@@ -62,7 +62,7 @@ def keep_parts(model: Decoder, division: Division) -> None:
     rows = {row.name: row for row in parameters(model.spec)}
     for name, whole in list(model.named_parameters()):
         owner, _, kind = name.rpartition(".")
-        mine = whole.new_empty(held_shape(model.spec, rows[name], division))
+        mine = whole.new_empty(local_shape(model.spec, rows[name], division))
         setattr(model.get_submodule(owner), kind, nn.Parameter(mine))
 
 
@@ -81,7 +81,7 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
                 blocks[str(layer)],
                 layer,
                 keeps[layer],
-                away[layer].activations_away,
+                away[layer].activations_offloaded,
             )
             for layer in stage
         ]
@@ -119,7 +119,7 @@ def _ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit
 def _unit(modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, mesh: DeviceMesh, places: int = 1) -> ShardedUnit:
     if mesh.size() > 1:
         return ShardedUnit(modules, mesh, plan.precision, places)
-    return LoneUnit(modules, mesh, plan.precision, places, final=gradients_stay(spec, plan))
+    return LoneUnit(modules, mesh, plan.precision, places, final=gradients_final_in_backward(spec, plan))
 
 
 def _has_front(model: Decoder) -> bool:

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism, put into a decoder from outside: modules are replaced, names stay.
 
-Which weight is cut how is data (`spec.layout.TENSOR_CUTS`); this file reads it. A module whose weight is cut by rows gathers its tokens
+Which weight is cut how is data (`spec.layout.TENSOR_SPLITS`); this file reads it. A module whose weight is cut by rows gathers its tokens
 before the product, one cut by columns sums its ranks' products and scatters the tokens behind it, so that from the embedding on each rank
 has its part of every sequence, and all of it inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022).
 Both of a parallel block share one gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
@@ -27,7 +27,7 @@ from meshwright.parallel.peers import Peers, close_peers, open_peers
 from meshwright.parallel.products import GatheredLinear, ScatteredLinear, gathered, scattered
 from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
 from meshwright.spec.errors import BadInput
-from meshwright.spec.layout import TENSOR_CUTS, Box, check_tensor, even_rows
+from meshwright.spec.layout import TENSOR_SPLITS, Box, check_tensor, even_rows
 from meshwright.spec.plan import Engine
 
 PRODUCTS = {"rows": GatheredLinear, "columns": ScatteredLinear}
@@ -42,19 +42,19 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
     group, part = mesh.group("tensor"), mesh.part("tensor")
     if group is None:
         return
-    if expected := check_tensor(model.spec, part.of):
-        raise BadInput(f"plan.tensor: expected {expected}, got {part.of}")
+    if expected := check_tensor(model.spec, part.count):
+        raise BadInput(f"plan.tensor: expected {expected}, got {part.count}")
     spec, name = model.spec, group.group_name
     close_peers(name)
     peers = open_peers(mesh, "tensor", "plan.tensor_engine = copy") if engine == "copy" else None
     for block in model.layers.values():
         assert isinstance(block, Block)
-        _divide_block(block, name, part.of, peers)
-    vocabulary = [even_rows(spec.vocab_size, part.of, index) for index in range(part.of)]
+        _divide_block(block, name, part.count, peers)
+    vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
     if model.embed is not None:
-        model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.of)
+        model.embed = VocabularyEmbedding(model.embed.weight, vocabulary[part.index].start, name, part.count)
     if model.positions is not None:
-        model.positions = PositionEmbedding(model.positions.weight, part.index, part.of)
+        model.positions = PositionEmbedding(model.positions.weight, part.index, part.count)
     if model.head is not None:
         sizes = tuple(map(len, vocabulary))
         model.head = VocabularyHead(model.head.weight, sizes, model.head.loss_chunk, part.index, name)
@@ -62,9 +62,9 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
 
 def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> None:
     for name, linear in list(block.named_modules()):
-        if isinstance(linear, Linear) and name in TENSOR_CUTS:
+        if isinstance(linear, Linear) and name in TENSOR_SPLITS:
             owner, _, last = name.rpartition(".")
-            product = PRODUCTS[TENSOR_CUTS[name]](linear, group, ranks, peers)
+            product = PRODUCTS[TENSOR_SPLITS[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(owner), last, product)
     _divide_heads(block.attention, ranks)
     block.beside = _beside
@@ -103,7 +103,7 @@ class CopySums:
                 (parameter, rows_of(box))
                 for name, parameter in model.named_parameters()
                 for box in boxes[name]
-                if box.holders == holders
+                if box.copies == holders
             ]
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, CommunicationFailure
 from meshwright.spec.network import network_environment
-from meshwright.spec.place import Place
+from meshwright.spec.rank_environment import RankEnvironment
 
 STORE_SOCKET = "MESHWRIGHT_STORE_FD"
 """Environment variable with the file descriptor of rank 0's listening socket (local launch only)."""
@@ -37,7 +37,7 @@ class World:
     is the number of ranks on a node, where that is not what the launcher started on a host (emulated nodes).
     """
 
-    place: Place
+    environment: RankEnvironment
     device: torch.device
     control: dist.ProcessGroup
     node_ranks: int | None = None
@@ -46,20 +46,20 @@ class World:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.environment.rank
 
     @property
     def ranks(self) -> int:
-        return self.place.ranks
+        return self.environment.ranks
 
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for the job."""
-        return self.place.rank == 0
+        return self.environment.rank == 0
 
     @property
     def ranks_per_node(self) -> int:
-        return self.node_ranks or self.place.local_ranks
+        return self.node_ranks or self.environment.local_ranks
 
     def node(self, rank: int) -> int:
         """The node `rank` lives on; nodes are filled in rank order."""
@@ -107,47 +107,49 @@ class World:
         dist.destroy_process_group()
 
 
-def join(place: Place, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
+def join(environment: RankEnvironment, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
     """Connect this process to the job over the cluster's network, and choose its device.
 
     Raises BadInput when the host has no device for the rank, or when the ranks of a node are not consecutive, OutOfResources when too few
     files may be open, and CommunicationFailure when the other ranks cannot be reached.
     """
-    for name, value in network_environment(cluster, place.local_rank).items():
+    for name, value in network_environment(cluster, environment.local_rank).items():
         os.environ.setdefault(name, value)
     # Transfers between two ranks have communicators of their own, which is what torch would advise at each of them.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     network = cluster.network
     limit = timedelta(seconds=(network.timeout_seconds if network else None) or timeout_seconds)
-    device = _device(place, cluster.is_cpu)
+    device = _device(environment, cluster.is_cpu)
     if device.type == "cuda" and cluster.memory_gib is not None:
         keep_to(int(cluster.memory_gib * GiB), device)
-    raise_file_limit(place.ranks)
+    raise_file_limit(environment.ranks)
     try:
-        store = _store(place, limit)
+        store = _store(environment, limit)
     except dist.DistError as error:
-        at = f"{place.address}:{place.port}"
-        raise CommunicationFailure(f"rank {place.rank}, rendezvous at {at}: {str(error).splitlines()[0]}") from error
+        at = f"{environment.address}:{environment.port}"
+        raise CommunicationFailure(
+            f"rank {environment.rank}, rendezvous at {at}: {str(error).splitlines()[0]}"
+        ) from error
     if device.type == "cpu":
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=environment.rank, world_size=environment.ranks, timeout=limit)
         control = world_group()
     else:
         dist.init_process_group(
-            "nccl", store=store, rank=place.rank, world_size=place.ranks, timeout=limit, device_id=device
+            "nccl", store=store, rank=environment.rank, world_size=environment.ranks, timeout=limit, device_id=device
         )
         control = _present(dist.new_group(backend="gloo", timeout=limit))
-    return World(place, device, control, _ranks_per_node(place, control), limit)
+    return World(environment, device, control, _ranks_per_node(environment, control), limit)
 
 
-def _ranks_per_node(place: Place, control: dist.ProcessGroup) -> int:
+def _ranks_per_node(environment: RankEnvironment, control: dist.ProcessGroup) -> int:
     """Ranks on a node as the launcher says, divided further where NCCL was told so (NCCL_HOSTID); collective.
 
     Raises BadInput on every rank when nodes are not blocks of consecutive ranks.
     """
-    first = place.rank - place.local_rank
+    first = environment.rank - environment.local_rank
     name = f"{first} {os.environ.get('NCCL_HOSTID', '')}"
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
-    found = [torch.zeros(1, dtype=torch.int64) for _ in range(place.ranks)]
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(environment.ranks)]
     dist.all_gather(found, torch.tensor([number]), group=control)
     return block_size([int(answer) for answer in found])
 
@@ -178,16 +180,16 @@ def _present(group: object) -> dist.ProcessGroup:
     return group
 
 
-def _device(place: Place, cpu: bool) -> torch.device:
+def _device(environment: RankEnvironment, cpu: bool) -> torch.device:
     if cpu:
         return torch.device("cpu")
     found = torch.cuda.device_count()
-    if place.local_rank >= found:
+    if environment.local_rank >= found:
         remedy = (
             "lower cluster.gpus_per_node" if found else "say cluster=auto to train on what it has, or cluster.gpu=cpu"
         )
-        raise BadInput(f"local rank {place.local_rank} has no GPU: torch finds {found} on this host; {remedy}")
-    device = torch.device("cuda", place.local_rank)
+        raise BadInput(f"local rank {environment.local_rank} has no GPU: torch finds {found} on this host; {remedy}")
+    device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -199,21 +201,21 @@ def keep_to(memory: int, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(memory / owned, device)
 
 
-def _store(place: Place, limit: timedelta) -> dist.Store:
+def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
     """The key-value store ranks meet at.
 
     torch's TCPStore listens on all interfaces unless it is handed a socket; for ranks of one host it is.
     """
-    descriptor = os.environ.get(STORE_SOCKET) if place.rank == 0 else None
-    if place.ranks == 1 and descriptor is None:
+    descriptor = os.environ.get(STORE_SOCKET) if environment.rank == 0 else None
+    if environment.ranks == 1 and descriptor is None:
         return dist.HashStore()
-    if place.rank:
-        reach(place, limit)
+    if environment.rank:
+        reach(environment, limit)
     store = dist.TCPStore(
-        place.address,
-        place.port,
-        place.ranks,
-        is_master=place.rank == 0 and not _agent_hosts_store(),
+        environment.address,
+        environment.port,
+        environment.ranks,
+        is_master=environment.rank == 0 and not _agent_hosts_store(),
         timeout=limit,
         master_listen_fd=None if descriptor is None else int(descriptor),
     )

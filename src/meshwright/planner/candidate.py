@@ -10,11 +10,11 @@ from meshwright.schedules.registry import entry_of
 from meshwright.simulator.step_simulation import host_bytes, memory_of
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fp8_limits import unlike_fp8
+from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import (
-    CHOOSING,
+    PARTIAL_RECOMPUTES,
     SHARD_AXES,
     AxisName,
     LayerStrategy,
@@ -86,7 +86,7 @@ class Answer:
 
 def moves_activations(plan: Plan) -> bool:
     """Whether the plan offloads activations of some layer."""
-    return any(layer.activations_away for layer in plan.layers)
+    return any(layer.activations_offloaded for layer in plan.layers)
 
 
 def offload_penalty(run: RunSpec, plan: Plan) -> float:
@@ -103,7 +103,7 @@ def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
 
     `mixture` says that the model has experts, for plans that do not state it.
     """
-    beside = unlike_fp8(plan, experts=mixture or plan.experts is not None)
+    beside = fp8_conflict(plan, experts=mixture or plan.experts is not None)
     parts = [f"products in fp8 with {beside}"] if beside else []
     parts += (
         ["computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"]
@@ -123,7 +123,6 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         ("schedule", plan.schedule.name, not plan.layered and plan.schedule.name != "1f1b", plan.axis_size("pipeline"), "pipeline rank"),
         ("gradients", "whole", whole_gradients, shards, "shard"),
         ("gather_engine", "copy", plan.gather_engine == "copy", shards, "shard"),
-        ("reduce_engine", "exchange", plan.reduce_engine == "exchange", shards, "shard"),
         ("reduce_replicas", plan.precision.reduce_replicas, plan.precision.reduce_replicas, plan.axis_size("replicate"), "replica"),
         ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
     ):  # fmt: skip
@@ -133,11 +132,11 @@ def idle_fields(plan: Plan) -> Iterator[str]:
 
 def _untrainable_offloads(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
     """Offload of a layer that this release cannot train. Offload of the optimizer combines with everything."""
-    if layer.activations_away:
+    if layer.activations_offloaded:
         if entry_of(plan.schedule.name).splits_backward:
             # The inputs of matrix products stay on the device until the deferred weight gradients are computed.
             yield f"offload {layer.offload} under {plan.schedule.name}, which defers weight gradients"
-        if layer.recompute in CHOOSING and not plan.compile:
+        if layer.recompute in PARTIAL_RECOMPUTES and not plan.compile:
             # Only the compiler exposes the tensors that it keeps; eager selective checkpointing holds them itself.
             yield f"offload {layer.offload} with recompute {layer.recompute} where blocks are not compiled"
 

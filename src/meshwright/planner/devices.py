@@ -24,7 +24,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.network import NetworkSpec
-from meshwright.spec.nodes import node_kinds
+from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import PlanPins
 from meshwright.spec.run import RunSpec
 
@@ -158,7 +158,7 @@ def _single_device_seconds(run: RunSpec) -> float:
     pins, speeds = pins_of(run), kind_speeds(run.model, run.train, run.cluster)
     formats = PlanPins(compute=pins.compute, linear=pins.linear, gather=pins.gather)
     single = replace(run.cluster, nodes=1, gpus_per_node=1, groups=(), emulate_nodes=1)
-    plain = speeds.get(node_kinds(single)[0][0], 1.0)
+    plain = speeds.get(node_type_runs(single)[0][0], 1.0)
     return seconds_bound(replace(run, cluster=single, plan=formats), trainable=False) * plain
 
 
@@ -187,7 +187,7 @@ def _parts(run: RunSpec) -> Iterator[_Part]:
 def _part_of(run: RunSpec, cluster: ClusterSpec, speeds: Mapping[Any, float]) -> _Part:
     if cluster.groups or speeds:
         speed = cluster.gpus_per_node * sum(
-            count * speeds.get(node_type, 1.0) for node_type, count in node_kinds(cluster)
+            count * speeds.get(node_type, 1.0) for node_type, count in node_type_runs(cluster)
         )
     else:
         speed = float(cluster.ranks)
@@ -282,7 +282,7 @@ def _without_slowest_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
         _with_node_counts(cluster, [int(index == kept_index) for index in range(len(counts))])
         for kept_index in range(len(counts))
     ]
-    order = sorted(range(len(counts)), key=lambda index: node_kinds(one_node[index])[0][0].peak)
+    order = sorted(range(len(counts)), key=lambda index: node_type_runs(one_node[index])[0][0].peak)
     left = cluster.nodes - nodes
     for index in order:
         dropped = min(left, counts[index])
@@ -326,11 +326,11 @@ def _idle_devices(run: RunSpec, part: RunSpec, whole: Answer | None, failure: Me
     devices, batch = run.cluster.ranks, run.train.global_batch
     seconds = whole.best.seconds if whole else None
     clauses = []
-    if len(node_kinds(part.cluster)) < len(node_kinds(run.cluster)):
-        kept = {node_type for node_type, _ in node_kinds(part.cluster)}
+    if len(node_type_runs(part.cluster)) < len(node_type_runs(run.cluster)):
+        kept = {node_type for node_type, _ in node_type_runs(part.cluster)}
         dropped = [
             f"{count} × {run.cluster.gpus_per_node} {node_type.gpu}"
-            for node_type, count in node_kinds(run.cluster)
+            for node_type, count in node_type_runs(run.cluster)
             if node_type not in kept
         ]
         refused = f", as {failure}" if isinstance(failure, BadInput) else ""

@@ -18,7 +18,7 @@ from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTES, Plan, Predicted
+from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTE_MODES, Plan, Predicted
 from meshwright.spec.run import RunSpec
 
 MOVES = {
@@ -191,7 +191,7 @@ def _slower_parts(best_prediction: Predicted, other_prediction: Predicted) -> Ma
 def _first_extra_cost(best: Plan, other: Plan) -> str:
     """The first setting that costs time or memory in `other` and not in `best`, for plans whose seconds are equal or unknown."""
     best_layer, other_layer = best.layers[0], other.layers[0]
-    leaner = RECOMPUTES.index(other_layer.recompute) > RECOMPUTES.index(best_layer.recompute)
+    leaner = RECOMPUTE_MODES.index(other_layer.recompute) > RECOMPUTE_MODES.index(best_layer.recompute)
     crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
     costs = (
         (leaner, f"computes activations twice (recompute {other_layer.recompute})"),
@@ -238,7 +238,7 @@ def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[st
     """(what costs time, the same without it) in words, and the plan without it."""
     pins, batch = pins_of(run), plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
-        mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTES.index)
+        mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTE_MODES.index)
         layers = tuple(replace(layer, recompute="none") for layer in plan.layers)
         yield (f"recompute {mode} takes", "without it"), replace(plan, layers=layers)
     if pins.reshard is None and pins.layers is None and any(layer.reshard for layer in plan.layers):

@@ -69,7 +69,6 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         layers=pins.layers or (strategy.layer(strategy.rich),),
         precision=precision_of(run),
         gather_engine="copy" if points.column("copied")[index] else "kernel",
-        reduce_engine=pins.reduce_engine or "kernel",
         tensor_engine="copy" if points.column("tokens copied")[index] else "kernel",
         compile=compiles(run),
     )
@@ -88,15 +87,17 @@ class PlanEstimator:
 
     def by_stages(self, plan: Plan) -> Candidate:
         """The plan with predictions from whole stages."""
-        if plan.bare not in self._estimates:
-            timing = self._timings[plan.bare] = timing_of(self.run.model, self.run.train, plan, self.run.cluster)
+        if plan.without_prediction not in self._estimates:
+            timing = self._timings[plan.without_prediction] = timing_of(
+                self.run.model, self.run.train, plan, self.run.cluster
+            )
             quick = Candidate(reprice(self.run, plan, by_units=False, timing=timing), simulated=False)
-            self._estimates[plan.bare] = replace(quick, estimated=quick.seconds)
-        return self._estimates[plan.bare]
+            self._estimates[plan.without_prediction] = replace(quick, estimated=quick.seconds)
+        return self._estimates[plan.without_prediction]
 
     def by_units(self, candidate: Candidate) -> Candidate:
         """The candidate, already estimated by stages, with predictions from a unit-by-unit simulation."""
-        timing = self._timings[candidate.plan.bare]
+        timing = self._timings[candidate.plan.without_prediction]
         return replace(candidate, plan=reprice(self.run, candidate.plan, timing=timing), simulated=True)
 
 
@@ -237,7 +238,7 @@ def _promising(run: RunSpec, plan: Plan, neighbour: Candidate) -> bool:
 
 def same_layout(first: Plan, other: Plan) -> bool:
     """Whether two plans are the same apart from predictions and reasons."""
-    return first.bare == other.bare
+    return first.without_prediction == other.without_prediction
 
 
 def _work(plan: Plan, layers: int) -> int:

@@ -19,7 +19,7 @@ from meshwright.costs.plan_costs import as_nodes
 from meshwright.simulator.slow_nodes import kind_speeds, rank_speeds
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
-from meshwright.spec.nodes import kinds_by_rank, node_kinds, slowest_rank
+from meshwright.spec.nodes import node_type_runs, node_types_by_rank, slowest_rank_cluster
 from meshwright.spec.plan import AxisName
 from meshwright.spec.run import RunSpec
 
@@ -36,7 +36,7 @@ def orders(cluster: ClusterSpec, sizes: Mapping[str, int]) -> list[tuple[AxisNam
     """
     three = tuple(sizes.get(axis, 1) for axis in OUTER)
     inner = prod(sizes.get(axis, 1) for axis in INNER)
-    unlike = cluster if len(node_kinds(cluster)) > 1 else None
+    unlike = cluster if len(node_type_runs(cluster)) > 1 else None
     return [(*outer, *INNER) for outer in _outer_orders(_levels(cluster), cluster.ranks_per_node, three, inner, unlike)]
 
 
@@ -53,11 +53,11 @@ class HeterogeneityFactors:
 def heterogeneity_factors(run: RunSpec) -> Callable[[Layout], HeterogeneityFactors] | None:
     """A function from a layout to its HeterogeneityFactors; None where nodes are alike or without rates in the cost model."""
     cluster = run.cluster
-    if len(node_kinds(cluster)) == 1 or not (speeds := kind_speeds(run.model, run.train, cluster)):
+    if len(node_type_runs(cluster)) == 1 or not (speeds := kind_speeds(run.model, run.train, cluster)):
         return None
 
     def factors_of(layout: Layout) -> HeterogeneityFactors:
-        slowest, _ = node_kinds(slowest_rank(cluster, layout))[0]
+        slowest, _ = node_type_runs(slowest_rank_cluster(cluster, layout))[0]
         return HeterogeneityFactors(1 / fmean(rank_speeds(speeds, cluster, layout)), slowest.port)
 
     return factors_of
@@ -73,7 +73,7 @@ def _outer_orders(
     for order in permutations(OUTER):
         layout = Layout((*((axis, size[axis]) for axis in order), ("tensor", inner)), per_node)
         crossed: tuple[object, ...] = tuple(_members(layout, axis, level) for axis in OUTER for level in levels)
-        node_types = kinds_by_rank(unlike, layout) if unlike else ()
+        node_types = node_types_by_rank(unlike, layout) if unlike else ()
         distinct.setdefault((crossed, node_types), (sum(len(stage_types) > 1 for stage_types in node_types), order))
     return tuple(order for _, order in sorted(distinct.values(), key=lambda ranked: ranked[0]))
 

@@ -25,7 +25,7 @@ from meshwright.planner.explain import reason_for, seconds_text, shortfall, why_
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.plan import RECOMPUTES, LayerStrategy, Plan, PlanPins, layer_range
+from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Plan, PlanPins, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import shard_size
 
@@ -166,7 +166,7 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
             if fits(roomy)
             else f"with less, {_micro_batches(plan)} do not fit into memory"
         )
-        by_mode = {mode: [layer for layer in lean if layer.recompute == mode] for mode in RECOMPUTES}
+        by_mode = {mode: [layer for layer in lean if layer.recompute == mode] for mode in RECOMPUTE_MODES}
         modes = [f"{mode} on {on_layers(layers, run.model.layers)}" for mode, layers in by_mode.items() if layers]
         sentences.append(f"recompute {' and '.join(modes)}: {reason}")
     resharded = [layer for layer in plan.layers if layer.reshard]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.costs.machine_rates import is_guessed
-from meshwright.costs.memory import fullest
 from meshwright.costs.plan_costs import band, pricing
 from meshwright.planner.step_estimate import simulated_by_stages, simulated_by_units
 from meshwright.simulator.step_simulation import memory_of, timing_of
@@ -16,6 +15,7 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Breakdown, Plan, Predicted
 from meshwright.spec.run import RunSpec
+from meshwright.workload.plan_bytes import fullest
 
 TIMED_AXES = ("pipeline", "shard", "replicate")
 """Axes whose communication has actions of its own in a schedule."""

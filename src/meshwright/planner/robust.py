@@ -34,7 +34,7 @@ def losses(run: RunSpec) -> Loss:
         current, slow = (Candidate(reprice(at, plan, by_units=False)).seconds for at in (run, slower))
         return slow / current - 1
 
-    return lambda plan: loss(plan.bare)
+    return lambda plan: loss(plan.without_prediction)
 
 
 def slowed(cluster: ClusterSpec, share: float = SLOWER) -> ClusterSpec:

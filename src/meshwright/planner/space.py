@@ -19,8 +19,8 @@ from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import linear_dtypes, pins_of, why_kernel_gathers, why_kernel_token_exchange
 from meshwright.planner.placement import heterogeneity_factors, orders
 from meshwright.schedules.registry import refusal
-from meshwright.spec.fp8_limits import fp8_alone
-from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_misfit, stage_table
+from meshwright.spec.fp8_limits import fp8_format_conflict
+from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_split_error, stage_table
 from meshwright.spec.plan import (
     DATA_AXES,
     SHARD_AXES,
@@ -81,7 +81,7 @@ class Mesh:
         return self.size("context_ring") * self.size("context_ulysses")
 
     def crosses(self, axis: AxisName, per_node: int) -> bool:
-        """Whether any group along `axis` spans nodes of `per_node` ranks (`Layout.leaves_nodes`)."""
+        """Whether any group along `axis` spans nodes of `per_node` ranks (`Layout.axis_crosses_nodes`)."""
         return _leaves(self.sizes, self.order, axis, per_node)
 
     def stride(self, *axes: AxisName) -> float:
@@ -219,7 +219,7 @@ def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]
     if run.train.global_batch * domain < run.cluster.ranks * FEW_SEQUENCES:
         domain = max(domain, WIDE_DOMAIN)
     tensor_sizes = [d for d in divisors(run.cluster.ranks) if d <= domain and _splits_heads(run, d)]
-    if trainable and fp8_alone(linear_dtypes(run), domain, experts=False):
+    if trainable and fp8_format_conflict(linear_dtypes(run), domain, experts=False):
         tensor_sizes = [1]
     for tensor in _pinned_or(pins.tensor, tensor_sizes):
         if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):
@@ -229,7 +229,7 @@ def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]
             if run.cluster.ranks % (tensor * ulysses) or not _splits_heads(run, tensor * ulysses):
                 continue
             for ring in _pinned_or(pins.context_ring, _ring_sizes(run, tensor * ulysses, ulysses)):
-                fits = not context_misfit(ring, ulysses, tensor, model.heads, model.kv_heads, run.train.seq_len)
+                fits = not context_split_error(ring, ulysses, tensor, model.heads, model.kv_heads, run.train.seq_len)
                 if fits and run.cluster.ranks % (tensor * ulysses * ring) == 0:
                     yield tensor, ulysses, ring
 
@@ -278,7 +278,7 @@ def _stride(sizes: tuple[int, ...], order: tuple[AxisName, ...], axes: tuple[Axi
 
 @lru_cache(maxsize=1 << 16)
 def _leaves(sizes: tuple[int, ...], order: tuple[AxisName, ...], axis: AxisName, per_node: int) -> bool:
-    return _layout(sizes, order, per_node).leaves_nodes(axis)
+    return _layout(sizes, order, per_node).axis_crosses_nodes(axis)
 
 
 def _layout(sizes: tuple[int, ...], order: tuple[AxisName, ...], per_node: int) -> Layout:

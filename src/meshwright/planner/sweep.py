@@ -17,23 +17,30 @@ from itertools import combinations, product
 
 import numpy as np
 
-from meshwright.costs.footprint import planned
-from meshwright.costs.idle import fill
-from meshwright.costs.inputs import Array, Layouts, usual_imbalance
-from meshwright.costs.memory import formats
 from meshwright.costs.offload_costs import waiting_bytes
-from meshwright.costs.plan_costs import Pricing, gathered_bytes, strategy_columns
+from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import StepCost, owned_params, step_cost
 from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
-from meshwright.schedules.in_flight import in_flight
 from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import flops_per_token
-from meshwright.spec.plan import CHOOSING, RECOMPUTES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
+from meshwright.spec.plan import (
+    PARTIAL_RECOMPUTES,
+    RECOMPUTE_MODES,
+    Gradients,
+    LayerStrategy,
+    Offload,
+    PlanPins,
+    Recompute,
+)
 from meshwright.spec.run import RunSpec
-from meshwright.workload.dtypes import bytes_of, state_bytes
+from meshwright.workload.arrays import Array
+from meshwright.workload.layout_bytes import planned
+from meshwright.workload.layouts import Layouts, layouts_of, strategy_columns
+from meshwright.workload.plan_bytes import formats
+from meshwright.workload.rank_layers import balanced_layers
 
 BATCH_POINTS = 512
 """Points whose strategies are priced together. The best so far excludes points of later batches, and the arrays stay small."""
@@ -259,7 +266,7 @@ def _strategies_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradient
     option_index = {option: index for index, option in enumerate(options)}
     rich, lean = np.array([[option_index[option] for option in pair] for pair in ends]).T
     moving = [
-        not strategy.layer(strategy.rich).activations_away and strategy.layer(strategy.lean).activations_away
+        not strategy.layer(strategy.rich).activations_offloaded and strategy.layer(strategy.lean).activations_offloaded
         for strategy in strategies
     ]
     keys = [(strategy.lean.recompute, strategy.lean.offload in ("activations", "both")) for strategy in strategies]
@@ -323,11 +330,11 @@ def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np
     Two pins that cannot be trained together are obeyed; the plan is then marked as untrainable.
     """
     pins, trainable = pins_of(run), np.ones(len(points), bool)
-    offloading = [layer for layer in pins.layers or (option,) if layer.activations_away]
+    offloading = [layer for layer in pins.layers or (option,) if layer.activations_offloaded]
     if offloading and not (pins.schedule and (pins.offload or pins.layers)):
         trainable &= ~np.isin(points.schedule, SPLIT_BACKWARD_SCHEDULES)
     if offloading and not (pins.recompute and pins.offload) and not pins.layers and not compiles(run):
-        trainable &= option.recompute not in CHOOSING
+        trainable &= option.recompute not in PARTIAL_RECOMPUTES
     return trainable
 
 
@@ -449,7 +456,7 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     pinned = pins_of(run).recompute
     if pinned is not None:
         return (pinned,)
-    return tuple(mode for mode in RECOMPUTES if mode != "all_but_attention" or _attention_dominates(run))
+    return tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_dominates(run))
 
 
 def _attention_dominates(run: RunSpec) -> bool:
@@ -460,29 +467,16 @@ def _attention_dominates(run: RunSpec) -> bool:
 
 def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
     """The cost model's columns for `points` where all layers have the strategy `layer`."""
-    pipeline, tensor, context = points.column("pipeline"), points.column("tensor"), points.column("context")
-    shards, data = points.column("shard") * context, points.column("data")
-    precision = precision_of(run)
-    schedule = points.schedule, pipeline, points.accumulate, points.virtual
-    expert = points.column("expert") * tensor if run.model.experts else 1.0
-    return Layouts(
-        tensor=tensor, pipeline=pipeline, virtual=points.virtual.astype(float), context=context,
-        expert=expert, imbalance=usual_imbalance(expert),
-        data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards, micro_batch=points.micro.astype(float),
-        global_batch=float(run.train.global_batch), seq=float(run.train.seq_len),
-        ulysses=points.column("context_ulysses"),
-        layered=(points.schedule == SCHEDULES.index("breadth_first")).astype(float), sequence=(tensor > 1).astype(float),
-        dealt=1.0,
-        vee=np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES]).astype(float),
-        in_flight=in_flight(*schedule), in_flight_last=in_flight(*schedule, pipeline - 1), loss_chunk=float(run.train.loss_chunk),
-        copied=points.column("copied"), exchanged=float(pins_of(run).reduce_engine == "exchange"),
-        tokens_copied=points.column("tokens copied"), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
-        replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
-        fill=fill(points.schedule, pipeline, points.accumulate), slowest=points.column("pace"), port=points.column("port"),
-        ring_stride=points.column("ring stride"), ulysses_stride=points.column("ulysses stride"),
-        shard_stride=points.column("shard stride"),
-        replicate_stride=points.column("replicate stride"), pipeline_stride=points.column("pipeline stride"),
-        **strategy_columns(layer),
+    pipeline = points.column("pipeline")
+    vee = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
+    strides = ("ring", "ulysses", "shard", "replicate", "pipeline")
+    return layouts_of(
+        run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
+        virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
+        layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, vee),
+        copied=points.column("copied"), tokens_copied=points.column("tokens copied"),
+        slowest=points.column("pace"), port=points.column("port"),
+        **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
     )  # fmt: skip
 
 
@@ -517,7 +511,6 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
-    precision, engine = precision_of(run), pins_of(run).reduce_engine or "kernel"
-    numbers = formats(run.train, precision, cpu=run.cluster.is_cpu, reduce_engine=engine, added=layout.added_up)
+    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
     numbers = replace(numbers, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied)
-    return np.asarray(sum(planned(run.model, layout, numbers, head=head_in_layers(run)).values()))
+    return np.asarray(sum(planned(run.model, layout, numbers).values()))

@@ -24,7 +24,7 @@ from meshwright.planner.sweep import strategies_in
 from meshwright.simulator.step_simulation import priced_or_refused
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.fp8_limits import fits_fp8, unlike_fp8
+from meshwright.spec.fp8_limits import fp8_conflict, supports_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
 from meshwright.spec.plan_name import mesh_name
@@ -125,8 +125,8 @@ def _fp8_products(run: RunSpec, plan: Plan) -> Change | None:
     if not known or precision.compute != "bf16" or precision.linear != "compute" or not follow:
         return None
     low = replace(plan, precision=replace(precision, linear="fp8_tensorwise", gather="fp8"))
-    refused = unlike_fp8(low, experts=run.model.experts > 0)
-    if refused or not fits_fp8(run.model, run.train.seq_len, context_size(plan)):
+    refused = fp8_conflict(low, experts=run.model.experts > 0)
+    if refused or not supports_fp8(run.model, run.train.seq_len, context_size(plan)):
         return None
     note = "linear layers round to fp8: hold the loss against a bf16 run"
     return _changed("plan.linear=fp8_tensorwise", run, run, plan, low, note=note)
@@ -261,7 +261,7 @@ def _variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
     """The run with the fields pinned that a change keeps: mesh, schedule, dtypes, engines, offload where all layers share it."""
     pins: dict[str, Any] = {axis: plan.axis_size(axis) for axis in AXES} | vars(plan.precision)
-    pins |= {key: getattr(plan, key) for key in ("gather_engine", "reduce_engine", "tensor_engine", "compile")}
+    pins |= {key: getattr(plan, key) for key in ("gather_engine", "tensor_engine", "compile")}
     pins |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     pins |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
     pins |= {"expert": plan.experts.expert} if plan.experts else {}

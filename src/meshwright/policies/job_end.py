@@ -1,7 +1,7 @@
-"""How a job of several ranks ends: whose exit code counts, and when the ranks that still run are told to end or are killed.
+"""How a job of several ranks ends: its exit code, and when the remaining ranks are stopped or killed.
 
-Ranks are given by their exit codes, in rank order: the code that a rank reported, else that of its process (a signal's negative number when
-one killed it), None while it runs.
+Ranks are given by their exit codes, in rank order: the code that a rank reported, else that of its process (negative
+signal number if a signal killed it), None while it runs.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ PEER_LOSS_CODES = (EXIT_COMMUNICATION, -signal.SIGABRT)
 """Exit codes of a rank that lost a peer: its own report, or the abort of NCCL's watchdog."""
 STOP_CODES = (EXIT_PREEMPTED, EXIT_INTERRUPTED)
 CULPRIT_SECONDS = 2.0
-"""How long to wait, after a rank reports a lost peer, for the rank that caused it."""
+"""Seconds to wait, after a rank reports a lost peer, for the failure of that peer."""
 AGREEMENT_SECONDS = 0.5
-"""How long to wait for the other ranks to report the same failure, as they do where they have agreed on it."""
+"""Seconds to wait for other ranks to report the same failure, which they do if all detect it."""
 STOP_SECONDS = 30.0
-"""How long the other ranks may take after one has stopped on request."""
+"""Seconds that the other ranks may take after one rank has stopped on request."""
 GRACE_SECONDS = 12.0
-"""How long ranks that were told to end may take for it; more than `training.lifecycle.FINISH_SECONDS`."""
+"""Seconds that ranks may take after a request to end; more than `training.lifecycle.FINISH_SECONDS`."""
 
 ExitCodes = Sequence[int | None]
 
 
 def culprit(codes: ExitCodes) -> int | None:
-    """The rank whose failure decides the job's exit code, None when no rank failed.
+    """The rank whose failure decides the job's exit code; None if no rank failed.
 
-    The lowest rank that failed by itself; else the lowest that ended as asked; else the lowest that lost a peer.
+    The lowest rank that failed by itself; else the lowest that stopped on request; else the lowest that lost a peer.
     """
     failed = [rank for rank, code in enumerate(codes) if code not in (None, EXIT_DONE)]
     by_itself = [rank for rank in failed if codes[rank] not in PEER_LOSS_CODES]
-    unasked = [rank for rank in by_itself if codes[rank] not in STOP_CODES]
-    return next(iter(unasked or by_itself or failed), None)
+    not_stopped = [rank for rank in by_itself if codes[rank] not in STOP_CODES]
+    return next(iter(not_stopped or by_itself or failed), None)
 
 
 def job_code(codes: ExitCodes) -> int:
@@ -48,10 +48,11 @@ def job_code(codes: ExitCodes) -> int:
 def next_action(
     codes: ExitCodes, since_failure: float, since_request: float | None
 ) -> Literal["wait", "request end", "kill"]:
-    """What to do with the ranks that still run once another has failed.
+    """What the launcher does with the running ranks after another rank failed.
 
-    `since_failure` is the seconds since the first failure was seen, `since_request` those since the ranks were told to end, None before
-    that. The wait before the request gives the others time to stop too, or the culprit time to show.
+    `since_failure` is the seconds since the first failure, `since_request` the seconds since the request to end, None
+    before it. The wait before the request gives the other ranks time to stop too, and the rank that caused the failure
+    time to report it.
     """
     if since_request is not None:
         return "kill" if since_request > GRACE_SECONDS else "wait"

@@ -1,8 +1,8 @@
-"""Which sample is global sample i: pure functions of (seed, names, i), never of rank count or history.
+"""The sample at each global index, a pure function of (seed, names, index), independent of ranks and history.
 
-A mixture is laid out in blocks of 65,536 samples. Each block holds every source as often as its weight says, shuffled;
-within a source, each epoch visits every window once in an order of its own. So any sample is found without replaying
-those before it.
+A mixture consists of blocks of 65,536 samples. Each block has every source as often as its weight says, shuffled;
+within a source, each epoch visits every window once in its own order. So any sample is computed without replaying those
+before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MASK64 = 2**64 - 1
 
 
 class Draws(NamedTuple):
-    """What is drawn for global samples: source numbers, windows within them, and epochs of their source, all `(samples,)`."""
+    """Source number, window in the source, and epoch of the source for global samples, each `(samples,)`."""
 
     source: np.ndarray
     window: np.ndarray
@@ -31,7 +31,7 @@ class Draws(NamedTuple):
 
 
 def rank_samples(first: int, global_batch: int, data_rank: int, data_ranks: int) -> range:
-    """Global samples of one data rank in the step whose batch begins at sample `first`: ranks take equal runs, in their order."""
+    """Global samples of a data rank in the step that begins at sample `first`: equal consecutive ranges in rank order."""
     count = global_batch // data_ranks
     return range(first + data_rank * count, first + (data_rank + 1) * count)
 
@@ -78,7 +78,7 @@ class Mixture:
         return source, index
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each sample of a block, and how many samples of the same source come before it in the block."""
+        """Source of each sample of a block, and the number of earlier samples of the same source in the block."""
         # Sorting raw Philox output, not Generator.permutation: NumPy promises only the raw stream to stay the same.
         philox = np.random.Philox(key=np.array([self.seed & MASK64, block], dtype=np.uint64))
         pattern = np.repeat(np.arange(len(self.names)), self.counts)

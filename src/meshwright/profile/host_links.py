@@ -45,7 +45,7 @@ def host_links(team: Team, clock: Clock, budget: float) -> list[HostLink]:
         ]
     team.meet()
     links = [HostLink(devices=1, to_host=team.leader(rates[0]), to_device=team.leader(rates[1]))]
-    local = team.world.place.local_ranks if team.world else 1
+    local = team.world.environment.local_ranks if team.world else 1
     if local > 1:
         to_host_seconds = clock.seconds(lambda: host.copy_(device, non_blocking=True), budget / 4)
         to_device_seconds = clock.seconds(lambda: device.copy_(host, non_blocking=True), budget / 4)

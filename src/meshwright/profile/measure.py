@@ -15,7 +15,6 @@ import torch
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.costs.work import Work
 from meshwright.profile import attention_times as attention
 from meshwright.profile import product_times as products
 from meshwright.profile.attention_times import attention_times
@@ -30,6 +29,7 @@ from meshwright.profile.team import Team
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.profile import MachineProfile
+from meshwright.workload.device_work import Work
 
 T = TypeVar("T")
 SECONDS = {"cuda": 100.0, "cpu": 20.0}

@@ -14,12 +14,12 @@ from itertools import pairwise
 
 import torch
 
-from meshwright.costs.work import Work
 from meshwright.profile import attention_times as attention
 from meshwright.profile import product_times as products
 from meshwright.profile.call_timing import Call, Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime, ProductTime
+from meshwright.workload.device_work import Work
 
 ROUNDS = 5
 """Fewest rounds; the first half is warm-up."""

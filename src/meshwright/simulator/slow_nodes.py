@@ -11,7 +11,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.nodes import NodeKind, all_like, kinds_by_rank, node_kinds, rank_clusters
+from meshwright.spec.nodes import NodeType, node_type_runs, node_types_by_rank, rank_clusters, uniform_cluster
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
 
 
@@ -26,14 +26,14 @@ def rank_prices(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Cluster
     return tuple(priced(alike) for alike in rank_clusters(cluster, Layout.of(plan, cluster.gpus_per_node)))
 
 
-def kind_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -> dict[NodeKind, float]:
+def kind_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -> dict[NodeType, float]:
     """By kind of node, the blocks that one of its devices computes, a sequence at a time, while one of the slowest kind computes one.
 
     Empty where the cost model says nothing of a kind.
     """
     seconds = {}
-    for kind, _ in node_kinds(cluster):
-        priced = pricing(model, train, _ALONE, all_like(cluster, (kind,)))
+    for kind, _ in node_type_runs(cluster):
+        priced = pricing(model, train, _ALONE, uniform_cluster(cluster, (kind,)))
         if priced is None:
             return {}
         one = UnitCosts(model, _ALONE, priced).compute(0)
@@ -41,9 +41,9 @@ def kind_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -> dic
     return {kind: max(seconds.values()) / own for kind, own in seconds.items()}
 
 
-def rank_speeds(speeds: Mapping[NodeKind, float], cluster: ClusterSpec, layout: Layout) -> tuple[float, ...]:
+def rank_speeds(speeds: Mapping[NodeType, float], cluster: ClusterSpec, layout: Layout) -> tuple[float, ...]:
     """The same by pipeline rank, which is as fast as the slowest of its nodes; empty when `speeds` is."""
-    return tuple(min(speeds[kind] for kind in kinds) for kinds in kinds_by_rank(cluster, layout)) if speeds else ()
+    return tuple(min(speeds[kind] for kind in kinds) for kinds in node_types_by_rank(cluster, layout)) if speeds else ()
 
 
 _ALONE = Plan(mesh=(MeshAxis(axis="shard", size=1),), batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1))

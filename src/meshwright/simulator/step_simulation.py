@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TypeVar
 
-from meshwright.costs.memory import memory_by_rank, optimizer_on_host
 from meshwright.costs.plan_costs import Pricing, as_nodes, number, pricing
 from meshwright.schedules.activation_residency import Counts, fullest_moments
 from meshwright.schedules.plan_schedule import kept_order, schedule_key, stages_of, training_schedule, unit_strategies
@@ -27,6 +26,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import activation_bytes
 from meshwright.workload.groups import shard_size
+from meshwright.workload.plan_bytes import memory_by_rank, optimizer_on_host
 
 T = TypeVar("T")
 REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
@@ -64,7 +64,7 @@ def units_of(model: ModelSpec, stage: range) -> list[Unit]:
 def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> tuple[dict[str, int], ...]:
     """Bytes by kind of every pipeline rank, with as many forwards alive as the plan's schedule holds. Raises BadInput as
     `training_schedule` does."""
-    return _memory_of(model, train, plan.bare, cpu)
+    return _memory_of(model, train, plan.without_prediction, cpu)
 
 
 @lru_cache(maxsize=256)  # a search asks whether a plan fits, and then how much it takes
@@ -94,7 +94,7 @@ def _moments(name: str, ranks: int, micro_batches: int, per_rank: int) -> tuple[
 def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float]:
     """Bytes of a node's memory that hold activations, and the optimizer's state, of layers with `offload`: of the fullest node where
     pipeline ranks are on several. Raises BadInput as `training_schedule` does."""
-    return _activations_on_host(model, train, plan.bare, nodes), optimizer_on_host(model, plan, nodes)
+    return _activations_on_host(model, train, plan.without_prediction, nodes), optimizer_on_host(model, plan, nodes)
 
 
 @lru_cache(maxsize=256)

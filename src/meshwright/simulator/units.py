@@ -15,17 +15,20 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collective_costs import Group, all_reduce, all_to_all, by_copies, crowding, gather, group
+from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
-from meshwright.costs.inputs import Layouts, Shape
 from meshwright.costs.offload_costs import copied_bytes, host_optimizer, host_rate, late_copies
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.costs.step import context_traffic, waits
-from meshwright.spec.layout import gradients_stay, stage_table
+from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
-from meshwright.spec.plan import RECOMPUTES, REPEATING, LayerStrategy, Linear, Plan, Recompute
-from meshwright.workload.dtypes import added_up, bytes_of, gathered_width, sent_width, state_bytes, summed_by_products
+from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
+from meshwright.workload.dtypes import bytes_of, gathered_width, state_bytes, summed_by_products
 from meshwright.workload.groups import experts_over, shard_size
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape, with_blocks
+from meshwright.workload.products import layer_products
+from meshwright.workload.step_shape import step_shape
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -75,7 +78,6 @@ class UnitCosts:
         crowd = crowding(machine, layout, k)
         self._shards = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
         self._copied = plan.gather_engine == "copy"
-        self._exchanges = plan.reduce_engine == "exchange" and shard_size(plan) > 1
         self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
         self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
 
@@ -85,7 +87,7 @@ class UnitCosts:
             return unit
         strategy = self._strategy(unit)
         # What hides the copies of a block that is moved are all blocks of its rank.
-        rank = self._together[unit][0] if strategy.activations_away else None
+        rank = self._together[unit][0] if strategy.activations_offloaded else None
         return self._first.setdefault((self.model.routed(unit), strategy, rank), unit)
 
     def compute(self, unit: Unit) -> Seconds:
@@ -96,7 +98,7 @@ class UnitCosts:
         if unit == "head":  # its forward makes its gradients too (kernels.loss)
             return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
         block = self._kind(unit)
-        if not self._strategy(unit).activations_away:
+        if not self._strategy(unit).activations_offloaded:
             return block
         out, back = self._late_copies(unit)
         inside = {**block.inside, "host link": out + back}
@@ -108,8 +110,7 @@ class UnitCosts:
 
     def reduce(self, unit: Unit) -> float:
         """Seconds to sum its gradients over the shard axis."""
-        sent = self._sent_width(unit)
-        alone = self._exchanged(unit, sent) if self._exchanges else self._over_shards(unit, sent)
+        alone = self._over_shards(unit, bytes_of(self.plan.precision.reduce))
         return self._beside(unit, self._shards, alone)
 
     def replicate(self, unit: Unit) -> float:
@@ -147,25 +148,19 @@ class UnitCosts:
         """Whether the rank has its weights to itself, so that nothing lies between them and what computes."""
         return shard_size(self.plan) == 1 and not self.priced.constants.lone_copies
 
-    def _sent_width(self, unit: Unit) -> int:
-        engine = self.plan.reduce_engine if self._exchanges else "kernel"
-        return int(sent_width(self.plan.precision, engine, added_up(self.plan, self._strategy(unit))))
-
     def _gathered_width(self, unit: Unit) -> int:
         return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
 
     def copy_in(self, unit: Unit) -> float:
         """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""
-        precision, shards, sent = self.plan.precision, shard_size(self.plan), self._sent_width(unit)
+        precision, shards, sent = self.plan.precision, shard_size(self.plan), bytes_of(self.plan.precision.reduce)
         added = self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
         count, moved = self.count(unit), bytes_of(precision.compute) + sent
-        if self._casts_once and gradients_stay(self.model, self.plan):
+        if self._casts_once and gradients_final_in_backward(self.model, self.plan):
             return 0.0
         if self._casts_once:
             return self.accumulate(unit) if added else self._moved(count * moved)
         beside = 4.0 * sent if shards == 1 else 0.0  # a lone rank scales them into another buffer, and copies that
-        if self._exchanges:  # what came is read and added up
-            beside += sent + bytes_of(precision.reduce) / shards
         if added:
             beside += 3 * bytes_of(precision.stored) / shards
         laid = (count - self._experts(unit)) * (1 / number(self.priced.constants.packing) - 1) if shards > 1 else 0.0
@@ -197,7 +192,7 @@ class UnitCosts:
     def optimizer(self, units: Sequence[Unit]) -> float:
         """Seconds of a rank's update of `units`; the state of those in host memory comes and goes meanwhile."""
         machine, k = self.priced.machine, self.priced.constants
-        away = [self._strategy(unit).optimizer_away for unit in units]
+        away = [self._strategy(unit).optimizer_offloaded for unit in units]
         here, there = (
             sum(self.owned(u) for u, left in zip(units, away, strict=True) if left is side) for side in (False, True)
         )
@@ -234,14 +229,6 @@ class UnitCosts:
         where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
         return dense + number(gather(self._over(where, copied and self._experts_too), k, experts * width))
 
-    def _exchanged(self, unit: Unit, width: int) -> float:
-        """Seconds in which each rank sends the others their parts of a unit of `width` bytes an element."""
-        machine, layout, k = self.priced.machine, self.priced.layout, self.priced.constants
-        experts = self._experts(unit)
-        alone = all_to_all(self._shards, k, machine, (self.count(unit) - experts) * width)
-        where = group(machine, k, layout.expert_shard, layout.expert)
-        return number(alone) + (number(all_to_all(where, k, machine, experts * width)) if experts else 0.0)
-
     def _over(self, where: Group, copied: bool) -> Group:
         return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
 
@@ -257,7 +244,7 @@ class UnitCosts:
         """Seconds by which a moved block's copies out and back hold its rank up, each block's the same part of all."""
         blocks = self._together[unit]
         if blocks[0] not in self._late:
-            moved = [one for one in blocks if self._strategy(one).activations_away]
+            moved = [one for one in blocks if self._strategy(one).activations_offloaded]
             kinds = Counter((self._strategy(one).recompute, self.model.routed(one)) for one in moved)
             copied = sum(count * self._travels(*kind) for kind, count in kinds.items())
             computes = [self._kind(one) for one in blocks]
@@ -269,7 +256,10 @@ class UnitCosts:
 
     def _travels(self, mode: Recompute, routed: bool) -> float:
         """Seconds of a block's copy, one way."""
-        return number(copied_bytes(self._of_kind(routed), self._lone(mode)) / host_rate(self.priced.machine))
+        return number(
+            copied_bytes(with_blocks(self.priced.shape, routed=routed), self._lone(mode))
+            / host_rate(self.priced.machine)
+        )
 
     def _alike(self, unit: Unit) -> Unit:
         """The first block of the unit's kind, or the end itself."""
@@ -288,7 +278,7 @@ class UnitCosts:
         if isinstance(unit, int):
             rows = block_parameters(self.model, routed=self.model.routed(unit))
             return sum(row.count // (experts_over(self.plan) if row.expert else 1) for row in rows)
-        total = sum(row.count for row in end_parameters(self.model) if row.at_front == (unit == "embed"))
+        total = sum(row.count for row in end_parameters(self.model) if row.before_blocks == (unit == "embed"))
         shared = unit == "head" and self.model.tied and self._tied_apart
         return total + (self.model.vocab_size * self.model.hidden if shared else 0)
 
@@ -297,27 +287,22 @@ class UnitCosts:
         """Of these the embedding's and the head's count."""
         return layer_times(self.priced.shape, self.priced.machine, self._lone("none"), self.priced.constants)
 
-    def _of_kind(self, routed: bool) -> Shape:
-        """The model with all its blocks of one kind."""
-        layers = self.model.layers
-        return replace(
-            self.priced.shape,
-            moe_layers=layers * routed,
-            dense_layers=layers * (not routed),
-            experts=self.model.experts * routed,
-        )
-
     def _lone(self, mode: Recompute) -> Layouts:
         """One micro-batch of one replica in one piece."""
         layout = self.priced.layout
         return replace(
             layout, pipeline=1.0, virtual=1.0, data=1.0, shards=1.0, zero=0.0, layered=0.0,
-            global_batch=layout.micro_batch, recompute=float(RECOMPUTES.index(mode)),
+            global_batch=layout.micro_batch, recompute=float(RECOMPUTE_MODES.index(mode)),
         )  # fmt: skip
 
     def _block(self, mode: Recompute, routed: bool, linear: Linear) -> Seconds:
         priced = self.priced.of(linear)
-        shape, lone, machine, k = self._of_kind(routed), self._lone(mode), priced.machine, priced.constants
+        shape, lone, machine, k = (
+            with_blocks(self.priced.shape, routed=routed),
+            self._lone(mode),
+            priced.machine,
+            priced.constants,
+        )
         times = layer_times(shape, machine, lone, k)
         inside = waits(shape, machine, lone, k, times)
         tensor, context, expert, host = (
@@ -325,14 +310,14 @@ class UnitCosts:
         )
         forward = number(times.forward)
         # Repeating the forward repeats its two collectives; tokens go to their experts and back in either direction.
-        forward += tensor * (1 / 3 if mode in REPEATING else 1 / 2)
+        forward += tensor * (1 / 3 if mode in RECOMPUTES_PRODUCTS else 1 / 2)
         forward += number(context_traffic(shape, machine, lone, k)[0])
-        forward += expert * (1 / 3 if mode in REPEATING else 1 / 2)
+        forward += expert * (1 / 3 if mode in RECOMPUTES_PRODUCTS else 1 / 2)
         work = number(times.forward + times.backward) + tensor + context + expert
         backward = work - forward
         apart = self.jitter / self.model.layers
         each = (work + host) / work * apart
-        weight = min(self._weight_products(priced, routed) * self.model.layers, backward)
+        weight = min(self._weight_products(priced, shape), backward)
         return Seconds(
             forward=forward * each,
             backward_input=(backward - weight) * each,
@@ -346,15 +331,10 @@ class UnitCosts:
             },
         )
 
-    def _weight_products(self, priced: Pricing, routed: bool) -> float:
-        """Seconds of one block's weight gradients: of each matrix one product."""
-        layout = priced.layout
-        tokens = layout.micro_batch * layout.seq / layout.context
-        speed, width = product_rate(priced.machine, priced.constants), layout.tensor
-        rows = block_parameters(self.model, routed=routed)
-        matrices = [row.shape for row in rows if len(row.shape) == 2]
-        dense = sum(number(speed.seconds(inner, tokens, out / width)) for out, inner in matrices)
-        experts = [row.shape for row in rows if row.expert]
-        local = self.model.experts / np.maximum(layout.expert, 1.0)  # experts on this rank, and the rows that each gets
-        sent = tokens / width * self.model.experts_per_token / np.maximum(local, 1e-9) * layout.imbalance
-        return dense + sum(number(speed.seconds(inner, sent, out, local)) for _, out, inner in experts)
+    def _weight_products(self, priced: Pricing, shape: Shape) -> float:
+        """Seconds of all layers' weight gradients: a product for each matrix."""
+        speed, width = product_rate(priced.machine, priced.constants), priced.layout.tensor
+        return sum(
+            number(product.layers * speed.seconds(product.k, product.m, product.n, product.count))
+            for product in layer_products(shape, step_shape(shape, priced.layout), width)
+        )

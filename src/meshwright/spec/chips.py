@@ -1,4 +1,4 @@
-"""Devices by their vendors' datasheets: memory, arithmetic peaks, and the links that leave them."""
+"""Datasheet values of devices: memory, peak FLOP/s, and bandwidths of their links."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Chip:
     domain: int = 8
     host: float = 25e9
     multiprocessors: int = 0
-    """Processors that each make one tile of a product's result at a time; 0 where results of any size are priced."""
+    """Multiprocessors, each of which computes one tile of a matrix product at a time; 0 ignores partly filled waves of tiles."""
     best_bf16_flops: float | None = None
-    """FLOP/s of the fastest bf16 product that was measured, under the chip's power limit."""
+    """FLOP/s of the fastest bf16 matrix product measured, under the chip's power limit."""
 
 
 def _table(*chips: Chip) -> dict[str, Chip]:
@@ -52,9 +52,11 @@ _L4 = {"bf16": 121e12, "fp8": 242.5e12, "fp32": 30.3e12}
 _H20 = {"bf16": 148e12, "fp8": 296e12, "fp32": 44e12}
 _V100 = {"fp16": 125e12, "fp32": 15.7e12}
 _PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 50e9
-"""What 16 lanes carry in one direction, of 15.8, 31.5 and 63 GB/s on the line: links and host links of cards without NVLink."""
+"""Bytes/s of 16 PCIe lanes in one direction: links and host links of cards without NVLink.
+The line rates are 15.8, 31.5 and 63 GB/s."""
 _ETHERNET_10, _CLOUD_100, _CLOUD_400 = 1.25e9, 100e9 / 8 / 8, 400e9 / 8 / 8
-"""Ports of cards that no vendor sells a cluster of: 10 Gb/s for each (a guess); 100 and 400 Gb/s for eight, as clouds rent them."""
+"""Network bandwidth of cards that are not sold in clusters.
+10 Gb/s per card is a guess; 100 and 400 Gb/s for eight cards are what clouds rent."""
 _CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "fp32": 163e12}
 
 CHIPS = _table(
@@ -96,30 +98,30 @@ Fastest products: the search over shapes of Stas Bekman's Machine Learning Engin
 taken to be as fast as the chip with the same tensor cores.
 """
 
-UNLIKE = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D", "MIG", "3E"})
-"""Words in a device's name that make it another device than the one whose name it bears besides."""
-_SPELLED = {
+VARIANT_WORDS = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D", "MIG", "3E"})
+"""Words in a driver's device name that denote another device than the chip in the same name."""
+_DRIVER_NAMES = {
     "A100-40GB": "A100 40GB", "V100-16GB": "V100 16GB", "RTX3090": "RTX 3090", "RTX4090": "RTX 4090", "RTX5090": "RTX 5090",
     "RTX6000-Ada": "RTX 6000 ADA",
 }  # fmt: skip
-"""What drivers call chips whose name in the table is no single word of theirs."""
+"""Names in the driver's spelling, of chips whose name in the table is not one of the driver's words."""
 
 
 def chip_from_device_name(name: str) -> str | None:
-    """The table's name for what the driver calls the device ("NVIDIA H100 80GB HBM3" → "H100"), or None when unknown."""
+    """The chip of the table for a driver's device name ("NVIDIA H100 80GB HBM3" → "H100"), or None when unknown."""
     spellings = {chip.upper(): chip for chip in CHIPS}
     if name.upper() in spellings:
         return spellings[name.upper()]
     words = set(name.upper().replace("-", " ").split())
     if "H100" in words and any(word.startswith(("96GB", "94GB")) for word in words):
         return "H100-96GB"
-    known = {chip: set(_SPELLED.get(chip, chip.upper()).split()) for chip in CHIPS}
-    found = [chip for chip, spelled in known.items() if spelled <= words and not words & UNLIKE - spelled]
-    return max(found, key=lambda chip: len(known[chip]), default=None)
+    known = {chip: set(_DRIVER_NAMES.get(chip, chip.upper()).split()) for chip in CHIPS}
+    matches = [chip for chip, spelled in known.items() if spelled <= words and not words & VARIANT_WORDS - spelled]
+    return max(matches, key=lambda chip: len(known[chip]), default=None)
 
 
 def formats_on(gpu: str | None) -> tuple[str, ...]:
-    """Number formats that `plan.compute` may have on a device; empty where that is not known."""
+    """Values of `plan.compute` that a device supports; empty if the device is not known."""
     if gpu == "cpu":
         return ("fp32", "bf16", "fp64")
     return tuple(name for name in ("bf16", "fp16", "fp32") if gpu in CHIPS and name in CHIPS[gpu].peak_flops)

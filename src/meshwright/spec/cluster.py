@@ -1,4 +1,4 @@
-"""What a run runs on, and what its chips can do."""
+"""The cluster of a run: its nodes and devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CHIPS", "Chip", "ClusterSpec", "chip_from_device_name"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """Nodes of devices, alike unless `groups` says otherwise."""
+    """A cluster of nodes with the same devices, except those listed in `groups`."""
 
     gpu: str = "cpu"
     """Chip name (`cpu` for ranks on this machine's processor)."""
@@ -23,17 +23,20 @@ class ClusterSpec:
     gpus_per_node: Positive = 1
     """Ranks on each host, one per device."""
     memory_gib: Annotated[float, Bound(more_than=0, at_most=1e6)] | None = None
-    """Memory of one device; none takes the chip's own, and on `cpu` a share of what the host has. What a GPU has beyond it stays unused."""
+    """Memory of one device; none uses the chip's own, and on `cpu` a share of the host's.
+    A run does not use more than this."""
     host_memory_gib: Annotated[float, Bound(more_than=0, at_most=1e6)] | None = None
-    """Memory of one host, for what a plan lets wait there; none guesses 256 GiB a device, and a run is held to what its own host has."""
+    """Memory of one host, for offloaded data; none assumes 256 GiB per device.
+    A run checks the memory that its host really has."""
     network: NetworkSpec | None = None
-    """What joins the devices; none takes the chip's reference machine."""
+    """The network between devices; none uses the chip's reference machine."""
     groups: tuple[NodeGroup, ...] = ()
-    """Nodes, of those counted above, that differ from the rest."""
+    """Nodes, included in `nodes`, that differ from the others."""
     emulate_nodes: Positive = 1
-    """Nodes that this one host plays: that many equal groups of its ranks, in order, that reach one another only over TCP."""
+    """Nodes emulated by this one host: equal groups of consecutive ranks that communicate with each other only over TCP."""
     profile: str | None = None
-    """File that `meshwright profile` wrote on such a machine: its figures price plans in place of the datasheet's and fitted ones."""
+    """File written by `meshwright profile` on such a machine.
+    Its rates replace those of the datasheet and the fitted constants."""
 
     @property
     def ranks(self) -> int:
@@ -41,7 +44,7 @@ class ClusterSpec:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that share a node, where an emulated node counts as one."""
+        """Ranks that share a node; an emulated node counts as a node."""
         return self.gpus_per_node // self.emulate_nodes
 
     @property

@@ -1,6 +1,6 @@
-"""The errors a user can meet, each with the exit code its command ends with.
+"""The errors a user can meet, each with the exit code of the command.
 
-Exit codes (docs/getting-started.md lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of resources,
+Exit codes (docs/reference/exit-codes.md lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of resources,
 4 data or checkpoint damaged, 5 communication failure or hang, 6 numerical failure, 7 the same failure repeated,
 75 preempted with a checkpoint written, 130 interrupted with a checkpoint written.
 """
@@ -29,7 +29,7 @@ EXIT_INTERRUPTED = 130
 class MeshwrightError(Exception):
     """A failure with a message for people and an exit code for scripts.
 
-    `key` is the dotted key of the run file that it is about, where it is about one.
+    `key` is the dotted key of the run file that the failure concerns, if there is one.
     """
 
     exit_code = EXIT_INTERNAL
@@ -40,13 +40,13 @@ class MeshwrightError(Exception):
 
 
 class BadInput(MeshwrightError):
-    """What the user gave cannot be used; the message names where, what was expected and the nearest valid thing."""
+    """Invalid input; the message names its position, what was expected and the nearest valid value."""
 
     exit_code = EXIT_BAD_INPUT
 
 
 class OutOfResources(MeshwrightError):
-    """Memory, disk or the search for a feasible plan ran out."""
+    """Memory or disk is exhausted, or no plan fits."""
 
     exit_code = EXIT_NO_RESOURCES
 
@@ -81,18 +81,18 @@ class Interrupted(MeshwrightError):
     exit_code = EXIT_INTERRUPTED
 
 
-CLASS_OF_CODE: dict[int, type[MeshwrightError]] = {
-    kind.exit_code: kind
-    for kind in (
+ERROR_CLASS_BY_EXIT_CODE: dict[int, type[MeshwrightError]] = {
+    error_class.exit_code: error_class
+    for error_class in (
         MeshwrightError, BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure, Preempted, Interrupted,
     )
 }  # fmt: skip
-"""Exit code → the class of error that ends with it."""
+"""Error class by exit code."""
 
 
 @contextmanager
-def about(key: str) -> Iterator[None]:
-    """Give errors raised in the `with` block, unless they name a key themselves, the `key` of the run file that they are about."""
+def attach_key(key: str) -> Iterator[None]:
+    """Set `key` on errors raised in the `with` block that have no key of their own."""
     try:
         yield
     except MeshwrightError as error:
@@ -102,7 +102,7 @@ def about(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing wrong in a user's configuration.
+    """One error in a configuration.
 
     `line` and `column` count from 1; both are None for a command-line override, whose `file` is "command line".
     """
@@ -117,37 +117,37 @@ class Mistake:
 
     @property
     def position(self) -> str:
-        """FILE:LINE:COLUMN, or FILE alone where there is no line."""
+        """FILE:LINE:COLUMN, or FILE without a line."""
         return self.file if self.line is None else f"{self.file}:{self.line}:{self.column}"
 
     def __str__(self) -> str:
         hint = f" (nearest: {self.nearest})" if self.nearest else ""
-        return f"{self.position}: {shortened(self.key)}: expected {self.expected}, got {self.got}{hint}"
+        return f"{self.position}: {shorten(self.key)}: expected {self.expected}, got {self.got}{hint}"
 
 
-def shortened(text: str) -> str:
-    """`text`, or its beginning where it is longer than a message should show."""
+def shorten(text: str) -> str:
+    """`text`, cut to the length that a message shows."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 class Refusal(Mistake):
-    """A mistake that only data, weights, devices or the planner could find; `got` is the sentence that says it."""
+    """A mistake found by reading data or weights, by the devices or by the planner; `got` is the whole sentence."""
 
     def __str__(self) -> str:
         sentence = self.got
         for prefix in (f"{self.key}: ", f"{self.key} ", f"{self.key.removeprefix('data.mix.')}: "):
             sentence = sentence.removeprefix(prefix)
-        return f"{self.position}: {shortened(self.key)}: {sentence}"
+        return f"{self.position}: {shorten(self.key)}: {sentence}"
 
 
-LONGEST_WORD = 200
-"""Letters of a word that are compared with valid ones."""
+COMPARED_CHARACTERS = 200
+"""Characters of a word that are compared with valid words."""
 MOST_LISTED = 100
-"""Mistakes that one report lists; of further ones it says how many there are."""
+"""Mistakes that one report lists; it counts the others."""
 
 
 class BadConfig(BadInput):
-    """Every mistake found in a configuration, reported together; `exit_code` is that of the gravest."""
+    """Every mistake in a configuration, reported together; `exit_code` is that of the most serious one."""
 
     def __init__(self, mistakes: Iterable[Mistake], exit_code: int = EXIT_BAD_INPUT) -> None:
         self.mistakes = tuple(mistakes)
@@ -157,7 +157,7 @@ class BadConfig(BadInput):
 
     @property
     def unlisted(self) -> int:
-        """Mistakes beyond those that the message and `as_plain` list."""
+        """Number of mistakes that the message and `as_plain` do not list."""
         return max(0, len(self.mistakes) - MOST_LISTED)
 
     def as_plain(self) -> list[dict[str, Any]]:
@@ -166,13 +166,13 @@ class BadConfig(BadInput):
 
 
 def nearest_file(name: str, candidates: Iterable[str]) -> str | None:
-    """`nearest`, by names without their endings, which would make all files alike."""
+    """The candidate file most like `name`, compared without extensions, which all candidates share."""
     names = {PurePath(candidate).stem: candidate for candidate in candidates}
     close = nearest(PurePath(name).stem, names)
     return names[close] if close else None
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word`, or None when nothing is close: no two words are less alike than 0 or more than 1."""
-    found = get_close_matches(word[:LONGEST_WORD], list(candidates), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    """The candidate most like `word`, or None if no similarity reaches `cutoff` (0: different, 1: equal)."""
+    matches = get_close_matches(word[:COMPARED_CHARACTERS], list(candidates), n=1, cutoff=cutoff)
+    return matches[0] if matches else None

@@ -1,4 +1,7 @@
-"""The one table from exceptions to exit codes and messages. Torch-free: torch's exceptions are known by the names of their classes."""
+"""The table from exceptions to exit codes and messages.
+
+Torch-free: torch's exceptions are recognised by their class names.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import errno
 import re
 
 from meshwright.spec.errors import (
-    CLASS_OF_CODE,
+    ERROR_CLASS_BY_EXIT_CODE,
     BadConfig,
     BadInput,
     CommunicationFailure,
@@ -22,17 +25,17 @@ _COMMUNICATION = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _HOST_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|can't start new thread"
 )
-"""How torch and Python word plain RuntimeErrors about host memory: pageable, pinned, a thread's stack."""
+"""Texts of RuntimeErrors of torch and Python about host memory: pageable memory, pinned memory, a thread's stack."""
 _GLOO = re.compile(r"^\[[^\]]*gloo/[^\]]*:\d+\] ")
-"""How Gloo begins the text of the RuntimeErrors that it raises: with the place in its own sources."""
+"""Prefix of the RuntimeErrors that Gloo raises: the position in its own sources."""
 _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
     OutOfResources: (
         {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM},
-        "free some there, lower checkpoint.keep, or place the run elsewhere with --runs",
+        "free some space, lower checkpoint.keep, or choose another folder with --runs",
     ),
     BadInput: (
         {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENAMETOOLONG},
-        "the place must be readable and writable by this user",
+        "this user must be able to read and write the path",
     ),
     Damaged: ({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN}, "the device that holds it failed"),
     CommunicationFailure: (
@@ -50,28 +53,29 @@ _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
 }
 
 
-GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN}
-"""How the system reports a file of a folder that was deleted, or whose disk or server went away."""
+MISSING_PATH_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN}
+"""Error numbers for a file whose folder was deleted, or whose disk or server disappeared."""
 
 
-def gone(path: object) -> OutOfResources:
-    """The error for a file or folder of a run that is no longer where the run made it."""
-    return OutOfResources(f"{path} is gone: it was deleted or moved in mid-run, or its disk was unmounted")
+def missing_path_error(path: object) -> OutOfResources:
+    """The error for a file or folder of a run that no longer exists at its path."""
+    return OutOfResources(f"{path} no longer exists: it was deleted or moved during the run, or its disk was unmounted")
 
 
-def failure_of(error: BaseException, doing: str = "") -> MeshwrightError:
+def as_meshwright_error(error: BaseException, doing: str = "") -> MeshwrightError:
     """The error to report for `error`: its class gives the exit code, its text is the message.
 
-    `doing` says what was attempted, such as "saving step 100"; it begins the message. What the table does not know is an internal error.
+    `doing` is the operation, such as "saving step 100"; it begins the message. An exception that the table does not
+    know is an internal error.
     """
     prefix = f"{doing}: " if doing else ""
     if isinstance(error, MeshwrightError):
         if not doing or isinstance(error, BadConfig):
             return error
-        return CLASS_OF_CODE[error.exit_code](f"{prefix}{error}")
+        return ERROR_CLASS_BY_EXIT_CODE[error.exit_code](f"{prefix}{error}")
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(f"{prefix}interrupted")
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names = {cls.__name__ for cls in type(error).__mro__}
     first = next(iter(str(error).splitlines()), "")
     if names & _OUT_OF_MEMORY or (isinstance(error, RuntimeError) and _HOST_MEMORY.search(str(error))):
         return OutOfResources(f"{prefix}out of memory: {first or 'host'}; {MEMORY_HINT}")
@@ -83,15 +87,15 @@ def failure_of(error: BaseException, doing: str = "") -> MeshwrightError:
 
 
 def _of_system(error: OSError, prefix: str) -> MeshwrightError:
-    """The error for what the operating system refused; an unknown number is an internal error."""
-    what = f"{prefix}{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}"
+    """The error for an OSError of the operating system; an unknown number is an internal error."""
+    message = f"{prefix}{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return OutOfResources(f"{what}; raise the limit of open files (ulimit -n) for this process")
+        return OutOfResources(f"{message}; raise the limit of open files (ulimit -n) for this process")
     if error.errno == errno.ENOTDIR:
-        return BadInput(f"{what}; a file stands where this path needs a folder, so choose another path")
-    for kind, (numbers, remedy) in _BY_NUMBER.items():
+        return BadInput(f"{message}; the path contains a file where a folder is needed; choose another path")
+    for error_class, (numbers, remedy) in _BY_NUMBER.items():
         if error.errno in numbers:
-            return kind(f"{what}; {remedy}")
+            return error_class(f"{message}; {remedy}")
     if isinstance(error, FileNotFoundError):
-        return BadInput(f"{what}; check the path, and that no one moved or deleted it")
+        return BadInput(f"{message}; check the path; the file may have been moved or deleted")
     return MeshwrightError(f"{prefix}internal error: {type(error).__name__}: {error}")

@@ -1,7 +1,8 @@
-"""Frozen dataclasses to and from plain data: the one conversion that files, ranks and checkpoints share.
+"""Conversion of frozen dataclasses to and from plain data, shared by files, ranks and checkpoints.
 
-A spec class is a frozen dataclass whose fields are int, float, str, bool, None, Literal, tuples, dicts, unions with None,
-and other spec classes. The string under a field is its documentation; `Annotated[int, Bound(...)]` narrows a number.
+A spec class is a frozen dataclass whose fields are int, float, str, bool, None, Literal, tuples, dicts, unions with
+None, and other spec classes. The string below a field is its documentation; `Annotated[int, Bound(...)]` limits a
+number.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bound:
-    """Limits of a number: at least, more than, at most (each optional)."""
+    """Limits of a number, each optional."""
 
     at_least: float | None = None
     more_than: float | None = None
@@ -31,7 +32,7 @@ class Bound:
 
 
 LARGEST_COUNT = 10**9
-"""No count in a run file is larger: products of a few of them stay within a double and 64 bits."""
+"""Largest count in a run file: products of a few counts stay within a double and 64 bits."""
 Positive = Annotated[int, Bound(at_least=1, at_most=LARGEST_COUNT)]
 NotNegative = Annotated[int, Bound(at_least=0, at_most=LARGEST_COUNT)]
 
@@ -103,7 +104,7 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The documentation string that stands under each field in the class's source."""
+    """The documentation string below each field in the class's source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs: dict[str, str] = {}
@@ -114,7 +115,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def describe_type(annotation: Any) -> str:
-    """A field's type in words, for help, error messages and the generated reference; LARGEST_COUNT goes without saying."""
+    """A field's type in words, for help, error messages and the reference; LARGEST_COUNT is not mentioned."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return describe_type(arguments[0]) + _describe_bound(arguments[1])
@@ -135,5 +136,5 @@ def _describe_bound(bound: Any) -> str:
     if not isinstance(bound, Bound):
         return ""
     parts = [("≥", bound.at_least), (">", bound.more_than), ("≤", bound.at_most), ("<", bound.less_than)]
-    said = [f"{sign} {limit:g}" for sign, limit in parts if limit not in (None, LARGEST_COUNT)]
-    return f" ({', '.join(said)})" if said else ""
+    limits = [f"{sign} {limit:g}" for sign, limit in parts if limit not in (None, LARGEST_COUNT)]
+    return f" ({', '.join(limits)})" if limits else ""

@@ -1,4 +1,4 @@
-"""Folders outside a run that outlive it."""
+"""Folders of the user that outlive a run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 def user_cache(env: Mapping[str, str] = os.environ) -> Path:
-    """Where what can be made again is kept for this user: `$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright`."""
+    """Folder for data that can be made again: `$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright`."""
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def compiler_cache(env: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder, made if need be, in which torch's compiler keeps what it made, so that the next start compiles nothing.
+    """The folder in which torch's compiler caches its results, created if needed; None if it cannot be written.
 
-    torch's own default is in /tmp, which ends with the host or the container and whose names any user can take first. None where the user's
-    cache cannot be written to.
+    A later start then compiles nothing. Torch's default is in /tmp, which ends with the host or the container and in
+    which any user can create files first.
     """
     folder = user_cache(env) / "compiled"
     try:

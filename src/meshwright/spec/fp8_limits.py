@@ -1,4 +1,4 @@
-"""What products in fp8 ask of a model and its mesh (docs/design/fp8.md)."""
+"""Requirements of fp8 matrix products on a model and its mesh (docs/design/fp8.md)."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections.abc import Iterable, Mapping
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Linear, Plan
 
-MULTIPLE = 16
-"""What every side of a product in fp8 must be a multiple of."""
-WIDTHS = ("hidden", "ffn_hidden", "heads", "kv_heads", "head_dim")
-"""Keys of a model that say how wide its products are."""
+FP8_MULTIPLE = 16
+"""Every dimension of an fp8 product is a multiple of this."""
+FP8_WIDTH_KEYS = ("hidden", "ffn_hidden", "heads", "kv_heads", "head_dim")
+"""Keys of a model that give the dimensions of its products."""
 
 
-def unlike_fp8(plan: Plan, *, experts: bool) -> str | None:
-    """What of the plan products in fp8 do not train beside, of a model with or without `experts`; None where they do, or none is."""
+def fp8_conflict(plan: Plan, *, experts: bool) -> str | None:
+    """The features of the plan and model that fp8 products cannot be combined with, in words; None without a conflict."""
     formats = (layer.linear or plan.precision.linear for layer in plan.layers)
-    return fp8_alone(formats, plan.axis_size("tensor"), experts=experts)
+    return fp8_format_conflict(formats, plan.axis_size("tensor"), experts=experts)
 
 
-def fp8_alone(formats: Iterable[Linear], tensor: int, *, experts: bool) -> str | None:
-    """`unlike_fp8` of layers in `formats` on so many `tensor` ranks."""
-    beside = ["tensor ranks"] * (tensor > 1) + ["a mixture of experts"] * experts
-    return " and ".join(beside) if beside and any(kind != "compute" for kind in formats) else None
+def fp8_format_conflict(formats: Iterable[Linear], tensor: int, *, experts: bool) -> str | None:
+    """`fp8_conflict` from the layers' formats and the number of tensor ranks."""
+    features = ["tensor ranks"] * (tensor > 1) + ["a mixture of experts"] * experts
+    return " and ".join(features) if features and any(name != "compute" for name in formats) else None
 
 
-def fits_fp8(model: ModelSpec, seq_len: int, context: int = 1) -> bool:
-    """Whether a model's products can be in fp8, at `seq_len` tokens on `context` ranks."""
-    return not any(size % MULTIPLE for size in sides(vars(model), seq_len, context).values())
+def supports_fp8(model: ModelSpec, seq_len: int, context: int = 1) -> bool:
+    """Whether the dimensions of all products allow fp8, at `seq_len` tokens on `context` ranks."""
+    return not any(size % FP8_MULTIPLE for size in product_sides(vars(model), seq_len, context).values())
 
 
-def sides(model: Mapping[str, int | None], seq_len: int | None, context: int) -> dict[str, int]:
-    """Sides of the linear layers' products on one of `context` ranks, by name, as far as `WIDTHS` of the model are known."""
-    hidden, ffn_hidden, heads, kv_heads, head_dim = (model[key] for key in WIDTHS)
+def product_sides(model: Mapping[str, int | None], seq_len: int | None, context: int) -> dict[str, int]:
+    """Dimensions of the linear layers' products on one of `context` ranks, by name; unknown ones are left out."""
+    hidden, ffn_hidden, heads, kv_heads, head_dim = (model[key] for key in FP8_WIDTH_KEYS)
     tokens = "train.seq_len" if context == 1 else f"train.seq_len ÷ {context} context ranks"
-    found = {tokens: seq_len and seq_len // context, "model.hidden": hidden, "model.ffn_hidden": ffn_hidden}
+    dimensions = {tokens: seq_len and seq_len // context, "model.hidden": hidden, "model.ffn_hidden": ffn_hidden}
     if heads and kv_heads and head_dim:
-        found["heads × head_dim"] = heads * head_dim
-        found["(heads + 2 × kv_heads) × head_dim"] = (heads + 2 * kv_heads) * head_dim
-    return {name: size for name, size in found.items() if size}
+        dimensions["heads × head_dim"] = heads * head_dim
+        dimensions["(heads + 2 × kv_heads) × head_dim"] = (heads + 2 * kv_heads) * head_dim
+    return {name: size for name, size in dimensions.items() if size}

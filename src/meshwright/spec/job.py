@@ -1,4 +1,4 @@
-"""What a run is asked to do: data, training, checkpoints, observation."""
+"""Settings of a run: data, training, checkpoints, observation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """What the model reads."""
+    """The data that the model reads."""
 
     mix: dict[str, Annotated[float, Bound(more_than=0, at_most=1e15)]] = field(default_factory=lambda: {"stdlib": 1.0})
     """Prepared data directories and their weights in sequences drawn; one directory may stand alone. `stdlib` is Python's own
@@ -24,14 +24,14 @@ class DataSpec:
     damaged: Literal["refuse", "skip"] = "refuse"
     """What to do with a shard that does not match its manifest when a run starts: stop, or leave it out and say so."""
     tokenizer_mismatch: Literal["refuse", "accept"] = "refuse"
-    """What to do when the weights of `model.init` come with another tokenizer than the corpus has: stop, or say so and go on."""
+    """When the weights of `model.init` come with another tokenizer than the corpus: refuse stops, accept warns and continues."""
     changed: Literal["refuse", "accept"] = "refuse"
-    """What to do when a run resumes and its corpus is not what its checkpoint was trained on: stop, or say so and go on."""
+    """When a run resumes and its corpus differs from its checkpoint's: refuse stops, accept warns and continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """How the model learns."""
+    """Batch, optimizer and training schedule."""
 
     steps: Positive
     """Optimizer steps in the whole run."""
@@ -52,17 +52,17 @@ class TrainSpec:
     weight_decay: Annotated[float, Bound(at_least=0)] = 0.1
     """AdamW's decay of matrices; norms and biases are not decayed."""
     beta1: Annotated[float, Bound(at_least=0, less_than=1)] = 0.9
-    """AdamW's memory of the gradient."""
+    """AdamW's decay rate of the mean gradient."""
     beta2: Annotated[float, Bound(at_least=0, less_than=1)] = 0.95
-    """AdamW's memory of the squared gradient."""
+    """AdamW's decay rate of the mean squared gradient."""
     epsilon: Annotated[float, Bound(more_than=0)] = 1e-8
-    """AdamW's denominator floor."""
+    """Added to AdamW's denominator."""
     clip_norm: Annotated[float, Bound(more_than=0)] | None = 1.0
-    """Gradients are scaled down to this global norm; none leaves them."""
+    """Gradients are scaled down to this global norm; none disables clipping."""
     balance_loss: Annotated[float, Bound(at_least=0)] = 0.001
-    """Weight of the loss that evens out the experts' loads, for each layer with experts; 0 leaves it out. A dense model has none."""
+    """Weight of the load-balancing loss, for each layer with experts; 0 disables it. A dense model has none."""
     loss_chunk: Positive = 4096
-    """Tokens whose logits exist at one time."""
+    """Tokens whose logits are computed at a time."""
     validate_every: NotNegative = 0
     """Steps between validations; 0 validates only at the end."""
     validate_batches: Positive = 8
@@ -70,25 +70,31 @@ class TrainSpec:
     gc_every: NotNegative = 100
     """Steps between Python garbage collections, on all ranks at once; 0 leaves Python's own timing."""
     keep_cores: bool = False
-    """Keep each rank to processor cores of its own, those near its GPU where the host's memory has several nodes."""
+    """Pin each rank to processor cores of its own, near its GPU on a host with several NUMA nodes."""
     timeout_seconds: Positive = 300
     """A collective that takes longer ends the run with exit code 5."""
 
 
 AUTO_FIRST_SECONDS, AUTO_SECONDS = 600, 1800
-"""`checkpoint.every: auto`: seconds from the first step of a start to the first checkpoint, and from each checkpoint to the next."""
+"""`checkpoint.every: auto`: seconds from a start's first step to the first checkpoint, and between checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """What must survive."""
+    """When checkpoints are written and how many are kept."""
 
     every: NotNegative | Literal["auto"] = "auto"
-    """Steps between checkpoints; 0 writes only the last one; auto goes by time: 10 minutes after a start, then every 30 minutes."""
+    """Steps between checkpoints; 0 writes only the last one.
+    auto goes by time: 10 minutes after a start, then every 30 minutes."""
     keep: Positive = 3
     """Newest committed checkpoints kept."""
     at_end: bool = True
-    """Write one after the last step."""
+    """Write a checkpoint after the last step."""
+    mode: Literal["auto", "async", "sync"] = "auto"
+    """async overlaps the write with training; sync pauses training.
+    auto is async if a rank has at least 32 MB of state and host memory has space for a copy."""
+    grace_seconds: Annotated[float, Bound(at_least=0)] = 25.0
+    """Seconds that a run waits for its last checkpoint after a stop request; Slurm kills 30 s after its request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +115,10 @@ class WandbSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveSpec:
-    """What is measured, and where figures go besides metrics.jsonl and report.html."""
+    """What is measured and where it is logged, besides metrics.jsonl and report.html."""
 
     phases: bool = True
-    """Time each phase of every step; without, a step line says how long the step took and not on what."""
+    """Time each phase of every step; without it a step line has only the duration of the whole step."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder (package `tensorboard`)."""
     wandb: WandbSpec | None = None

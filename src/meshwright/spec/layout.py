@@ -1,4 +1,4 @@
-"""Who holds what, where: rank ↔ mesh coordinates ↔ node, and parameter → shard, without torch."""
+"""Rank ↔ mesh coordinates ↔ node, layers → pipeline stages, and parameter → shard. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, SHARD_AXES, Plan, Sche
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks laid over mesh axes, outermost first, nodes filled in rank order."""
+    """Ranks arranged over mesh axes, outermost axis first; nodes are filled in rank order."""
 
     axes: tuple[tuple[str, int], ...]
     ranks_per_node: int
     expert: int = 1
-    """Ranks that a layer's experts are spread over, neighbours of the shard and context axes together."""
+    """Ranks that the experts of a layer are spread over: consecutive ranks of the shard and context axes together."""
 
     @classmethod
     def of(cls, plan: Plan, ranks_per_node: int) -> Layout:
@@ -36,13 +36,13 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of `rank` along every axis."""
-        place: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name, size in reversed(self.axes):
-            rank, place[name] = divmod(rank, size)
-        return place
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """The rank at `coordinates`; an axis left out counts as 0."""
+        """The rank at `coordinates`; an axis that is left out has index 0."""
         number = 0
         for name, size in self.axes:
             number = number * size + coordinates.get(name, 0)
@@ -56,7 +56,7 @@ class Layout:
         return dict(self.axes).get(axis, 1)
 
     def stride(self, *axes: str) -> float:
-        """Ranks from one member to the next of a group along `axes`, on average where other axes lie between them; 1 for a group of one."""
+        """Distance between consecutive ranks of a group along `axes`, averaged over the group; 1 for a single rank."""
         size, span, inner = 1, 1, 1
         for name, length in reversed(self.axes):
             if name in axes and length > 1:
@@ -66,53 +66,54 @@ class Layout:
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """All ranks that differ from `rank` only along `axis`, itself included, in axis order."""
-        place = self.coordinates(rank)
-        return tuple(self.rank({**place, axis: index}) for index in range(self.size(axis)))
+        coordinates = self.coordinates(rank)
+        return tuple(self.rank({**coordinates, axis: index}) for index in range(self.size(axis)))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ along `axes` only, in rank order; by their lowest rank, together every rank once."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        """Groups of ranks that differ only along `axes`: each in rank order, ordered by their lowest rank; every rank once."""
+        members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
-            others = tuple(place for axis, place in self.coordinates(rank).items() if axis not in axes)
-            found.setdefault(others, []).append(rank)
-        return tuple(map(tuple, found.values()))
+            others = tuple(index for axis, index in self.coordinates(rank).items() if axis not in axes)
+            members.setdefault(others, []).append(rank)
+        return tuple(map(tuple, members.values()))
 
     def expert_groups(self) -> tuple[tuple[int, ...], ...]:
-        """All ranks, by those that hold a layer's experts together, each in the order of their parts: neighbours of the shard and context
-        axes taken as one, as tokens pass between them in every layer, with their tensor ranks."""
-        return self._folded(1, (*SHARD_AXES, "tensor"))
+        """Groups of ranks that together hold a layer's experts, in the order of their expert index.
+        They are consecutive ranks of the shard and context axes, with their tensor ranks; tokens pass between them in
+        every layer."""
+        return self._groups_by_expert(1, (*SHARD_AXES, "tensor"))
 
     def expert_shard_groups(self) -> tuple[tuple[int, ...], ...]:
-        """All ranks, by those of one copy of the model that hold the same experts and split their weights."""
-        return self._folded(0, SHARD_AXES)
+        """Groups of ranks of one model copy that hold the same experts and shard their weights."""
+        return self._groups_by_expert(0, SHARD_AXES)
 
-    def _folded(self, alike: int, inside: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """All ranks, by their coordinate `alike` of the fold and those along axes that are not `inside` it."""
+    def _groups_by_expert(self, index: int, inside: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks with equal (expert index, expert shard)[`index`] and equal coordinates outside of the axes `inside`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
-            place, index = self.coordinates(rank), 0
+            coordinates, position = self.coordinates(rank), 0
             for axis, size in self.axes:
                 if axis in SHARD_AXES:
-                    index = index * size + place[axis]
-            shard, expert = divmod(index, self.expert)
-            outside = (at for axis, at in place.items() if axis not in inside)
-            groups.setdefault(((expert, shard)[alike], *outside), []).append(rank)
+                    position = position * size + coordinates[axis]
+            shard, expert = divmod(position, self.expert)
+            outside = (coordinate for axis, coordinate in coordinates.items() if axis not in inside)
+            groups.setdefault(((expert, shard)[index], *outside), []).append(rank)
         return tuple(map(tuple, groups.values()))
 
     def crosses_nodes(self, ranks: Iterable[int]) -> bool:
-        """Whether `ranks` live on more than one node."""
+        """Whether `ranks` are on more than one node."""
         return len({self.node(rank) for rank in ranks}) > 1
 
-    def leaves_nodes(self, axis: str) -> bool:
-        """Whether any group along `axis` lives on more than one node: where spans of whole groups do not fill a node evenly, one lies
-        across its border."""
+    def axis_crosses_nodes(self, axis: str) -> bool:
+        """Whether any group along `axis` spans more than one node.
+        That is so if the span of a whole group does not divide a node evenly."""
         span = int(self.stride(axis)) * self.size(axis)
         return self.size(axis) > 1 and self.ranks > self.ranks_per_node and self.ranks_per_node % span > 0
 
     def data_index(self, rank: int) -> int:
-        """Which part of the global batch `rank` reads, of `data_ranks` parts."""
-        place = self.coordinates(rank)
-        return place.get("replicate", 0) * self.size("shard") + place.get("shard", 0)
+        """Index of the part of the global batch that `rank` reads, of `data_ranks` parts."""
+        coordinates = self.coordinates(rank)
+        return coordinates.get("replicate", 0) * self.size("shard") + coordinates.get("shard", 0)
 
     @property
     def data_ranks(self) -> int:
@@ -123,44 +124,47 @@ class Layout:
 
 
 V_SCHEDULES = ("zbv", "dualpipe_v")
-"""Schedules that lay their stages in a V: down the ranks and up again."""
+"""Schedules that place their stages in a V: down the pipeline ranks and back up."""
 STAGES_PER_RANK = {"interleaved": 2, "zbv": 2, "dualpipe_v": 2}
-"""Virtual stages a rank holds when the plan does not list them; 1 for the others."""
+"""Virtual stages per rank when the plan does not list them; 1 for the other schedules."""
 
 
-@lru_cache(maxsize=1024)  # the search asks several times for each plan
+@lru_cache(maxsize=1024)  # the search calls it several times for each plan
 def stage_table(schedule: SchedulePlan, pipeline: int, layers: int) -> tuple[tuple[range, ...], ...]:
     """By pipeline rank, the layers of its virtual stages in the order a micro-batch visits them.
 
-    Raises ValueError when the plan's stages are not in that order, leave a layer out, or are not laid out as the schedule runs them.
+    Raises ValueError when the plan's stages are not in that order, leave a layer out, or do not follow the schedule's
+    placement.
     """
     if not schedule.stages:
-        return balanced_stages(schedule.name, pipeline, layers, head=0.5)  # what does not divide goes to the first ones
-    table = tuple(tuple(layer_range(text, layers) for text in row) for row in schedule.stages)
+        return balanced_stages(schedule.name, pipeline, layers, head=0.5)  # a remainder goes to the first stages
+    table = tuple(tuple(layer_range(text, layers) for text in stages) for stages in schedule.stages)
     if len(table) != pipeline:
         raise ValueError(f"{len(table)} rows of stages for {pipeline} pipeline ranks")
-    if len({len(row) for row in table}) != 1:
+    if len({len(stages) for stages in table}) != 1:
         raise ValueError("ranks hold different numbers of stages")
-    wanted = 0
-    for stage, (rank, place) in enumerate(_visits(schedule.name, pipeline, len(table[0]))):
-        held = table[rank][place]
-        if held.start != wanted:
-            raise ValueError(f"stage {stage} (rank {rank}) begins with layer {held.start} where layer {wanted} is next")
-        wanted = held.stop
-    if wanted != layers:
-        raise ValueError(f"the last stage ends with layer {wanted - 1} of {layers}")
+    next_layer = 0
+    for stage, (rank, index) in enumerate(_visit_order(schedule.name, pipeline, len(table[0]))):
+        stage_layers = table[rank][index]
+        if stage_layers.start != next_layer:
+            raise ValueError(
+                f"stage {stage} (rank {rank}) begins with layer {stage_layers.start} where layer {next_layer} is expected"
+            )
+        next_layer = stage_layers.stop
+    if next_layer != layers:
+        raise ValueError(f"the last stage ends with layer {next_layer - 1} of {layers}")
     return table
 
 
-def placed(plan: Plan, ranks_per_node: int) -> Plan:
-    """The plan with what its axes cross on nodes of so many ranks, whatever it says of that."""
+def with_node_crossings(plan: Plan, ranks_per_node: int) -> Plan:
+    """The plan with `crosses` of each axis computed for nodes of `ranks_per_node` ranks."""
     layout = Layout.of(plan, ranks_per_node)
-    mesh = (replace(one, crosses="node" if layout.leaves_nodes(one.axis) else "device") for one in plan.mesh)
+    mesh = (replace(axis, crosses="node" if layout.axis_crosses_nodes(axis.axis) else "device") for axis in plan.mesh)
     return replace(plan, mesh=tuple(mesh))
 
 
-def gradients_stay(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether gradients are final as a backward makes them: it is the step's only one, and no other rank's are added."""
+def gradients_final_in_backward(spec: ModelSpec, plan: Plan) -> bool:
+    """Whether a backward leaves final gradients: one micro-batch, and no sum over other ranks."""
     depth = plan.axis_size("pipeline")
     return plan.batch.accumulate == 1 and plan.ranks == depth and (depth == 1 or not spec.tied)
 
@@ -169,83 +173,87 @@ def gradients_stay(spec: ModelSpec, plan: Plan) -> bool:
 def balanced_stages(
     name: str, pipeline: int, layers: int, head: float, per_rank: int | None = None, speeds: tuple[float, ...] = ()
 ) -> tuple[tuple[range, ...], ...]:
-    """Layers cut so that the slowest pipeline rank has the least to do, and then the slowest stage.
+    """Layers divided into stages so that the slowest pipeline rank, and then the slowest stage, takes the least time.
 
-    The last stage has the head too, which takes as long as `head` layers. `speeds` are layers a second by pipeline rank, relative; alike
-    when left out. `per_rank` stages on each rank, as many as the schedule needs when left out. What does not divide goes to the first
-    stages.
-    Raises ValueError when there are more stages than layers.
+    The last stage also has the head, which takes as long as `head` layers. `speeds` are layers per second by pipeline
+    rank, relative; equal when left out. Each rank has `per_rank` stages; left out, as many as the schedule needs. A
+    remainder goes to the first stages. Raises ValueError when there are more stages than layers.
     """
     per_rank = STAGES_PER_RANK.get(name, 1) if per_rank is None else max(1, per_rank)
     if layers < pipeline * per_rank:
         raise ValueError(f"{layers} layers cannot fill {pipeline * per_rank} stages")
-    owners, speeds = [rank for rank, _ in _visits(name, pipeline, per_rank)], speeds or (1.0,) * pipeline
+    owners, speeds = [rank for rank, _ in _visit_order(name, pipeline, per_rank)], speeds or (1.0,) * pipeline
     ends = [head * (rank == owners[-1]) for rank in range(pipeline)]
-    held = _dealt(layers, [per_rank] * pipeline, ends, speeds, owners[-1], [layers] * pipeline, range(pipeline))
-    slowest = max((count + end) / speed for count, end, speed in zip(held, ends, speeds, strict=True))
-    # A rank may take more than it was dealt, as long as none becomes slower than the slowest: that leaves room to even out stages.
-    most = [max(count, int(slowest * speed - end + 1e-9)) for count, end, speed in zip(held, ends, speeds, strict=True)]
+    counts = _assign_layers_greedily(
+        layers, [per_rank] * pipeline, ends, speeds, owners[-1], [layers] * pipeline, range(pipeline)
+    )
+    slowest = max((count + end) / speed for count, end, speed in zip(counts, ends, speeds, strict=True))
+    # A rank may get more layers, as long as it does not become slower than the slowest: that helps to even out stages.
+    most = [
+        max(count, int(slowest * speed - end + 1e-9)) for count, end, speed in zip(counts, ends, speeds, strict=True)
+    ]
     stages, last = len(owners), len(owners) - 1
     heads = [0.0] * last + [head]
-    sizes = _dealt(layers, [1] * stages, heads, [speeds[rank] for rank in owners], last, most, owners)
-    rows: list[list[range]] = [[] for _ in range(pipeline)]
+    sizes = _assign_layers_greedily(layers, [1] * stages, heads, [speeds[rank] for rank in owners], last, most, owners)
+    table: list[list[range]] = [[] for _ in range(pipeline)]
     for rank, (first, stop) in zip(owners, pairwise(accumulate(sizes, initial=0)), strict=True):
-        rows[rank].append(range(first, stop))
-    return tuple(map(tuple, rows))
+        table[rank].append(range(first, stop))
+    return tuple(map(tuple, table))
 
 
-def _dealt(
+def _assign_layers_greedily(
     layers: int, least: Sequence[int], extra: Sequence[float], speeds: Sequence[float], last: int,
     most: Sequence[int], owners: Sequence[int],
 ) -> list[int]:  # fmt: skip
-    """Layers of each place, dealt one by one to the place that ends first with it, `last` before others.
+    """Number of layers of each slot. Each layer goes to the slot that then ends first; on a tie to `last`, else the first.
 
-    `owners` says whose each place is, and `most` how many layers an owner may hold.
-    Layers are alike and limits nest, so dealing greedily makes the latest end as early as can be (a bottleneck over a laminar matroid).
+    `least` layers are assigned in advance. `extra` is time beside the layers. `owners` is the owner of each slot, and
+    `most` is how many layers an owner may have. Greedy assignment minimises the latest end: layers are alike and the
+    limits are nested (a bottleneck problem over a laminar matroid).
     """
-    counts, room = list(least), list(most)
+    counts, free = list(least), list(most)
     for owner, count in zip(owners, least, strict=True):
-        room[owner] -= count
+        free[owner] -= count
     for _ in range(layers - sum(counts)):
-        places = (place for place in range(len(counts)) if room[owners[place]] > 0)
-        chosen = min(places, key=lambda at: ((counts[at] + 1 + extra[at]) / speeds[at], at != last, at))
+        slots = (slot for slot in range(len(counts)) if free[owners[slot]] > 0)
+        chosen = min(slots, key=lambda slot: ((counts[slot] + 1 + extra[slot]) / speeds[slot], slot != last, slot))
         counts[chosen] += 1
-        room[owners[chosen]] -= 1
+        free[owners[chosen]] -= 1
     return counts
 
 
-def _visits(name: str, pipeline: int, per_rank: int) -> list[tuple[int, int]]:
-    """(rank, place among the rank's stages) of every stage in order."""
+def _visit_order(name: str, pipeline: int, per_rank: int) -> list[tuple[int, int]]:
+    """(pipeline rank, index among the rank's stages) of every stage in order."""
     turns = [range(pipeline)[:: -1 if name in V_SCHEDULES and turn % 2 else 1] for turn in range(per_rank)]
     return [(rank, turn) for turn, ranks in enumerate(turns) for rank in ranks]
 
 
-def held_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipeline_rank: int) -> tuple[str, ...]:
-    """Names of the parameters one pipeline rank holds: its layers', and those of the ends of the model beside its first and last layer.
+def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipeline_rank: int) -> tuple[str, ...]:
+    """Names of the parameters of one pipeline rank: those of its layers, and of the embedding and head at the ends.
 
-    A tied embedding is held at both ends.
+    Both ends hold a tied embedding.
     """
     mine = {layer for stage in table[pipeline_rank] for layer in stage}
     first, last = 0 in mine, spec.layers - 1 in mine
     names = []
-    for row in parameters(spec):
-        part, _, rest = row.name.partition(".")
-        if part == "layers":
-            held = int(rest.partition(".")[0]) in mine
-        elif part in ("embed", "positions"):
-            held = first or (last and spec.tied and part == "embed")
+    for parameter in parameters(spec):
+        module, _, suffix = parameter.name.partition(".")
+        if module == "layers":
+            is_held = int(suffix.partition(".")[0]) in mine
+        elif module in ("embed", "positions"):
+            is_held = first or (last and spec.tied and module == "embed")
         else:
-            held = last
-        names += [row.name] * held
+            is_held = last
+        names += [parameter.name] * is_held
     return tuple(names)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of `of` parts, by number: a rank's place along an axis that splits parameters."""
+    """Part `index` of `count` equal parts: the coordinate and size of an axis that splits parameters or tokens."""
 
     index: int = 0
-    of: int = 1
+    count: int = 1
 
 
 WHOLE = Part()
@@ -253,7 +261,7 @@ WHOLE = Part()
 
 @dataclass(frozen=True)
 class Division:
-    """A rank's parts of what axes divide: `tensor` of every matrix, `expert` of a layer's experts. Shards divide what is left."""
+    """A rank's part of the parameters: `tensor` of every matrix, `expert` of a layer's experts. Shards divide these further."""
 
     tensor: Part = WHOLE
     expert: Part = WHOLE
@@ -261,8 +269,8 @@ class Division:
 
 UNDIVIDED = Division()
 
-Cut = Literal["rows", "columns", "whole"]
-TENSOR_CUTS: dict[str, Cut] = {
+TensorSplit = Literal["rows", "columns", "whole"]
+TENSOR_SPLITS: dict[str, TensorSplit] = {
     "embed": "rows",
     "attention.qkv": "rows",
     "attention.out": "columns",
@@ -274,14 +282,17 @@ TENSOR_CUTS: dict[str, Cut] = {
     "moe.shared.down": "columns",
     "head": "rows",
 }
-"""How tensor ranks divide the weights of a module (Shoeybi et al. 2019): output features or the vocabulary by rows, each fused weight's
-blocks for themselves, and input features by columns. What is not listed every rank holds whole: norms, learned positions, routers, and the
-biases behind a product whose sum is taken over ranks. Routed experts are whole and on different ranks (`Layout.expert_groups`)."""
+"""How tensor ranks divide the weights of a module (Shoeybi et al. 2019).
+Output features and the vocabulary are divided by rows, each block of a fused weight separately; input features by
+columns. Every rank holds modules that are not listed whole: norms, learned positions, routers, and the biases after a
+product whose results are summed over ranks. Routed experts are whole, and different on each tensor rank
+(`Layout.expert_groups`)."""
 
 
 def token_exchanges(spec: ModelSpec, layer: int) -> int:
-    """Gathers of tokens, each with a scattered sum behind, in one forward of block `layer` over tensor ranks: attention's and the
-    feed-forward network's, one for both where they stand beside each other; routed experts' rows travel by themselves."""
+    """Pairs of all-gather and reduce-scatter of tokens over tensor ranks in one forward of block `layer`.
+    Attention and the feed-forward network need one pair each, or share one in a parallel block. Routed experts exchange
+    their tokens separately."""
     if spec.routed(layer):
         return 1 + bool(spec.shared_expert_hidden)
     return 1 if spec.parallel_block else 2
@@ -289,69 +300,71 @@ def token_exchanges(spec: ModelSpec, layer: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a parameter: where it begins in the whole and how large it is, in elements by dimension.
+    """A rectangular part of a parameter: its offset in the whole parameter and its size, in elements by dimension.
 
-    A rank's boxes of one parameter lie one after another in the rows of its own tensor, from `first_row` on. `holders` neighbours along
-    the tensor axis hold the same box; `counts` says that the rank is the first of them, whose copy stands for all in sums over elements.
+    A rank's boxes of one parameter are consecutive rows of its local tensor; this one begins at `first_row`. `copies`
+    neighbours along the tensor axis hold the same box; `primary` marks the first of them, the only one counted in sums
+    over elements.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     first_row: int = 0
-    holders: int = 1
-    counts: bool = True
+    copies: int = 1
+    primary: bool = True
 
 
-def held_boxes(
-    spec: ModelSpec, row: ParameterSpec, division: Division = UNDIVIDED, shard: Part = WHOLE
+def local_boxes(
+    spec: ModelSpec, parameter: ParameterSpec, division: Division = UNDIVIDED, shard: Part = WHOLE
 ) -> tuple[Box, ...]:
-    """What a rank holds of one parameter: its part by `division`, the rows of which its shard group divides further.
+    """The boxes of one parameter that a rank holds: its part by `division`, which its shard group divides further.
 
-    Boxes without elements are left out. `check_tensor` says which models `division.tensor.of` ranks can divide.
+    Empty boxes are left out. `check_tensor` says which models `division.tensor.count` ranks can divide.
     """
-    boxes = _divided_boxes(spec, row, division)
-    if row.expert and expert_cut(boxes[0].sizes, shard.of):
-        return (_columns_of(boxes[0], even_rows(boxes[0].sizes[1], shard.of, shard.index)),)
-    mine = shard_rows(sum(box.sizes[0] for box in boxes), shard.of, shard.index)
+    boxes = _divided_boxes(spec, parameter, division)
+    if parameter.expert and expert_shard_dimension(boxes[0].sizes, shard.count):
+        return (_columns_of(boxes[0], even_rows(boxes[0].sizes[1], shard.count, shard.index)),)
+    mine = shard_rows(sum(box.sizes[0] for box in boxes), shard.count, shard.index)
     return tuple(_rows_of(box, mine) for box in boxes if box.first_row < mine.stop and _stop(box) > mine.start)
 
 
-def expert_cut(shape: Sequence[int], shards: int) -> int:
-    """The dimension along which shards divide the experts `(experts, rows, columns)` a rank was left: whole experts where that comes out
-    even, else the rows of each one's matrix, which must; whole experts again where they do not."""
+def expert_shard_dimension(shape: Sequence[int], shards: int) -> int:
+    """The dimension along which shards divide a rank's experts `(experts, rows, columns)`.
+    0, whole experts, if the number of experts divides evenly or the rows do not; else 1, the rows of each expert's
+    matrix."""
     return int(shape[0] % shards > 0 and shape[1] % shards == 0)
 
 
-def held_shape(spec: ModelSpec, row: ParameterSpec, division: Division) -> tuple[int, ...]:
+def local_shape(spec: ModelSpec, parameter: ParameterSpec, division: Division) -> tuple[int, ...]:
     """The shape of a rank's part of a parameter, before shards divide it."""
-    boxes = _divided_boxes(spec, row, division)
+    boxes = _divided_boxes(spec, parameter, division)
     return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
 
 
-def _divided_boxes(spec: ModelSpec, row: ParameterSpec, division: Division) -> list[Box]:
-    if not row.expert:
-        return _tensor_boxes(spec, row, division.tensor)
-    mine = even_rows(row.shape[0], division.expert.of, division.expert.index)
-    return [Box((mine.start, *(0 for _ in row.shape[1:])), (len(mine), *row.shape[1:]))]
+def _divided_boxes(spec: ModelSpec, parameter: ParameterSpec, division: Division) -> list[Box]:
+    if not parameter.expert:
+        return _tensor_boxes(spec, parameter, division.tensor)
+    mine = even_rows(parameter.shape[0], division.expert.count, division.expert.index)
+    return [Box((mine.start, *(0 for _ in parameter.shape[1:])), (len(mine), *parameter.shape[1:]))]
 
 
-def _tensor_boxes(spec: ModelSpec, row: ParameterSpec, tensor: Part) -> list[Box]:
-    module, _, kind = row.name.removeprefix("layers.").lstrip("0123456789.").rpartition(".")
-    cut = TENSOR_CUTS.get(module, "whole")
-    if tensor.of == 1 or cut == "whole" or (cut == "columns" and kind == "bias"):
-        return [Box((0,) * len(row.shape), row.shape, 0, tensor.of, tensor.index == 0)]
-    if cut == "columns":
-        mine = even_rows(row.shape[1], tensor.of, tensor.index)
-        return [Box((0, mine.start), (row.shape[0], len(mine)))]
+def _tensor_boxes(spec: ModelSpec, parameter: ParameterSpec, tensor: Part) -> list[Box]:
+    module, _, weight_or_bias = parameter.name.removeprefix("layers.").lstrip("0123456789.").rpartition(".")
+    split = TENSOR_SPLITS.get(module, "whole")
+    if tensor.count == 1 or split == "whole" or (split == "columns" and weight_or_bias == "bias"):
+        return [Box((0,) * len(parameter.shape), parameter.shape, 0, tensor.count, tensor.index == 0)]
+    if split == "columns":
+        mine = even_rows(parameter.shape[1], tensor.count, tensor.index)
+        return [Box((0, mine.start), (parameter.shape[0], len(mine)))]
     boxes: list[Box] = []
     start = 0
-    for name, size in row.blocks or (("all", row.shape[0]),):
-        # Fewer key/value heads than ranks: neighbours hold the same one.
-        parts = min(tensor.of, spec.kv_heads) if name in ("k", "v") else tensor.of
-        holders = tensor.of // parts
-        mine = even_rows(size, parts, tensor.index // holders)
-        offsets, sizes = (start + mine.start, *(0 for _ in row.shape[1:])), (len(mine), *row.shape[1:])
-        boxes.append(Box(offsets, sizes, _stop(boxes[-1]) if boxes else 0, holders, tensor.index % holders == 0))
+    for name, size in parameter.blocks or (("all", parameter.shape[0]),):
+        # With fewer key/value heads than ranks, neighbours hold the same head.
+        parts = min(tensor.count, spec.kv_heads) if name in ("k", "v") else tensor.count
+        copies = tensor.count // parts
+        mine = even_rows(size, parts, tensor.index // copies)
+        offsets, sizes = (start + mine.start, *(0 for _ in parameter.shape[1:])), (len(mine), *parameter.shape[1:])
+        boxes.append(Box(offsets, sizes, _stop(boxes[-1]) if boxes else 0, copies, tensor.index % copies == 0))
         start += size
     return boxes
 
@@ -360,35 +373,36 @@ def _stop(box: Box) -> int:
     return box.first_row + box.sizes[0]
 
 
-def _rows_of(box: Box, rows: range) -> Box:
-    """The part of a box in `rows` of the tensor it lies in, which become a tensor of their own."""
-    first, stop = max(box.first_row, rows.start), min(_stop(box), rows.stop)
+def _rows_of(box: Box, row_range: range) -> Box:
+    """The part of a box inside `row_range` of its local tensor, as a box of a tensor of those rows."""
+    first, stop = max(box.first_row, row_range.start), min(_stop(box), row_range.stop)
     at = (box.offsets[0] + first - box.first_row, *box.offsets[1:])
-    return replace(box, offsets=at, sizes=(stop - first, *box.sizes[1:]), first_row=first - rows.start)
+    return replace(box, offsets=at, sizes=(stop - first, *box.sizes[1:]), first_row=first - row_range.start)
 
 
 def _columns_of(box: Box, columns: range) -> Box:
-    """The part of a box in `columns` of its own, along dimension 1."""
+    """The part of a box in `columns` of its dimension 1."""
     at, size = list(box.offsets), list(box.sizes)
     at[1], size[1] = at[1] + columns.start, len(columns)
     return replace(box, offsets=tuple(at), sizes=tuple(size))
 
 
-def even_rows(rows: int, parts: int, index: int) -> range:
-    """The rows that part `index` of `parts` holds when none may hold two more than another."""
-    return range(rows * index // parts, rows * (index + 1) // parts)
+def even_rows(row_count: int, parts: int, index: int) -> range:
+    """The rows of part `index` of `parts` when the sizes of parts differ by at most 1."""
+    return range(row_count * index // parts, row_count * (index + 1) // parts)
 
 
 def check_tensor(spec: ModelSpec, ranks: int, seq_len: int | None = None) -> str | None:
-    """What tensor ranks the model, and sequences of `seq_len` tokens, can be divided over, when it is not `ranks`; None when it is."""
-    misfit = tensor_misfit(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, seq_len)
-    return misfit or expert_misfit(ranks, spec.experts, spec.shared_expert_hidden)
+    """The tensor ranks that can divide the model, in words, if `ranks` cannot; None if they can.
+    `seq_len` is checked if it is given."""
+    error = tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, seq_len)
+    return error or expert_split_error(ranks, spec.experts, spec.shared_expert_hidden)
 
 
-def tensor_misfit(
+def tensor_split_error(
     ranks: int, heads: int, kv_heads: int, ffn_hidden: int, vocab_size: int, seq_len: int | None
 ) -> str | None:
-    """`check_tensor` of a model of which no more is known; a vocabulary of 0 is not known either."""
+    """`check_tensor` from single dimensions of a model; a vocabulary of 0 is not checked."""
     if heads % ranks:
         return f"a divisor of model.heads = {heads}, as every rank has whole heads"
     if kv_heads % ranks and ranks % kv_heads:
@@ -402,8 +416,8 @@ def tensor_misfit(
     return None
 
 
-def expert_misfit(ranks: int, experts: int, shared_hidden: int) -> str | None:
-    """The same of a mixture of experts; 0 experts are a dense model, and 0 wide is no expert for all tokens."""
+def expert_split_error(ranks: int, experts: int, shared_hidden: int) -> str | None:
+    """`check_tensor` of a mixture of experts; 0 experts are a dense model, and width 0 is no shared expert."""
     if experts % ranks:
         return f"a divisor of model.experts = {experts}, as tensor ranks hold different experts"
     if shared_hidden % ranks:
@@ -411,35 +425,35 @@ def expert_misfit(ranks: int, experts: int, shared_hidden: int) -> str | None:
     return None
 
 
-def held_tokens(seq: int, ring: Part = WHOLE, ulysses: Part = WHOLE) -> tuple[range, ...]:
-    """Which tokens of a sequence a context rank holds, in order.
+def local_tokens(seq: int, ring: Part = WHOLE, ulysses: Part = WHOLE) -> tuple[range, ...]:
+    """The tokens of a sequence that a context rank holds, in order.
 
-    The sequence is cut for the ring first: into two chunks for each of its n ranks, of which rank r has numbers r and 2n-1-r, so that
-    under a causal mask all have as much to do. Ulysses ranks have parts in order of what their ring rank has, laid end to end; tensor ranks
-    divide a rank's own tokens in the same way. `check_context` says what lengths can be cut.
+    The ring ranks cut the sequence first: into two chunks for each of n ranks, of which rank r holds chunks r and
+    2n-1-r, so that all have the same work under a causal mask. Ulysses ranks divide the tokens of their ring rank in
+    order; tensor ranks divide a rank's own tokens in the same way. `check_context` says which lengths can be divided.
     """
-    if ring.of == 1:
+    if ring.count == 1:
         chunks: tuple[range, ...] = (range(seq),)
     else:
-        chunks = tuple(even_rows(seq, 2 * ring.of, chunk) for chunk in (ring.index, 2 * ring.of - 1 - ring.index))
-    mine, start, found = even_rows(sum(map(len, chunks)), ulysses.of, ulysses.index), 0, []
+        chunks = tuple(even_rows(seq, 2 * ring.count, chunk) for chunk in (ring.index, 2 * ring.count - 1 - ring.index))
+    mine, start, ranges = even_rows(sum(map(len, chunks)), ulysses.count, ulysses.index), 0, []
     for chunk in chunks:
         part = chunk[max(0, mine.start - start) : max(0, mine.stop - start)]
-        found += [part] if part else []
+        ranges += [part] if part else []
         start += len(chunk)
-    return tuple(found)
+    return tuple(ranges)
 
 
 def check_context(spec: ModelSpec, plan: Plan, seq_len: int | None = None) -> tuple[str, str] | None:
-    """The context axis along which the plan cannot divide the model, or sequences of `seq_len` tokens, and what was expected."""
+    """(axis, expected) for the context axis that cannot divide the model or sequences of `seq_len`; None if all can."""
     ring, ulysses, tensor = (plan.axis_size(axis) for axis in (*CONTEXT_AXES, "tensor"))
-    return context_misfit(ring, ulysses, tensor, spec.heads, spec.kv_heads, seq_len)
+    return context_split_error(ring, ulysses, tensor, spec.heads, spec.kv_heads, seq_len)
 
 
-def context_misfit(
+def context_split_error(
     ring: int, ulysses: int, tensor: int, heads: int, kv_heads: int, seq_len: int | None
 ) -> tuple[str, str] | None:
-    """`check_context` of a model of which no more is known."""
+    """`check_context` from single dimensions of a model."""
     beside = f" ÷ tensor {tensor}" if tensor > 1 else ""
     if ulysses > 1 and heads % (tensor * ulysses):
         return "context_ulysses", f"a divisor of model.heads = {heads}{beside}, as every rank attends with whole heads"
@@ -452,7 +466,8 @@ def context_misfit(
     return None
 
 
-def shard_rows(rows: int, parts: int, index: int) -> range:
-    """The rows of dimension 0 that part `index` of `parts` holds: ceil(rows / parts) each, the last ones fewer or none (FSDP2's rule)."""
-    size = -(-rows // parts)
-    return range(min(index * size, rows), min((index + 1) * size, rows))
+def shard_rows(row_count: int, parts: int, index: int) -> range:
+    """The rows of dimension 0 that part `index` of `parts` holds (FSDP2's rule).
+    ceil(row_count / parts) each; the last parts have fewer or none."""
+    size = -(-row_count // parts)
+    return range(min(index * size, row_count), min((index + 1) * size, row_count))

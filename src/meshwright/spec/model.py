@@ -1,7 +1,7 @@
-"""What a decoder is: its dimensions, its parameter table, and the counts that follow from them alone.
+"""The dimensions of a decoder, its parameter table, and counts derived from them.
 
-`parameters(spec)` is the one table of a model's weights. The module in `models/` is tested to own exactly these; initial values,
-weight decay, sharding, Hugging Face import/export and memory estimates read the same rows.
+`parameters(spec)` is the only table of a model's weights. A test compares the modules of `models/` with it; initial
+values, weight decay, sharding, Hugging Face import and export and memory estimates read it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class RopeScaling:
     low_freq_factor: Annotated[float, Bound(more_than=0)] = 1.0
     """Wavelengths above original_max_seq_len / low_freq_factor are scaled in full."""
     high_freq_factor: Annotated[float, Bound(more_than=0)] = 4.0
-    """Wavelengths below original_max_seq_len / high_freq_factor are left as they are."""
+    """Wavelengths below original_max_seq_len / high_freq_factor are not scaled."""
     original_max_seq_len: Positive = 8192
     """Context length before scaling, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3, MegaScale's variants of them, and mixtures of experts."""
+    """A decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3, their MegaScale variants, and mixtures of experts."""
 
     family: Literal["gpt2", "llama", "qwen3", "mixtral", "qwen3_moe"]
-    """Whose Hugging Face names and config keys the model is imported from and exported to."""
+    """Model family, which gives the Hugging Face parameter names and config keys of import and export."""
     layers: Annotated[int, Bound(at_least=1, at_most=1000)]
     """Transformer blocks. The planner times every block of every layout, so their number is limited."""
     hidden: Positive
@@ -76,15 +76,15 @@ class ModelSpec:
     sliding_window: Positive | None = None
     """Each token attends to this many tokens, itself included; none is full causal attention."""
     experts: NotNegative = 0
-    """Routed experts in place of a layer's feed-forward network, of which a router picks some for each token; 0 is a dense model."""
+    """Routed experts that replace a layer's feed-forward network; a router picks some for each token. 0 is a dense model."""
     experts_per_token: NotNegative = 0
-    """Experts that each token passes."""
+    """Experts that the router picks for each token."""
     expert_hidden: NotNegative = 0
     """Width inside one routed expert."""
     shared_expert_hidden: NotNegative = 0
-    """Width inside the expert that every token passes beside the routed ones; 0 is none."""
+    """Width inside the shared expert, which every token passes; 0 is none."""
     normalised_routing: bool = True
-    """A token's experts are weighted by their probabilities divided by the sum of those chosen; else by the bare probabilities."""
+    """Weight a token's experts by their probabilities divided by the sum of those picked; false: by the probabilities."""
     first_dense_layers: NotNegative = 0
     """Layers at the start that have a dense feed-forward network in place of experts."""
     init_std: Annotated[float, Bound(more_than=0)] = 0.02
@@ -99,10 +99,11 @@ class ModelSpec:
 class ParameterSpec:
     """One stored weight.
 
-    `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024), …)`;
-    empty when nothing is fused. `decay` says whether AdamW's weight decay applies. Weights of a layer's routed experts are one tensor
-    with the experts along dimension 0, as a grouped matrix product reads them: `moe.experts.gate_up` (experts, 2·expert_hidden, hidden),
-    the gate's rows first, and `moe.experts.down` (experts, hidden, expert_hidden).
+    `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024),
+    …)`; empty for a weight that is not fused. `decay` says whether AdamW's weight decay applies. The routed experts of
+    a layer are one tensor with the experts along dimension 0, as a grouped matrix product reads them:
+    `moe.experts.gate_up` (experts, 2·expert_hidden, hidden), with the gate's rows first, and `moe.experts.down`
+    (experts, hidden, expert_hidden).
     """
 
     name: str
@@ -117,7 +118,7 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
-    def at_front(self) -> bool:
+    def before_blocks(self) -> bool:
         """Whether it is applied before the first block."""
         return self.name.startswith(("embed.", "positions."))
 
@@ -127,23 +128,23 @@ class ParameterSpec:
         return ".moe.experts." in self.name
 
 
-@lru_cache(maxsize=64)  # the planner asks for every layout
+@lru_cache(maxsize=64)  # the planner calls it for every layout
 def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
     """Every weight of the model in the order the module registers them; a tied head is not listed."""
-    rows = [_matrix("embed.weight", spec.vocab_size, spec.hidden, spec.init_std)]
+    weights = [_matrix("embed.weight", spec.vocab_size, spec.hidden, spec.init_std)]
     if spec.positions == "learned":
-        rows.append(_matrix("positions.weight", spec.max_seq_len, spec.hidden, spec.init_std))
+        weights.append(_matrix("positions.weight", spec.max_seq_len, spec.hidden, spec.init_std))
     for layer in range(spec.layers):
-        rows.extend(layer_parameters(spec, layer))
-    rows.extend(_norm("norm", spec, spec.hidden))
+        weights.extend(layer_parameters(spec, layer))
+    weights.extend(_norm("norm", spec, spec.hidden))
     if not spec.tied:
-        rows.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std))
-    return tuple(rows)
+        weights.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std))
+    return tuple(weights)
 
 
 @lru_cache(maxsize=64)
 def block_parameters(spec: ModelSpec, *, routed: bool) -> tuple[ParameterSpec, ...]:
-    """Every weight of the first block with experts (`routed`) or without: blocks of one of the two differ in names only."""
+    """Every weight of the first block with experts (`routed`) or without; other blocks differ in names only."""
     return tuple(layer_parameters(spec, spec.first_dense_layers if routed else 0))
 
 
@@ -155,64 +156,67 @@ def end_parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
     """The weights of block `layer`, in registration order."""
-    at = f"layers.{layer}"
+    prefix = f"layers.{layer}"
     heads, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     residual_std = spec.init_std / math.sqrt(2 * spec.layers)
-    yield from _norm(f"{at}.attention_norm", spec, spec.hidden)
+    yield from _norm(f"{prefix}.attention_norm", spec, spec.hidden)
     qkv = (("q", heads), ("k", kv), ("v", kv))
-    yield from _linear(f"{at}.attention.qkv", spec, heads + 2 * kv, spec.hidden, spec.init_std, qkv)
+    yield from _linear(f"{prefix}.attention.qkv", spec, heads + 2 * kv, spec.hidden, spec.init_std, qkv)
     if spec.qk_norm:
-        yield ParameterSpec(f"{at}.attention.q_norm.weight", (spec.head_dim,), "ones", 0.0, decay=False)
-        yield ParameterSpec(f"{at}.attention.k_norm.weight", (spec.head_dim,), "ones", 0.0, decay=False)
-    yield from _linear(f"{at}.attention.out", spec, spec.hidden, heads, residual_std)
+        yield ParameterSpec(f"{prefix}.attention.q_norm.weight", (spec.head_dim,), "ones", 0.0, decay=False)
+        yield ParameterSpec(f"{prefix}.attention.k_norm.weight", (spec.head_dim,), "ones", 0.0, decay=False)
+    yield from _linear(f"{prefix}.attention.out", spec, spec.hidden, heads, residual_std)
     if not spec.parallel_block:
-        yield from _norm(f"{at}.mlp_norm", spec, spec.hidden)
+        yield from _norm(f"{prefix}.mlp_norm", spec, spec.hidden)
     if spec.routed(layer):
-        yield from _mixture(f"{at}.moe", spec, residual_std)
+        yield from _mixture(f"{prefix}.moe", spec, residual_std)
     else:
-        yield from _feed_forward(f"{at}.mlp", spec, spec.ffn_hidden, residual_std)
+        yield from _feed_forward(f"{prefix}.mlp", spec, spec.ffn_hidden, residual_std)
 
 
-def _feed_forward(at: str, spec: ModelSpec, width: int, residual_std: float) -> Iterator[ParameterSpec]:
+def _feed_forward(prefix: str, spec: ModelSpec, width: int, residual_std: float) -> Iterator[ParameterSpec]:
     if spec.mlp == "swiglu":
         gate_up = (("gate", width), ("up", width))
-        yield from _linear(f"{at}.gate_up", spec, 2 * width, spec.hidden, spec.init_std, gate_up)
+        yield from _linear(f"{prefix}.gate_up", spec, 2 * width, spec.hidden, spec.init_std, gate_up)
     else:
-        yield from _linear(f"{at}.up", spec, width, spec.hidden, spec.init_std)
-    yield from _linear(f"{at}.down", spec, spec.hidden, width, residual_std)
+        yield from _linear(f"{prefix}.up", spec, width, spec.hidden, spec.init_std)
+    yield from _linear(f"{prefix}.down", spec, spec.hidden, width, residual_std)
 
 
-def _mixture(at: str, spec: ModelSpec, residual_std: float) -> Iterator[ParameterSpec]:
-    """Router, routed experts, and the one for all tokens. Routed experts have no biases."""
-    yield _matrix(f"{at}.router.weight", spec.experts, spec.hidden, spec.init_std)
-    first, rows = ("gate_up", 2 * spec.expert_hidden) if spec.mlp == "swiglu" else ("up", spec.expert_hidden)
-    into, out = (spec.experts, rows, spec.hidden), (spec.experts, spec.hidden, spec.expert_hidden)
-    yield ParameterSpec(f"{at}.experts.{first}", into, "normal", spec.init_std)
-    yield ParameterSpec(f"{at}.experts.down", out, "normal", residual_std)
+def _mixture(prefix: str, spec: ModelSpec, residual_std: float) -> Iterator[ParameterSpec]:
+    """Router, routed experts and shared expert. Routed experts have no biases."""
+    yield _matrix(f"{prefix}.router.weight", spec.experts, spec.hidden, spec.init_std)
+    first, first_width = ("gate_up", 2 * spec.expert_hidden) if spec.mlp == "swiglu" else ("up", spec.expert_hidden)
+    into, out = (spec.experts, first_width, spec.hidden), (spec.experts, spec.hidden, spec.expert_hidden)
+    yield ParameterSpec(f"{prefix}.experts.{first}", into, "normal", spec.init_std)
+    yield ParameterSpec(f"{prefix}.experts.down", out, "normal", residual_std)
     if spec.shared_expert_hidden:
-        yield from _feed_forward(f"{at}.shared", spec, spec.shared_expert_hidden, residual_std)
+        yield from _feed_forward(f"{prefix}.shared", spec, spec.shared_expert_hidden, residual_std)
 
 
 def parameter_count(spec: ModelSpec) -> int:
     """Stored weights; a tied head counts once."""
-    return sum(row.count for row in parameters(spec))
+    return sum(parameter.count for parameter in parameters(spec))
 
 
 def active_parameter_count(spec: ModelSpec) -> int:
-    """Weights that one token passes: of the routed experts only those it is sent to."""
-    return sum(_active(spec, row) for row in parameters(spec))
+    """Weights used for one token: of the routed experts, those that the router picks."""
+    return sum(_active(spec, parameter) for parameter in parameters(spec))
 
 
 @lru_cache(maxsize=64)
 def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
-    """Training FLOPs (forward + backward) per token at `seq_len`.
+    """Training FLOPs (forward and backward) per token at `seq_len`.
 
-    6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not; of routed experts those that a token
-    passes) plus attention scores and values: 12·layers·heads·head_dim·length. `causal=False` counts the full square as torchtitan does;
-    `causal=True` counts the half that is not masked, as Megatron does. Norms, RoPE and activations are not counted in either.
+    6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not; of routed experts
+    those used for a token) plus attention scores and values: 12·layers·heads·head_dim·length. `causal=False` counts the
+    full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. Norms, RoPE and
+    activations are not counted.
     """
     matmul = sum(
-        _active(spec, row) for row in parameters(spec) if row.name.startswith("layers.") and len(row.shape) > 1
+        _active(spec, parameter)
+        for parameter in parameters(spec)
+        if parameter.name.startswith("layers.") and len(parameter.shape) > 1
     )
     matmul += spec.vocab_size * spec.hidden
     return 6.0 * matmul + 12.0 * spec.layers * spec.heads * spec.head_dim * mean_span(
@@ -220,20 +224,22 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     )
 
 
-def _active(spec: ModelSpec, row: ParameterSpec) -> int:
-    return row.count * spec.experts_per_token // spec.experts if row.expert else row.count
+def _active(spec: ModelSpec, parameter: ParameterSpec) -> int:
+    if not parameter.expert:
+        return parameter.count
+    return parameter.count * spec.experts_per_token // spec.experts
 
 
 def mean_span(window: int | None, seq_len: int, causal: bool) -> float:
-    """Positions one token's scores are counted over, on average, where it sees no more than `window`, itself included."""
+    """Mean number of positions a token attends to, itself included, with at most `window` of them."""
     window = min(window or seq_len, seq_len)
     if not causal:
         return float(window)
     return window - window * window / (2.0 * seq_len)
 
 
-def _matrix(name: str, rows: int, columns: int, std: float) -> ParameterSpec:
-    return ParameterSpec(name, (rows, columns), "normal", std)
+def _matrix(name: str, out: int, inputs: int, std: float) -> ParameterSpec:
+    return ParameterSpec(name, (out, inputs), "normal", std)
 
 
 def _linear(

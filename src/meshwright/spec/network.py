@@ -1,4 +1,4 @@
-"""What joins the devices of a cluster: links inside a node, ports across nodes, where the fabric narrows, and how ranks use it."""
+"""The network of a cluster: links inside a node, ports between nodes, oversubscription, and settings of NCCL and Gloo."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Fabric = Literal["infiniband", "roce", "efa", "tcp"]
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
-    """Two levels and one place where the upper one narrows. What is left out is the chip's reference machine."""
+    """A network of two levels, with one oversubscribed level above. Keys left out use the chip's reference machine."""
 
     fabric: Fabric | None = None
-    """What runs across nodes; it gives the latency when `port_us` does not."""
+    """Network between nodes; it gives the latency when `port_us` does not."""
     link_gb_per_s: Rate | None = None
     """Bytes per second and direction that one device moves to its neighbours inside a domain, in GB/s."""
     link_us: Rate | None = None
@@ -29,13 +29,14 @@ class NetworkSpec:
     port_us: Rate | None = None
     """Latency of one step across nodes, microseconds."""
     domain: Positive | None = None
-    """Devices that see each other at link speed: those of a node, or more where links leave it (NVL72: 64 or 72)."""
+    """Devices connected at link speed: those of a node, or more where links leave the node (NVL72: 64 or 72)."""
     pod_nodes: Positive | None = None
-    """Nodes below the level at which the fabric narrows; none when it never does."""
+    """Nodes below the oversubscribed level; none if there is no such level."""
     oversubscription: Annotated[float, Bound(at_least=1, at_most=1e6)] = 1.0
     """Bandwidth below that level over bandwidth above it."""
     bridge_gb_per_s: Rate | None = None
-    """One device's share of what joins nodes of different fabrics, where only TCP goes, in GB/s; none takes the slower of the two ports."""
+    """One device's share of the TCP connection between nodes of different fabrics, in GB/s.
+    None takes the slower of the two ports."""
     interface: str | None = None
     """Network interface that TCP between nodes uses, as `ip link` names it; none leaves the choice to NCCL and Gloo."""
     socket_threads: Annotated[int, Bound(at_least=1, at_most=16)] | None = None
@@ -56,38 +57,39 @@ FABRIC_US = {"infiniband": 5.0, "roce": 8.0, "efa": 15.0, "tcp": 30.0}
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes that differ from the rest of the cluster, and stand behind it in the order of ranks."""
+    """Nodes that differ from the others of the cluster; their ranks follow those of the other nodes."""
 
     nodes: Positive
-    """How many."""
+    """Number of nodes."""
     gpu: str | None = None
-    """Their chip, when it is another."""
+    """Their chip, if it differs."""
     port_gb_per_s: Rate | None = None
-    """Their devices' share of network ports, when it is another, in GB/s."""
+    """Their devices' share of network ports in GB/s, if it differs."""
     link_gb_per_s: Rate | None = None
-    """What one of their devices moves to its neighbours inside a domain, when it is another, in GB/s and direction."""
+    """Bytes per second and direction from one of their devices to its neighbours in a domain, in GB/s, if it differs."""
     fabric: Fabric | None = None
-    """What runs across them, when it is another; only TCP joins nodes of different fabrics."""
+    """The network between them, if it differs; only TCP connects nodes of different fabrics."""
 
 
 EMULATED_SOCKET_THREADS, EMULATED_SOCKETS_PER_THREAD = 4, 4
-"""What emulated nodes take when the cluster says nothing: one socket cannot fill a loopback interface."""
+"""Defaults of emulated nodes: one socket cannot saturate the loopback interface."""
 
 
 def network_environment(cluster: ClusterSpec, local_rank: int) -> dict[str, str]:
-    """The environment that makes NCCL and Gloo use the network as `cluster` says, for one rank of a host.
+    """Environment variables that make NCCL and Gloo use the network as `cluster` says, for one rank of a host.
 
-    What the user exported goes before it; the caller sees to that. With `emulate_nodes`, NCCL is told that groups of this host's ranks are
-    hosts of their own, so that they talk TCP over loopback. It binds NCCL alone: other paths ask `World.refuse_across_nodes`.
+    Variables exported by the user take precedence; the caller applies that. With `emulate_nodes`, groups of this host's
+    ranks get host ids of their own in NCCL, so that they communicate over TCP on loopback. This affects NCCL only:
+    other communication calls `World.refuse_across_nodes`.
     """
     network = cluster.network or NetworkSpec()
     threads, sockets, interface = network.socket_threads, network.sockets_per_thread, network.interface
-    found: dict[str, object] = {}
+    variables: dict[str, object] = {}
     if cluster.emulate_nodes > 1:
         interface = "lo"
         threads, sockets = threads or EMULATED_SOCKET_THREADS, sockets or EMULATED_SOCKETS_PER_THREAD
-        found |= {"NCCL_HOSTID": f"node{local_rank // cluster.ranks_per_node}", "NCCL_IB_DISABLE": 1}
-    found |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
-    found |= {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
-    found |= {"NCCL_IB_TIMEOUT": network.ib_timeout, "NCCL_IB_RETRY_CNT": network.retries}
-    return {name: str(value) for name, value in found.items() if value is not None}
+        variables |= {"NCCL_HOSTID": f"node{local_rank // cluster.ranks_per_node}", "NCCL_IB_DISABLE": 1}
+    variables |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    variables |= {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
+    variables |= {"NCCL_IB_TIMEOUT": network.ib_timeout, "NCCL_IB_RETRY_CNT": network.retries}
+    return {name: str(value) for name, value in variables.items() if value is not None}

@@ -1,7 +1,8 @@
-"""Unlike nodes: the runs of alike ones, and on which of them each pipeline rank lies.
+"""Clusters of different node types: runs of equal nodes, and the node types of each pipeline rank.
 
-The groups of a cluster stand behind its other nodes, in the order in which they are listed, and ranks fill nodes in that order. A pipeline
-rank does its collectives and its layers on its own nodes alone, so it is as slow as the slowest of those, and not of the cluster.
+The groups of a cluster follow its other nodes in the order in which they are listed, and ranks fill nodes in that
+order. A pipeline rank runs its collectives and layers on its own nodes, so it is as slow as the slowest of those, not
+as the slowest of the cluster.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from meshwright.spec.network import FABRIC_US, Fabric, NetworkSpec
 
 
 @dataclass(frozen=True)
-class NodeKind:
-    """What one node has: its chip, and what the cluster says of its network (None: the chip's reference machine)."""
+class NodeType:
+    """The chip of a node and its network; None uses the chip's reference machine."""
 
     gpu: str
     link_gb_per_s: float | None
@@ -30,29 +31,29 @@ class NodeKind:
 
     @property
     def link(self) -> float:
-        """Bytes/s of one device to its neighbours inside the node; without end for a device that is not in the table."""
+        """Bytes/s of one device to its neighbours inside the node; infinite for a device that is not in the table."""
         return self.link_gb_per_s * 1e9 if self.link_gb_per_s else CHIPS[self.gpu].link if self.gpu in CHIPS else inf
 
     @property
     def port(self) -> float:
-        """Bytes/s of one device's share of the node's ports; without end for a device that is not in the table."""
+        """Bytes/s of one device's share of the node's ports; infinite for a device that is not in the table."""
         return self.port_gb_per_s * 1e9 if self.port_gb_per_s else CHIPS[self.gpu].nic if self.gpu in CHIPS else inf
 
     @property
     def peak(self) -> float:
-        """FLOP/s by which chips are told faster from slower; a chip that is not in the table has none."""
+        """FLOP/s that order chips by speed; 0 for a chip that is not in the table."""
         chip = CHIPS.get(self.gpu)
         return max(chip.peak_flops.get("bf16", 0.0), chip.peak_flops.get("fp16", 0.0)) if chip else 0.0
 
 
-def node_kinds(cluster: ClusterSpec) -> tuple[tuple[NodeKind, int], ...]:
-    """The cluster's nodes in order, as runs: (kind, how many nodes)."""
+def node_type_runs(cluster: ClusterSpec) -> tuple[tuple[NodeType, int], ...]:
+    """The cluster's nodes in order, as runs: (node type, number of nodes)."""
     network = cluster.network or NetworkSpec()
     us = network.port_us or (FABRIC_US[network.fabric] if network.fabric else None)
-    plain = NodeKind(cluster.gpu, network.link_gb_per_s, network.port_gb_per_s, network.fabric, us)
+    plain = NodeType(cluster.gpu, network.link_gb_per_s, network.port_gb_per_s, network.fabric, us)
     runs = [(plain, cluster.nodes - sum(group.nodes for group in cluster.groups))]
     for group in cluster.groups:
-        kind = replace(
+        node_type = replace(
             plain,
             gpu=group.gpu or plain.gpu,
             link_gb_per_s=group.link_gb_per_s or plain.link_gb_per_s,
@@ -60,99 +61,107 @@ def node_kinds(cluster: ClusterSpec) -> tuple[tuple[NodeKind, int], ...]:
             fabric=group.fabric or plain.fabric,
             port_us=FABRIC_US[group.fabric] if group.fabric else plain.port_us,
         )
-        runs.append((kind, group.nodes))
+        runs.append((node_type, group.nodes))
     joined = groupby((run for run in runs if run[1] > 0), key=lambda run: run[0])
-    return tuple((kind, sum(nodes for _, nodes in alike)) for kind, alike in joined)
+    return tuple((node_type, sum(nodes for _, nodes in alike)) for node_type, alike in joined)
 
 
-def kinds_by_rank(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[NodeKind, ...], ...]:
-    """By pipeline rank, the kinds of the nodes that it lies on, in their order."""
-    runs = node_kinds(cluster)
+def node_types_by_rank(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[NodeType, ...], ...]:
+    """By pipeline rank, the types of the nodes of the rank, in their order."""
+    runs = node_type_runs(cluster)
     starts = [0, *accumulate(nodes for _, nodes in runs)][:-1]
     pipeline = layout.size("pipeline")
     block = int(layout.stride("pipeline")) if pipeline > 1 else layout.ranks
-    found = []
+    by_rank = []
     for rank in range(pipeline):
-        held: set[int] = set()
+        run_indices: set[int] = set()
         for first in range(rank * block, layout.ranks, pipeline * block):
             nodes = layout.node(first), layout.node(first + block - 1)
             low, high = (bisect_right(starts, node) - 1 for node in nodes)
-            held.update(range(low, high + 1))
-        found.append(tuple(dict.fromkeys(runs[at][0] for at in sorted(held))))
-    return tuple(found)
+            run_indices.update(range(low, high + 1))
+        by_rank.append(tuple(dict.fromkeys(runs[index][0] for index in sorted(run_indices))))
+    return tuple(by_rank)
 
 
-def all_like(cluster: ClusterSpec, kinds: Sequence[NodeKind]) -> ClusterSpec:
-    """The cluster with every node as slow as the slowest of `kinds`, whose nodes talk to each other."""
-    met, alone = kinds[0], replace(cluster, groups=())
-    if len(kinds) == 1 and node_kinds(alone)[0][0] == met:
-        return alone
-    for kind in kinds[1:]:
-        met = _between(cluster, met, kind)
-    ports = replace(met, gpu=min(kinds, key=lambda kind: kind.peak).gpu)
-    return _with(cluster, ports, kinds)
+def uniform_cluster(cluster: ClusterSpec, node_types: Sequence[NodeType]) -> ClusterSpec:
+    """The cluster with every node as slow as the slowest of `node_types`, whose nodes communicate with each other."""
+    slowest, uniform = node_types[0], replace(cluster, groups=())
+    if len(node_types) == 1 and node_type_runs(uniform)[0][0] == slowest:
+        return uniform
+    for node_type in node_types[1:]:
+        slowest = _between(cluster, slowest, node_type)
+    ports = replace(slowest, gpu=min(node_types, key=lambda node_type: node_type.peak).gpu)
+    return _with(cluster, ports, node_types)
 
 
 def rank_clusters(cluster: ClusterSpec, layout: Layout) -> tuple[ClusterSpec, ...]:
-    """By pipeline rank, the cluster as if all of it were like the slowest of the rank's nodes; the cluster itself when nodes are alike."""
+    """By pipeline rank, a uniform cluster as slow as the rank's nodes; the cluster itself if all nodes are alike."""
     if not cluster.groups:
         return (cluster,) * layout.size("pipeline")
-    kinds = kinds_by_rank(cluster, layout)
-    made = {some: all_like(cluster, some) for some in set(kinds)}
-    return tuple(made[some] for some in kinds)
+    node_types = node_types_by_rank(cluster, layout)
+    by_types = {types: uniform_cluster(cluster, types) for types in set(node_types)}
+    return tuple(by_types[types] for types in node_types)
 
 
-def slowest_rank(cluster: ClusterSpec, layout: Layout) -> ClusterSpec:
-    """The cluster as if all of it had the slowest chip, link and port that any pipeline rank has, for costs that know one machine."""
+def slowest_rank_cluster(cluster: ClusterSpec, layout: Layout) -> ClusterSpec:
+    """A uniform cluster with the slowest chip, link and port of any pipeline rank, for costs that assume one machine."""
     ranks = tuple(dict.fromkeys(rank_clusters(cluster, layout)))
-    return ranks[0] if len(ranks) == 1 else _merged(cluster, tuple(node_kinds(rank)[0][0] for rank in ranks))
+    return ranks[0] if len(ranks) == 1 else _merged(cluster, tuple(node_type_runs(rank)[0][0] for rank in ranks))
 
 
 def memory_limits(cluster: ClusterSpec, layout: Layout) -> tuple[int, ...] | None:
-    """By pipeline rank, bytes of the smallest device it lies on; None when memory is not known (`cpu`, a chip that is not in the table)."""
+    """By pipeline rank, the memory of its smallest device in bytes; None for `cpu` and chips that are not in the table."""
     smallest = cluster.memory_bytes()
     if smallest is None:
         return None
-    alone = replace(cluster, groups=())
+    uniform = replace(cluster, groups=())
     limits = []
-    for kinds in kinds_by_rank(cluster, layout):
-        sizes = [replace(alone, gpu=kind.gpu).memory_bytes() for kind in kinds]
+    for node_types in node_types_by_rank(cluster, layout):
+        sizes = [replace(uniform, gpu=node_type.gpu).memory_bytes() for node_type in node_types]
         limits.append(min(size for size in sizes if size is not None) if any(sizes) else smallest)
     return tuple(limits)
 
 
-def _between(cluster: ClusterSpec, one: NodeKind, other: NodeKind) -> NodeKind:
-    """What joins nodes of two kinds: the slower port; and where fabrics differ TCP, over the bridge when the network names one.
+def _between(cluster: ClusterSpec, first: NodeType, second: NodeType) -> NodeType:
+    """The network between nodes of two types: the slower port; TCP, over the bridge if there is one, if fabrics differ.
 
-    InfiniBand and RoCE do not speak to each other; NCCL falls back to sockets (Holmes, arXiv 2312.03549).
+    InfiniBand and RoCE cannot communicate with each other; NCCL falls back to sockets (Holmes, arXiv 2312.03549).
     """
-    slower = min(one, other, key=lambda kind: kind.port)
-    if one.fabric == other.fabric:
-        late = None if one.port_us is None or other.port_us is None else max(one.port_us, other.port_us)
-        return replace(slower, port_gb_per_s=_stated(slower.port), port_us=late)
+    slower = min(first, second, key=lambda node_type: node_type.port)
+    if first.fabric == second.fabric:
+        latency = None if first.port_us is None or second.port_us is None else max(first.port_us, second.port_us)
+        return replace(slower, port_gb_per_s=_gb_per_s(slower.port), port_us=latency)
     bridge = cluster.network.bridge_gb_per_s if cluster.network else None
-    port = _stated(min(bridge * 1e9, slower.port) if bridge else slower.port)
+    port = _gb_per_s(min(bridge * 1e9, slower.port) if bridge else slower.port)
     return replace(slower, port_gb_per_s=port, fabric="tcp", port_us=FABRIC_US["tcp"])
 
 
-def _merged(cluster: ClusterSpec, kinds: Sequence[NodeKind]) -> ClusterSpec:
-    """The cluster with every node as slow as the slowest of `kinds`, which only pipeline edges join."""
-    slow = min(kinds, key=lambda kind: kind.port)
-    late = None if any(kind.port_us is None for kind in kinds) else max(kind.port_us or 0.0 for kind in kinds)
-    gpu = min(kinds, key=lambda kind: kind.peak).gpu
-    return _with(cluster, replace(slow, gpu=gpu, port_gb_per_s=_stated(slow.port), port_us=late), kinds)
+def _merged(cluster: ClusterSpec, node_types: Sequence[NodeType]) -> ClusterSpec:
+    """The cluster with every node as slow as the slowest of `node_types`, which only pipeline edges connect."""
+    slow = min(node_types, key=lambda node_type: node_type.port)
+    latency = (
+        None
+        if any(node_type.port_us is None for node_type in node_types)
+        else max(node_type.port_us or 0.0 for node_type in node_types)
+    )
+    gpu = min(node_types, key=lambda node_type: node_type.peak).gpu
+    return _with(cluster, replace(slow, gpu=gpu, port_gb_per_s=_gb_per_s(slow.port), port_us=latency), node_types)
 
 
-def _with(cluster: ClusterSpec, kind: NodeKind, of: Sequence[NodeKind]) -> ClusterSpec:
-    link = kind.link_gb_per_s if len(of) == 1 else _stated(min(one.link for one in of))
+def _with(cluster: ClusterSpec, node_type: NodeType, joined: Sequence[NodeType]) -> ClusterSpec:
+    link = node_type.link_gb_per_s if len(joined) == 1 else _gb_per_s(min(node.link for node in joined))
     network = cluster.network or NetworkSpec()
     network = replace(
-        network, link_gb_per_s=link, port_gb_per_s=kind.port_gb_per_s, fabric=kind.fabric, port_us=kind.port_us
+        network,
+        link_gb_per_s=link,
+        port_gb_per_s=node_type.port_gb_per_s,
+        fabric=node_type.fabric,
+        port_us=node_type.port_us,
     )
-    profile = cluster.profile if kind.gpu == cluster.gpu else None  # measured on the others
-    return replace(cluster, gpu=kind.gpu, groups=(), network=network, profile=profile)
+    profile = cluster.profile if node_type.gpu == cluster.gpu else None  # measured on another chip
+    return replace(cluster, gpu=node_type.gpu, groups=(), network=network, profile=profile)
 
 
-def _stated(rate: float) -> float | None:
-    """Bytes/s as a cluster states them, in GB/s; none where nothing limits them here."""
+def _gb_per_s(rate: float) -> float | None:
+    """Bytes/s converted to the GB/s of a cluster file; None for an infinite rate."""
     return rate / 1e9 if rate < inf else None

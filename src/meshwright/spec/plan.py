@@ -1,7 +1,7 @@
-"""The Plan: how one model runs on one cluster, explicit and editable.
+"""The Plan: how one model runs on one cluster.
 
-The planner writes it, a person may edit it, the run obeys it, a checkpoint carries it. What a release can price but not run yet is refused
-before a run starts (`planner.candidate.untrainable`).
+The planner writes it, a person may edit it, the run executes it, and every checkpoint stores it.
+`planner.candidate.untrainable` rejects a plan that this release can price but not run, before the run starts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Literal, get_args
 from meshwright.spec.fields import Positive
 
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
-RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
-"""Each keeps less than the one before it; the cost model numbers them so."""
-REPEATING: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
-"""Those that repeat a forward's matrix products, and its exchanges between ranks."""
-CHOOSING: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
-"""Those that keep some of a block's results and not its input alone."""
+RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
+"""Recomputation modes in order of memory: each keeps less than the one before it. The cost model uses the index."""
+RECOMPUTES_PRODUCTS: frozenset[Recompute] = frozenset({"all_but_attention", "full"})
+"""Modes that repeat the matrix products of a forward, and its communication between ranks."""
+PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_attention"})
+"""Modes that keep some intermediate results of a block, not only its input."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
 AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
@@ -27,15 +27,15 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Engine = Literal["kernel", "copy"]
-ReduceEngine = Literal["kernel", "exchange"]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
 CONTEXT_AXES = ("context_ring", "context_ulysses")
 """Axes along which ranks have different parts of the same sequences."""
 SHARD_AXES: tuple[AxisName, ...] = ("shard", *CONTEXT_AXES)
-"""Axes along which parameters, gradients and optimizer are split: context ranks would otherwise hold the same. Experts are folded over
-them anew (`ExpertPlan`)."""
+"""Axes along which parameters, gradients and optimizer state are sharded.
+Context ranks are among them: they would otherwise hold the same copies. Experts use another split of these ranks
+(`ExpertPlan`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,14 @@ class MeshAxis:
     """One axis of the device mesh."""
 
     axis: AxisName
-    """pipeline: layers split into stages. replicate: whole copies of the model (the outer axis of HSDP). shard: parameters, gradients and
-    optimizer split (FSDP). context_ring, context_ulysses: the sequence split. tensor: every matrix split, the sequence between them."""
+    """pipeline: layers split into stages. replicate: whole copies of the model (the outer axis of HSDP).
+    shard: parameters, gradients and optimizer state sharded (FSDP). context_ring, context_ulysses: the sequence split.
+    tensor: every matrix split, and the sequence between matrix products."""
     size: Positive
     """Ranks along the axis."""
     crosses: Literal["device", "node"] = "device"
-    """The slowest kind of border the axis runs over: between devices of one node, or between nodes. It follows from the sizes and the
-    cluster's nodes; what a plan file says of it is replaced by that."""
+    """The slowest border the axis crosses: between devices of one node, or between nodes.
+    It is computed from the sizes and the cluster; the value in a plan file is replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,42 +67,49 @@ class BatchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulePlan:
-    """In which order a rank runs its stages and micro-batches."""
+    """The order in which a rank runs its stages and micro-batches."""
 
     name: ScheduleName = "1f1b"
-    """The schedule (docs/design/schedules.md). On one pipeline rank 1f1b runs one micro-batch after another, breadth_first all of them
-    through a layer before the next (layered accumulation), and the others gain nothing over 1f1b."""
+    """The schedule (docs/design/schedules.md).
+    On one pipeline rank, 1f1b runs one micro-batch after another, breadth_first runs all of them through a layer before
+    the next layer (layered accumulation), and the others have no advantage over 1f1b."""
     stages: tuple[tuple[str, ...], ...] = ()
-    """By pipeline rank, the layer ranges of its virtual stages in the order a micro-batch visits them; left out, stages are even."""
+    """By pipeline rank, the layer ranges of its virtual stages in the order a micro-batch visits them.
+    Left out, stages are even."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStrategy:
-    """How a range of layers is kept in memory."""
+    """Memory strategy of a range of layers: sharding, recomputation, offload."""
 
     range: str = "all"
     """`all`, or first and last layer as in `0-7`, counted from 0, both ends included."""
     reshard: bool = True
-    """Free gathered parameters after each use and gather them again for the next (ZeRO-3); false keeps them for the step (ZeRO-2)."""
+    """Free gathered parameters after each use and gather them again (ZeRO-3); false keeps them for the step (ZeRO-2)."""
     gradients: Gradients = "shard"
-    """Between micro-batches: shard sums gradients over ranks after each and keeps the sum split; whole keeps a rank's own sum, and sums
-    over ranks once a step."""
+    """Gradients between micro-batches.
+    shard: reduce-scatter after each micro-batch and keep the sum sharded. whole: keep the rank's own sum and
+    reduce-scatter once a step."""
     recompute: Recompute = "none"
-    """Activations computed again in backward. selective: all but matrix products and attention. all_but_attention: products too, for long
-    sequences. full: the whole block."""
+    """Activations computed again in backward.
+    selective: all but matrix products and attention. all_but_attention: also matrix products, for long sequences. full:
+    the whole block."""
     offload: Offload = "none"
-    """What waits in host memory: activations between a block's forward and its backward, the optimizer with its state, or both."""
+    """What is offloaded to host memory.
+    activations: from a block's forward until its backward. optimizer: the optimizer and its state. both: activations
+    and optimizer."""
     linear: Linear | None = None
-    """Number format of these layers' matrix products, where it is not `precision.linear`: `compute` keeps sensitive ones out of fp8."""
+    """Number format of these layers' matrix products; none takes `precision.linear`.
+    `compute` keeps sensitive layers out of fp8."""
 
     @property
-    def activations_away(self) -> bool:
-        """Whether activations wait in host memory."""
+    def activations_offloaded(self) -> bool:
+        """Whether activations are offloaded to host memory."""
         return self.offload in ("activations", "both")
 
     @property
-    def optimizer_away(self) -> bool:
-        """Whether the optimizer's state is in host memory."""
+    def optimizer_offloaded(self) -> bool:
+        """Whether the optimizer's state is offloaded to host memory."""
         return self.offload in ("optimizer", "both")
 
 
@@ -110,16 +118,17 @@ class Precision:
     """Number formats of the run; master weights and optimizer state are fp32 (fp64 when computing in fp64)."""
 
     compute: Compute = "bf16"
-    """Weights and activations of forward and backward. fp16 is planned only: its losses would have to be scaled."""
+    """Weights and activations of forward and backward.
+    fp16 can be planned but not trained: there is no loss scaling."""
     linear: Linear = "compute"
-    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale a tensor or a row (docs/design/fp8.md).
-    Embedding, norms, attention and head are never in fp8."""
+    """Matrix products of the blocks' linear layers: the format of `compute`, or fp8 with one scale per tensor or row.
+    See docs/design/fp8.md. Embedding, norms, attention and head are never in fp8."""
     gather: Literal["compute", "fp8"] = "compute"
-    """Weights on their way to the ranks that compute: the format of `compute`, or fp8 for those that are multiplied in fp8, tensorwise."""
+    """Weights during their all-gather: the format of `compute`, or fp8 for weights that are multiplied in fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
-    """Gradients while they are summed over ranks."""
+    """Gradients during their sum over ranks."""
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
-    """Gradients while they are summed over replicas, the sum that crosses nodes; none leaves them as they are stored, like the weights."""
+    """Gradients during their sum over replicas, which crosses nodes; none uses the stored format."""
 
     @property
     def products(self) -> Literal["bf16", "fp16", "fp32", "fp64", "fp8"]:
@@ -128,20 +137,21 @@ class Precision:
 
     @property
     def stored(self) -> Literal["fp32", "fp64"]:
-        """Master weights, gradients after their reduction, optimizer state."""
+        """Format of master weights, of gradients after their reduction, and of optimizer state."""
         return "fp64" if self.compute == "fp64" else "fp32"
 
     @property
     def resident(self) -> Compute:
-        """Weights that stay on the device while their optimizer is in host memory: rounded as they are gathered, so that master weights
-        leave where that is narrower. What is rounded to fp8 on its way is measured at full width, and stays so."""
+        """Format of weights that stay on the device while their optimizer state is in host memory.
+        Weights rounded at their all-gather keep the rounded format, so a narrower one saves device memory. Weights cast
+        to fp8 for the all-gather are scaled from full precision, so they stay in the stored format."""
         return self.compute if self.gather == "compute" else self.stored
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlan:
-    """How a layer's experts lie on the ranks that hold one copy of the rest: the shard and context axes together, folded anew, `expert`
-    innermost. Tensor ranks hold different experts besides."""
+    """How a layer's experts are distributed over the shard and context ranks of one model copy, `expert` innermost.
+    Tensor ranks hold different experts besides."""
 
     expert: Positive
     """Ranks that the experts of a layer are spread over."""
@@ -151,16 +161,16 @@ class ExpertPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Where a rank's step goes, in seconds, mean over ranks; the parts add up to the step."""
+    """Seconds of a rank's step by cause, mean over ranks; the parts add up to the step."""
 
     compute: float
     """Arithmetic, with recomputation, gradient norm and optimizer."""
     exposed: dict[str, float] = field(default_factory=dict)
-    """Communication that no compute hides, by axis."""
+    """Exposed communication by axis: time in which no compute overlaps it."""
     bubble: float = 0.0
-    """Waiting for other pipeline ranks."""
+    """Idle time caused by other pipeline ranks."""
     host: float = 0.0
-    """Device idle because its host launches too slowly."""
+    """Device idle time because the host launches kernels too slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,54 +180,53 @@ class Predicted:
     memory_peak_bytes: int
     """Largest memory of one rank."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
-    """The same by kind: weights, gradients, optimizer, gathered, activations, logits, framework."""
+    """Bytes by use: weights, gradients, optimizer, gathered, activations, logits, framework."""
     step_seconds: float | None = None
-    """One training step. It and what follows are none where no figures of the device are known."""
+    """One training step. It and the following fields are none where the rates of the device are not known."""
     low_seconds: float | None = None
     """The fast end of the 80% band."""
     high_seconds: float | None = None
     """The slow end of the 80% band."""
     tokens_per_second: float | None = None
-    """Of the whole cluster."""
+    """Tokens per second of the whole cluster."""
     tokens_per_second_per_gpu: float | None = None
-    """Of one device."""
+    """Tokens per second of one device."""
     mfu: float | None = None
-    """Model FLOPs utilisation, causal attention counted, of the chip's peak; none for chips of several kinds."""
+    """Model FLOPs utilisation of the chip's peak, causal attention counted; none for a cluster with several chip types."""
     breakdown: Breakdown | None = None
-    """Where the step goes."""
+    """The parts of the step time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole answer: mesh, batch, layer strategies, precision; with what is predicted and why it was chosen."""
+    """The whole answer: mesh, batch, layer strategies and precision, with the prediction and its reasons."""
 
     mesh: tuple[MeshAxis, ...]
     """Axes, outermost first; the product of their sizes is the number of ranks."""
     batch: BatchPlan
     """How the global batch is cut."""
     schedule: SchedulePlan = SchedulePlan()
-    """In which order stages and micro-batches run."""
+    """Order of stages and micro-batches."""
     experts: ExpertPlan | None = None
-    """The fold of a mixture-of-experts model's experts; none for a dense model."""
+    """How the experts of a mixture-of-experts model are distributed; none for a dense model."""
     layers: tuple[LayerStrategy, ...] = (LayerStrategy(),)
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
     """Number formats."""
     gather_engine: Engine = "kernel"
-    """What gathers weights over shard and context ranks. kernel: the communication library's, on some of a device's multiprocessors. copy:
-    the devices' copy engines, which leaves multiprocessors to compute; for shard and context ranks inside a node."""
-    reduce_engine: ReduceEngine = "kernel"
-    """What sums gradients over shard and context ranks. kernel: the communication library's reduce-scatter, in the format of the sum.
-    exchange: gradients travel in the format they were computed in, and each rank adds up its shard; made for ranks inside a node."""
+    """What runs the all-gathers of weights over shard and context ranks.
+    kernel: the communication library, on some of a device's multiprocessors. copy: the devices' copy engines, which
+    leaves all multiprocessors to compute; for shard and context ranks inside a node."""
     tensor_engine: Engine = "kernel"
-    """What moves tokens along the tensor axis. kernel: the communication library's, before and behind each product. copy: the devices' copy
-    engines, beside the product, which is made in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
+    """What moves tokens along the tensor axis.
+    kernel: the communication library, before and after each product. copy: the devices' copy engines, overlapped with
+    the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
-    """What the planner expects; a person's file may leave it out."""
+    """The planner's prediction; a plan written by a person may leave it out."""
     why: tuple[str, ...] = ()
-    """The reasons, one sentence each."""
+    """The reasons for the plan, one sentence each."""
 
     @property
     def ranks(self) -> int:
@@ -245,8 +254,8 @@ class Plan:
         return {axis.axis: axis.size for axis in self.mesh}
 
     @property
-    def bare(self) -> Plan:
-        """What runs, without what is said of it: equal and hashed alike for plans that run alike."""
+    def without_prediction(self) -> Plan:
+        """The plan without prediction and reasons: two plans that execute alike compare and hash equal."""
         return self if self.predicted is None and not self.why else replace(self, predicted=None, why=())
 
     def strategy(self, layer: int, layers: int) -> LayerStrategy:
@@ -254,21 +263,23 @@ class Plan:
         return self.strategies(layers)[layer]
 
     def strategies(self, layers: int) -> tuple[LayerStrategy, ...]:
-        """Of every block of a model of `layers`."""
+        """The strategy of every block of a model of `layers` blocks."""
         if layers not in self._strategies:
             self._strategies[layers] = _by_layer(self.layers, layers)
         return self._strategies[layers]
 
     @cached_property
     def _strategies(self) -> dict[int, tuple[LayerStrategy, ...]]:
-        return {}  # asked for by layer, and costly to look up by all strategies
+        return {}  # hashing all strategies for every layer would be slow
 
     def strategy_of(self, parameter: str, layers: int) -> LayerStrategy:
-        """The strategy of a parameter by its name: its block's; the embedding has the first block's, what follows the blocks the last's."""
-        first, _, rest = parameter.partition(".")
-        if first == "layers":
-            return self.strategy(int(rest.partition(".")[0]), layers)
-        return self.strategy(0 if first in ("embed", "positions") else layers - 1, layers)
+        """The strategy of a parameter, by its name.
+        A block's parameter has the strategy of the block; embedding and positions have the first block's, the final
+        norm and the head the last block's."""
+        module, _, suffix = parameter.partition(".")
+        if module == "layers":
+            return self.strategy(int(suffix.partition(".")[0]), layers)
+        return self.strategy(0 if module in ("embed", "positions") else layers - 1, layers)
 
     def linear(self, layer: int, layers: int) -> Linear:
         """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
@@ -277,7 +288,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPins:
-    """Fields a person fixes; the planner chooses the rest."""
+    """Plan fields that the user fixes; the planner chooses the others."""
 
     replicate: Positive | None = None
     """Whole copies of the model."""
@@ -286,9 +297,9 @@ class PlanPins:
     pipeline: Positive | None = None
     """Pipeline ranks the layers are split over."""
     context_ring: Positive | None = None
-    """Ranks a sequence is split over, keys and values passed round."""
+    """Ranks a sequence is split over; keys and values are passed round the ring."""
     context_ulysses: Positive | None = None
-    """Ranks a sequence is split over, heads exchanged for it in attention."""
+    """Ranks a sequence is split over; an all-to-all exchanges sequence for heads in attention."""
     tensor: Positive | None = None
     """Ranks every matrix is split over."""
     expert: Positive | None = None
@@ -306,11 +317,12 @@ class PlanPins:
     recompute: Recompute | None = None
     """Activations computed again in backward, for all layers."""
     offload: Offload | None = None
-    """What waits in host memory, for all layers."""
+    """What is offloaded to host memory, for all layers."""
     layers: tuple[LayerStrategy, ...] | None = None
     """Strategies by layer range, in place of `reshard`, `gradients`, `recompute` and `offload`."""
     compute: Compute | None = None
-    """Number format of forward and backward; left out, bf16 on GPUs that have it and fp32 on others. fp16 is planned only."""
+    """Number format of forward and backward; left out, bf16 on GPUs that have it and fp32 on others.
+    fp16 can be planned but not trained."""
     linear: Linear | None = None
     """Number format of the linear layers' matrix products."""
     gather: Literal["compute", "fp8"] | None = None
@@ -320,19 +332,17 @@ class PlanPins:
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum over replicas."""
     gather_engine: Engine | None = None
-    """What gathers weights over shard and context ranks."""
-    reduce_engine: ReduceEngine | None = None
-    """What sums gradients over shard and context ranks; left out, kernels, as an exchange gained nothing on two GPUs."""
+    """What runs the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine | None = None
     """What moves tokens along the tensor axis."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 
 
-@lru_cache(maxsize=256)  # the planner asks layer by layer
-def _by_layer(kinds: tuple[LayerStrategy, ...], layers: int) -> tuple[LayerStrategy, ...]:
-    ranges = [(layer_range(one.range, layers), one) for one in kinds]
-    return tuple(next(one for held, one in ranges if layer in held) for layer in range(layers))
+@lru_cache(maxsize=256)  # the planner calls it layer by layer
+def _by_layer(strategies: tuple[LayerStrategy, ...], layers: int) -> tuple[LayerStrategy, ...]:
+    ranges = [(layer_range(strategy.range, layers), strategy) for strategy in strategies]
+    return tuple(next(strategy for covered, strategy in ranges if layer in covered) for layer in range(layers))
 
 
 @cache
@@ -353,7 +363,7 @@ def layer_range(text: str, layers: int) -> range:
 
 
 def layer_numbers(layers: Collection[int]) -> str:
-    """The numbers of layers, neighbours joined: `{0, 1, 2, 5}` as "0-2, 5"."""
+    """Layer numbers with ranges joined: `{0, 1, 2, 5}` as "0-2, 5"."""
     starts = sorted(layer for layer in layers if layer - 1 not in layers)
     ends = sorted(layer for layer in layers if layer + 1 not in layers)
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

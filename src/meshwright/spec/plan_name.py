@@ -1,4 +1,4 @@
-"""A plan's name in the words of papers and other frameworks: PP, FSDP, HSDP, DDP, CP, TP, EP, ZeRO stages."""
+"""Plan names in common terms: PP, FSDP, HSDP, DDP, CP, TP, EP and ZeRO stages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from meshwright.spec.plan import AxisName, LayerStrategy, Plan, ScheduleName
 
-SCHEDULES: dict[ScheduleName, str] = {
+SCHEDULE_NAMES: dict[ScheduleName, str] = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb_h1": "zero-bubble H1 (zb_h1)", "zbv": "zero-bubble V (zbv)",
     "dualpipe_v": "DualPipe-V (dualpipe_v)", "breadth_first": "layered accumulation (breadth_first)",
 }  # fmt: skip
-"""What schedules are called elsewhere, with the value of `plan.schedule` where that differs."""
+"""Common names of the schedules, with the value of `plan.schedule` where that differs."""
 
-LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}
-CONTEXT: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulysses"}
+AXIS_LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}
+CONTEXT_NAMES: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulysses"}
 
 
 def plan_name(plan: Plan) -> str:
@@ -22,25 +22,27 @@ def plan_name(plan: Plan) -> str:
     if plan.experts is not None and plan.experts.expert > 1:
         parts.append(f"EP{plan.experts.expert}")
     if plan.axis_size("pipeline") > 1 or plan.layered:
-        parts.append(SCHEDULES[plan.schedule.name])
+        parts.append(SCHEDULE_NAMES[plan.schedule.name])
     return ", ".join([*parts, f"micro-batch {plan.batch.micro_batch}"])
 
 
 def mesh_name(plan: Plan) -> str:
-    """Its parallelism alone, as in "PP2 × FSDP4 (ZeRO-3)"."""
+    """The parallelism of a plan, as in "PP2 × FSDP4 (ZeRO-3)"."""
     return " × ".join(_axes(plan)) or "one device"
 
 
 def zero_stage(layer: LayerStrategy) -> int:
-    """The ZeRO stage (arXiv 1910.02054) that a layer's sharding amounts to while a step runs.
+    """The ZeRO stage (arXiv 1910.02054) that corresponds to a layer's sharding during a step.
 
-    3 where weights are gathered again for the backward pass, 2 where they stay gathered, 1 where gradients stay whole beside them.
+    3 if weights are gathered again for backward, 2 if they stay gathered, 1 if gradients are also kept whole.
     """
     return 3 if layer.reshard else 1 if layer.gradients == "whole" else 2
 
 
 def _axes(plan: Plan) -> Iterator[str]:
-    """The axes in use, outermost first; copies and shards, which are one axis of data to other frameworks, where the first of them is."""
+    """The name of each axis in use, outermost first.
+    replicate and shard together are one data axis in other frameworks; their common name stands where the first of them
+    is."""
     copies, shards = plan.axis_size("replicate"), plan.axis_size("shard")
     stages = "ZeRO-" + " and ".join(str(stage) for stage in sorted({zero_stage(layer) for layer in plan.layers}))
     data = f"HSDP {copies}×{shards} ({stages})" if copies > 1 else f"FSDP{shards} ({stages})"
@@ -50,11 +52,11 @@ def _axes(plan: Plan) -> Iterator[str]:
     for axis in plan.mesh:
         if axis.size == 1:
             continue
-        if axis.axis in CONTEXT:
-            yield f"CP{axis.size} ({CONTEXT[axis.axis]}{sharing})"
+        if axis.axis in CONTEXT_NAMES:
+            yield f"CP{axis.size} ({CONTEXT_NAMES[axis.axis]}{sharing})"
             sharing = ""
-        elif axis.axis in LETTERS:
-            yield f"{LETTERS[axis.axis]}{axis.size}"
+        elif axis.axis in AXIS_LETTERS:
+            yield f"{AXIS_LETTERS[axis.axis]}{axis.size}"
         elif data:
             yield data
             data = ""

@@ -1,4 +1,4 @@
-"""What `meshwright profile` measured of one machine: one field for each measurement. `config/profile_file.py` reads and writes its file."""
+"""The measurements of one machine by `meshwright profile`. `config/profile_file.py` reads and writes the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductTime:
-    """One matrix product, (m, k) times (k, n); where the format allows it the mean of a linear layer's three (forward, both gradients)."""
+    """Time of one matrix product, (m, k) times (k, n).
+    If the format allows it, the mean of a linear layer's three products (forward and both gradients)."""
 
     format: Format
     """Number format of the inputs."""
@@ -27,14 +28,14 @@ class ProductTime:
     k: Count
     n: Count
     seconds: Seconds
-    """In a device that has been computing for a while: what a training step sees."""
+    """Time on a device that has been computing for a while, as in a training step."""
     burst_seconds: Seconds
-    """The same in a device that was idle before."""
+    """Time on a device that was idle before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    """Causal attention by the kernel that training picks."""
+    """Time of causal attention by the kernel that training uses."""
 
     format: Format
     seq: Count
@@ -42,34 +43,35 @@ class AttentionTime:
     kv_heads: Count
     head_dim: Count
     tokens: Count
-    """Of all sequences together."""
+    """Tokens of all sequences together."""
     forward_seconds: Seconds
     backward_seconds: Seconds
     window: Count | None = None
-    """Tokens that each sees, itself included; none is all before it."""
+    """Tokens that each token attends to, itself included; none is all tokens before it."""
 
     @property
     def span(self) -> float:
-        """Tokens that each sees, on average."""
+        """Mean number of tokens that each token attends to."""
         return mean_span(self.window, self.seq, causal=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """One operation in all groups of its kind at once, as every rank of a job runs it."""
+    """Time of one collective in all parallel groups at once, as in a training job."""
 
     op: Operation
     ranks: Count
-    """Of one group."""
+    """Ranks of one group."""
     nodes: Count
-    """That one group spans."""
+    """Nodes that one group spans."""
     bytes: Count
-    """Gathered result, input of a reduce-scatter, tensor of an all-reduce, what each rank sends in an all-to-all, or one message."""
+    """Size of the message.
+    All-gather: the result. Reduce-scatter: the input. All-reduce: the tensor. All-to-all: what each rank sends."""
     seconds: Seconds
 
     @property
     def crosses(self) -> Literal["device", "node"]:
-        """The slowest kind of link on the way."""
+        """The slowest link on the path."""
         return "node" if self.nodes > 1 else "device"
 
 
@@ -78,68 +80,68 @@ class HostLink:
     """Copies between a device's memory and pinned host memory, in bytes/s of one device."""
 
     devices: Count
-    """Devices of the host that copied at once."""
+    """Devices of the host that copied at the same time."""
     to_host: Rate
     to_device: Rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interference:
-    """Matrix products beside a collective or a copy to the host that runs at the same time."""
+    """Time of matrix products that overlap with a collective or a copy to the host."""
 
     op: Literal["all_gather", "reduce_scatter", "to_host"]
     ranks: Count
     nodes: Count
     bytes: Count
     compute_seconds: Seconds
-    """The products alone."""
+    """The matrix products alone."""
     other_seconds: Seconds
     """The collective or copy alone."""
     together_seconds: Seconds
-    """The products, beside one such collective or copy, which ends before they do."""
+    """The matrix products, overlapped with the collective or copy, which ends before they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What a finished run showed: predicted and measured seconds of its step, and what makes the two equal."""
+    """Predicted and measured step time of a finished run, and their ratio."""
 
     run: str
     """Name of the run."""
     date: str
     predicted_seconds: Seconds
-    """By this profile without corrections."""
+    """Step time predicted by this profile without corrections."""
     measured_seconds: Seconds
-    """Median of its steps after warm-up."""
+    """Median step time of the run after warm-up."""
     factor: Rate
-    """Device time is this many times what the profile says."""
+    """Measured device time over the device time of the profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineProfile:
-    """A machine's measured rates. What was not measured is empty or none, and stays a figure of the cost model."""
+    """Measured rates of a machine. Empty or none: not measured, so the cost model uses its own figure."""
 
     version: Annotated[int, Bound(at_least=FORMAT, at_most=FORMAT)] = FORMAT
-    """Of the file's format."""
+    """Version of the file's format."""
     date: str
     """Day and time of the measurement, UTC, ISO 8601."""
     gpu: str
     """Chip name as in `cluster.gpu`; `cpu` for ranks on the processor."""
     device: str
-    """What the driver or the system calls it."""
+    """Device name reported by the driver or the system."""
     devices: Count
     """Ranks on a host."""
     nodes: Count
-    """Hosts, or the nodes that one host played."""
+    """Hosts, or the nodes that one host emulated."""
     cores: Count
     """Processor cores of a host."""
     memory_bytes: Count
-    """Of one device; of the host for `cpu`."""
+    """Memory of one device; of the host for `cpu`."""
     link_bytes_per_s: Rate | None = None
-    """What one device was said to move to its neighbours; measured collectives are a share of it. None: not known."""
+    """Nominal bytes/s from one device to its neighbours; measured collectives are a share of it. None: not known."""
     port_bytes_per_s: Rate | None = None
-    """The same across nodes."""
+    """Nominal bytes/s across nodes."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Software and driver."""
+    """Versions of software and driver."""
     products: tuple[ProductTime, ...] = ()
     attention: tuple[AttentionTime, ...] = ()
     copy_bytes_per_s: Rate | None = None
@@ -147,15 +149,15 @@ class MachineProfile:
     pass_bytes_per_s: Rate | None = None
     """Bytes read and written by an element-wise sum of two tensors."""
     adamw_parameters_per_s: Rate | None = None
-    """fp32 parameters that one device's AdamW steps."""
+    """fp32 parameters per second that AdamW updates on one device."""
     launch_seconds: Seconds | None = None
     """Host time to launch one small kernel."""
     collectives: tuple[CollectiveTime, ...] = ()
     host_links: tuple[HostLink, ...] = ()
     interference: tuple[Interference, ...] = ()
     corrections: tuple[Correction, ...] = ()
-    """Runs that were fed back, each once."""
+    """Finished runs used to correct the profile, each once."""
 
     def __hash__(self) -> int:
-        """Of what tells measurements apart: a search looks the same profile up thousands of times."""
+        """Hash of the fields that identify a measurement: a search looks up the same profile thousands of times."""
         return hash((self.date, self.device, self.devices, self.nodes, self.corrections))

@@ -1,4 +1,4 @@
-"""A whole run, resolved: every value known, ready to be written beside the run and sent to its ranks as plain JSON."""
+"""A resolved run: every value is known; it is written beside the run and sent to its ranks as JSON."""
 
 from __future__ import annotations
 
@@ -16,57 +16,58 @@ from meshwright.spec.plan import Plan, PlanPins
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(ModelSpec):
-    """The model, where its dimensions come from and where its weights start."""
+    """The model, the source of its dimensions and its initial weights."""
 
     preset: str | None = None
-    """Public model whose dimensions are taken; other keys beside it change single ones."""
+    """Public model whose dimensions are used; other keys of the section replace single values."""
     init: str = "scratch"
     """Initial weights: `scratch`, `hf:DIR` (a Hugging Face folder) or `checkpoint:DIR` (weights only, optimizer fresh)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Everything one run is."""
+    """A run with all its settings."""
 
     name: str
     """Folder of the run under `runs/`; the file's stem when left out."""
     seed: Annotated[int, Bound(at_least=0, less_than=2**63)] = 0
-    """Initial weights and data order follow from it."""
+    """Seed of the initial weights and of the data order."""
     model: ModelSection
-    """What is trained."""
+    """The model to train."""
     data: DataSpec = field(default_factory=DataSpec)
-    """What it reads."""
+    """The data to read."""
     train: TrainSpec
-    """How it learns."""
+    """Batch, optimizer and training schedule."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
-    """What it runs on; `auto`, also when it is left out, takes what is found."""
+    """The devices; `auto`, also when it is left out, uses the devices of this machine."""
     plan: PlanPins | str = "auto"
-    """How it is laid out: `auto`, a plan file, or pins."""
+    """The parallel layout: `auto`, a plan file, or pins."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
-    """What must survive."""
+    """When checkpoints are written and how many are kept."""
     observe: ObserveSpec = field(default_factory=ObserveSpec)
-    """Where figures go."""
+    """What is measured and where it is logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Which start of a run owns the run's folder, and the process that took it (`durable.lease`)."""
+    """The start of a run that owns the run's folder, and the process that took the lease (`durable.lease`)."""
 
     run_id: str
-    """Random name that the run got at its first start and keeps."""
+    """Random name of the run, drawn at its first start and kept."""
     epoch: int
-    """1 at the run's first start, and one more at each later one."""
+    """1 at the run's first start, plus 1 at each later one."""
     host: str
     boot_id: str
-    """Changes when the host is started again."""
+    """The kernel's boot id, which changes when the host restarts."""
     pid: int
     process_start: int
-    """When the process started, in the kernel's ticks since boot; 0 once the job has ended or where the system does not say it."""
+    """Start time of the process in the kernel's ticks since boot.
+    0 once the job has ended, or where the system does not report it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What every rank of a run is handed: the run, its plan, its folder, its lease, and what to trace."""
+    """The input of every rank of a run: run, plan, folder, lease, and the steps to trace."""
 
     run: RunSpec
     plan: Plan
@@ -74,7 +75,7 @@ class Assignment:
     lease: Lease
     """The start of the run that these ranks belong to; they commit checkpoints while it owns the folder."""
     profile: tuple[int, int] | None = None
-    """First and last step whose trace is written, both included."""
+    """First and last step whose profiler trace is written, both included."""
     timeline: tuple[int, int] | None = None
     """First and last step whose timeline is written, both included."""
 

@@ -24,9 +24,11 @@ SYSFS = Path("/sys")
 
 def keep_to_own_cores(world: World) -> None:
     """Bind this process, all its threads, to its rank's share of the cores that it may run on."""
-    place = world.place
-    addresses = [_pci_address(number) if world.device.type == "cuda" else None for number in range(place.local_ranks)]
-    cores = own_cores(place.local_rank, addresses, os.sched_getaffinity(0))
+    environment = world.environment
+    addresses = [
+        _pci_address(number) if world.device.type == "cuda" else None for number in range(environment.local_ranks)
+    ]
+    cores = own_cores(environment.local_rank, addresses, os.sched_getaffinity(0))
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setaffinity(int(thread), cores)
@@ -43,10 +45,10 @@ def own_cores(local_rank: int, addresses: Sequence[str | None], allowed: set[int
     beside = [rank for rank, cores in enumerate(near) if cores == near[local_rank]]
     first = {core: min(_siblings(core, sysfs), default=core) for core in near[local_rank]}
     ordered = sorted(near[local_rank], key=lambda core: (first[core], core))
-    place, count = beside.index(local_rank), len(beside)
+    position, count = beside.index(local_rank), len(beside)
     if len(ordered) < count:
         return set(ordered)
-    return set(ordered[len(ordered) * place // count : len(ordered) * (place + 1) // count])
+    return set(ordered[len(ordered) * position // count : len(ordered) * (position + 1) // count])
 
 
 def _pci_address(number: int) -> str:

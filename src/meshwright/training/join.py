@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.world import World
-from meshwright.spec.errors import CLASS_OF_CODE
-from meshwright.spec.failures import failure_of
+from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE
+from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.run import Assignment
 
@@ -24,12 +24,12 @@ def agreed_assignment(world: World, prepare: Callable[[], Assignment | None]) ->
     if not world.leads:
         answer = json.loads(_broadcast(world, ""))
         if "error" in answer:
-            raise CLASS_OF_CODE[answer["code"]](f"rank 0 could not prepare the run: {answer['error']}")
+            raise ERROR_CLASS_BY_EXIT_CODE[answer["code"]](f"rank 0 could not prepare the run: {answer['error']}")
         return from_plain(Assignment, answer["assignment"]) if "assignment" in answer else None
     try:
         assignment = prepare()
     except BaseException as error:
-        failure = failure_of(error)
+        failure = as_meshwright_error(error)
         _broadcast(world, json.dumps({"error": str(failure), "code": failure.exit_code}))
         raise
     _broadcast(world, json.dumps({"assignment": to_plain(assignment)} if assignment else {}))

@@ -24,8 +24,8 @@ from typing import NoReturn
 from meshwright.events.messages import Begin, Channel, End, Failure, decode
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, CommunicationFailure, MeshwrightError
-from meshwright.spec.failures import failure_of
-from meshwright.spec.place import Place
+from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.stop import StopRequest
 
 log = logging.getLogger("meshwright")
@@ -39,19 +39,19 @@ DONE_SECONDS = 120.0
 class RankLife:
     """The life of this process as one rank. Make it first: logging, signals and the launcher's messages are handled from then on."""
 
-    def __init__(self, place: Place, stop: StopRequest | None = None) -> None:
+    def __init__(self, environment: RankEnvironment, stop: StopRequest | None = None) -> None:
         """`stop` is set by stop signals; by default it ends training after the running step."""
         end_with_parent()
-        self.place = place
-        self.channel = Channel.of_environment()
-        self.stop = StopRequest.of_rank(place.rank) if stop is None else stop
+        self.environment = environment
+        self.channel = Channel.from_environment()
+        self.stop = StopRequest.for_rank(environment.rank) if stop is None else stop
         self.log_file: Path | None = None
         self._cleanups: list[Callable[[], object]] = []
         self._ending = threading.Lock()
         self._begin: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
         # Without a target it keeps every record, whatever its capacity.
         self._early = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-        _log_through(self._early, first=place.rank == 0)
+        _log_through(self._early, first=environment.rank == 0)
         if self.channel.connected:
             threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -64,11 +64,11 @@ class RankLife:
 
     def log_to(self, folder: Path) -> None:
         """From here on, log to the run's folder; what was logged before is written there first."""
-        file = folder / "logs" / f"rank-{self.place.rank:05d}.log"
+        file = folder / "logs" / f"rank-{self.environment.rank:05d}.log"
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(file, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        _log_through(handler, first=self.place.rank == 0)
+        _log_through(handler, first=self.environment.rank == 0)
         self._early.setTarget(handler)
         self._early.flush()
         self.log_file = file
@@ -94,7 +94,7 @@ class RankLife:
             threading.Event().wait()
         code = EXIT_INTERNAL
         try:
-            failure = None if error is None else failure_of(error)
+            failure = None if error is None else as_meshwright_error(error)
             code = EXIT_DONE if failure is None else failure.exit_code
             if error is not None and failure is not None:
                 self._report(error, failure)
@@ -109,7 +109,7 @@ class RankLife:
         """Tell the launcher before anything else can go wrong, then log the failure with its traceback."""
         self.channel.send(Failure(failure.exit_code, str(failure), str(self.log_file or "")))
         trace = "".join(traceback.format_exception(error))
-        log.error("rank %d: %s", self.place.rank, failure)
+        log.error("rank %d: %s", self.environment.rank, failure)
         log.debug("%s", trace)
         if self.log_file is None and failure.exit_code == EXIT_INTERNAL:
             write_line(trace.rstrip())
@@ -118,7 +118,7 @@ class RankLife:
         """Whether this rank prints the message: not where our launcher does; and of lost peers, once the job is joined, only rank 0."""
         if self.channel.connected:
             return False
-        return self.place.rank == 0 or failure.exit_code != EXIT_COMMUNICATION or self.log_file is None
+        return self.environment.rank == 0 or failure.exit_code != EXIT_COMMUNICATION or self.log_file is None
 
     def _clean_up(self, failure: MeshwrightError | None) -> None:
         """Run the cleanups in a thread, so that one that hangs is left behind."""
@@ -128,7 +128,7 @@ class RankLife:
                 try:
                     self._cleanups.pop()()
                 except BaseException as error:
-                    log.warning("while cleaning up: %s", failure_of(error))
+                    log.warning("while cleaning up: %s", as_meshwright_error(error))
                     log.debug("%s", traceback.format_exc())
 
         thread = threading.Thread(target=run, name="cleanups", daemon=True)

@@ -12,15 +12,14 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
 from meshwright.observe.prediction_account import Account
 from meshwright.optim.schedule import learning_rate
-from meshwright.policies.checkpoint_times import due_after_step
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
 from meshwright.training.accounting import Accounting
 from meshwright.training.evaluate import Evaluation, evaluate
 from meshwright.training.reporting import Reporter
-from meshwright.training.saving import CheckpointTimer, save_checkpoint
+from meshwright.training.saving import Saver
 from meshwright.training.session import Session
 from meshwright.training.step_record import FigureReader, check_finite
-from meshwright.training.stop import FAILED, INTERRUPT, NOT_ASKED, SAVE, StopRequest
+from meshwright.training.stop import FAILED, INTERRUPT, StopRequest
 from meshwright.training.timelines import StepTimelines
 from meshwright.training.tracing import step_trace
 from meshwright.training.train_step import train_step
@@ -41,46 +40,45 @@ class Trained:
 def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     """Run the session's remaining steps.
 
-    Raises Preempted or Interrupted when asked to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is not
-    finite; and OutOfResources, or what else `failure_of` says, when metrics cannot be written, after a checkpoint if there is room for it.
+    Raises Preempted or Interrupted on a request to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is
+    not finite; and the error of `as_meshwright_error` when metrics cannot be written, after a checkpoint if the disk has space for it.
     """
     run, wire = session.run, wire_count(session)
     session.start.end("report")
     figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
     last: Evaluation | None = None
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
-    timer = CheckpointTimer(run.checkpoint)
+    saver = Saver.open(session, reporter)
 
     def flag() -> int:
         """What this rank asks of all ranks at the end of the running step."""
-        if reporter.failure:
-            return FAILED
-        return stop.flag or (SAVE if session.world.leads and timer.due() else NOT_ASKED)
+        return (FAILED if reporter.failure else stop.flag) + saver.flag()
 
     _note_new_length(session, reporter)
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
-            _one_step(session, loader, figures, accounting, step, flag)
+            _one_step(session, loader, figures, accounting, saver, step, flag)
             trace.end_step(step)
             accounting.end_step(step, timelines.summary)
             ends = step == run.train.steps
             validates = ends or _due(run.train.validate_every, step)
-            saves = due_after_step(run.checkpoint, step, run.train.steps) or figures.stop_flag == SAVE
-            if validates or saves or timelines.writes_after(step) or figures.stop_flag:
-                _read(session, figures, accounting)
-            if figures.stop_flag > SAVE:
-                _stop(session, figures.stop_flag, reporter)
+            saves = saver.due(step, figures.flags)
+            pauses = timelines.writes_after(step) or validates or (saves and saver.blocks(step))
+            if pauses or figures.flags.stop:
+                _read(session, figures, accounting, saver)
+            if figures.flags.stop:
+                _stop(session, figures.flags.stop, reporter, saver)
             if validates:
                 last = _validate(session, reporter)
             if saves:
-                save_checkpoint(session, reporter)
-                timer.restart()
-                figures.stop_flag = NOT_ASKED
+                saver.save(step)
             if _due(run.train.gc_every, step):
                 gc.collect()
             timelines.end_step(step)
-            if timelines.writes_after(step) or validates or saves:
+            if pauses:
                 figures.pause()
+            saver.report()
+    saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
     Ranks(session.world.control).together(f"ended after step {session.step}", reporter.check)
     return Trained(last, account)
@@ -154,6 +152,7 @@ def _one_step(
     loader: Loader,
     figures: FigureReader,
     accounting: Accounting,
+    saver: Saver,
     step: int,
     flag: Callable[[], int],
 ) -> None:
@@ -175,20 +174,21 @@ def _one_step(
     session.step = step
     host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
     for record in figures.push(step, result, host):
-        _report(session, accounting, record)
+        _report(session, accounting, saver, record)
 
 
-def _read(session: Session, figures: FigureReader, accounting: Accounting) -> None:
+def _read(session: Session, figures: FigureReader, accounting: Accounting, saver: Saver) -> None:
     """Catch up with the device, so that every launched step is reported."""
     session.recorder.wait()
     for record in figures.drain():
-        _report(session, accounting, record)
+        _report(session, accounting, saver, record)
 
 
-def _report(session: Session, accounting: Accounting, record: dict) -> None:
+def _report(session: Session, accounting: Accounting, saver: Saver, record: dict) -> None:
     session.tokens = record["tokens"]
     accounting.step({**record, "phases": session.recorder.step_times(record["step"])})
     check_finite(record)
+    saver.read(record)
 
 
 def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
@@ -206,13 +206,18 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
     return result
 
 
-def _stop(session: Session, flag: int, reporter: Reporter) -> None:
+def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None:
     """End the run after this step, on all ranks, with a checkpoint if it writes any."""
     checkpoint, where = session.run.checkpoint, f"after step {session.step}"
     if checkpoint.every or checkpoint.at_end:
         try:
-            save_checkpoint(session, reporter)
-            where += "; run it again (without --fresh) to continue from its checkpoint"
+            if saver.save(session.step, limit=checkpoint.grace_seconds):
+                where += "; run it again (without --fresh) to continue from its checkpoint"
+            else:
+                where += (
+                    f"; its checkpoint is not complete after checkpoint.grace_seconds ({checkpoint.grace_seconds:g})"
+                )
+            saver.close()
         except MeshwrightError as error:
             if flag < FAILED:
                 raise

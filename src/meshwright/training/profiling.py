@@ -14,16 +14,16 @@ import torch
 
 from meshwright.config.load import load_plan, load_resolved
 from meshwright.config.profile_file import to_json
-from meshwright.costs.work import Work, step_work
 from meshwright.observe.environment import environment
 from meshwright.parallel.world import join
 from meshwright.profile.measure import measure
 from meshwright.profile.team import Team
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
-from meshwright.spec.place import Place
 from meshwright.spec.profile import MachineProfile
+from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.worker import answer_as_rank
+from meshwright.workload.device_work import Work, step_work
 
 TIMEOUT_SECONDS = 300
 SAID = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "cudnn", "nccl", "driver", "system")
@@ -40,12 +40,12 @@ class ProfileJob:
     """Folder of a run whose shapes are measured, in place of a choice for all."""
 
 
-def measured_by(job: ProfileJob, place: Place) -> MachineProfile:
+def measured_by(job: ProfileJob, environment: RankEnvironment) -> MachineProfile:
     """Be one rank of the job, from joining to leaving; one rank alone joins nothing."""
-    if place.ranks == 1:
+    if environment.ranks == 1:
         device = torch.device("cpu") if job.cluster.is_cpu else torch.device("cuda", 0)
         return measure(Team(device), job.cluster, _versions(), job.seconds, _work(job))
-    world = join(place, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
+    world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
     versions = _versions() if world.leads else {}
     answer = measure(Team(world.device, world), job.cluster, versions, job.seconds, _work(job))
     world.leave()
@@ -67,8 +67,8 @@ def _versions() -> dict[str, str]:
 def main() -> None:
     """Entry of a locally launched rank; rank 0 writes the answer."""
 
-    def answer(question: str, place: Place) -> str:
-        return to_json(measured_by(from_plain(ProfileJob, json.loads(question)), place))
+    def answer(question: str, environment: RankEnvironment) -> str:
+        return to_json(measured_by(from_plain(ProfileJob, json.loads(question)), environment))
 
     answer_as_rank(answer)
 

@@ -15,20 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.events.start import StartClock
-from meshwright.spec.place import Place
+from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.lifecycle import RankLife
 
 
 def main() -> None:
-    clock = StartClock.of_rank()
-    life = RankLife(Place.from_environment())
+    clock = StartClock.for_rank()
+    life = RankLife(RankEnvironment.from_environment())
     import_all(sys.argv[1] == "cuda")
     from meshwright.training import worker
 
     clock.end("imports")
     file = life.wait_for_assignment()
-    if life.place.rank:
-        _write_to(file.parent / "logs" / f"rank-{life.place.rank:05d}.log")
+    if life.environment.rank:
+        _write_to(file.parent / "logs" / f"rank-{life.environment.rank:05d}.log")
     worker.main(life, file, clock)
 
 
@@ -59,11 +59,11 @@ def _begin_device() -> None:
     """Open the rank's device in a thread: the driver takes seconds for it and holds no lock of Python's meanwhile."""
     import torch
 
-    place = Place.from_environment().local_rank
+    local_rank = RankEnvironment.from_environment().local_rank
 
     def begin() -> None:
-        if place < torch.cuda.device_count():  # else joining says what is wrong
-            torch.empty(1, device=torch.device("cuda", place))
+        if local_rank < torch.cuda.device_count():  # else joining says what is wrong
+            torch.empty(1, device=torch.device("cuda", local_rank))
 
     threading.Thread(target=begin, name="device", daemon=True).start()
 

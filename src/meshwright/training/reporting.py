@@ -17,7 +17,7 @@ from meshwright.observe.prediction_account import Account
 from meshwright.observe.run_progress import Progress
 from meshwright.observe.sinks import SinkThread, open_sinks
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.failures import failure_of
+from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import to_plain
 from meshwright.training.evaluate import Evaluation
 from meshwright.training.session import Session
@@ -63,7 +63,11 @@ class Reporter:
         try:
             yield
         except (OSError, MeshwrightError) as error:
-            self.failure = self.failure or failure_of(error)
+            self.failure = self.failure or as_meshwright_error(error)
+
+    def fail(self, failure: MeshwrightError) -> None:
+        """End the run after the step, on all ranks, for a failure that is no rank's own."""
+        self.failure = self.failure or failure
 
     def check(self) -> None:
         """Raise this rank's failure, if it has any."""

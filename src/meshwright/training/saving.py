@@ -1,14 +1,29 @@
-"""When a run writes checkpoints, and what beside its tensors goes into one."""
+"""When a run writes checkpoints, what beside its tensors goes into one, and whether training waits meanwhile."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from meshwright.policies.checkpoint_times import due_by_clock
+from meshwright.checkpoint.background import BackgroundSaver, RankState, SaveResult, memory_obstacle
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.state import encode_plain
+from meshwright.policies.checkpoint_times import due_after_step, due_by_clock
+from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.job import CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
+from meshwright.training.stop import BUSY, NOT_ASKED, SAVE, StopFlags
+
+ASYNC_BYTES = 32 << 20
+"""`checkpoint.mode: auto` writes smaller states of a rank while training waits, which takes less than arranging for more."""
+WAIT_SECONDS = 2.0
+"""How long the first rank waits for the end of a save before it tells the other ranks that it still waits."""
+
+log = logging.getLogger("meshwright")
 
 
 class CheckpointTimer:
@@ -28,18 +43,200 @@ class CheckpointTimer:
         self._since, self._written = time.monotonic(), self._written + 1
 
 
-def save_checkpoint(session: Session, reporter: Reporter) -> None:
-    """Write a checkpoint of the current step, unless the step is there already; then keep the newest ones only. Collective."""
-    started = time.perf_counter()
-    run = session.run
-    state = run_state(session.step, run.train, session.tokens, session.data.record())
-    with session.recorder.span("checkpoint"):
-        saved = session.store.save(session.step, session.state(), state, _texts(session))
-        session.store.retain(run.checkpoint.keep)
-    if saved.written:
-        seconds = time.perf_counter() - started
-        text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
-        reporter.checkpoint(session.step, saved.path, text)
+class Saver:
+    """The checkpoints of one start, written beside training or, where that is not possible, while training waits.
+
+    Ranks decide alike, from the step and the flags of steps that all of them have read; the first rank's flags say whether a save is in
+    flight.
+    """
+
+    def __init__(self, session: Session, reporter: Reporter, background: BackgroundSaver | None) -> None:
+        self._session, self._reporter = session, reporter
+        self._background, self._ready = background, False
+        self._ranks = Ranks(session.world.control)
+        self._timer = CheckpointTimer(session.run.checkpoint)
+        self._began = self._committed = self._read = 0
+        """Steps: of the last save that began, of the last that this start committed, and of the last step line."""
+        self._tokens = session.tokens
+        self._skipped = 0
+
+    @classmethod
+    def open(cls, session: Session, reporter: Reporter) -> Saver:
+        """The saver of a session whose state has its final memory. Collective."""
+        spec = session.run.checkpoint
+        if spec.mode == "sync" or not spec.every or session.step >= session.run.train.steps:
+            return cls(session, reporter, None)
+        ranks, optimizer = Ranks(session.world.control), session.optimizer
+        state = RankState(
+            session.state(), optimizer.snapshot_groups(), optimizer.parameter_of_state(), optimizer.finish_host_copies
+        )
+        largest = max(
+            ranks.together("planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values()))
+        )
+        if spec.mode == "auto" and largest < ASYNC_BYTES:
+            log.info("checkpoints are written while training waits: a rank's state is small (%d bytes)", largest)
+            return cls(session, reporter, None)
+        background = BackgroundSaver(
+            session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
+            local_ranks=session.world.environment.local_ranks, parent=session.step or None,
+        )  # fmt: skip
+        obstacle = memory_obstacle(background.layout, ranks, session.world.environment.local_ranks)
+        if obstacle is not None:
+            reporter.say(f"checkpoints are written while training waits: {obstacle}")
+            return cls(session, reporter, None)
+        reporter.say(
+            f"checkpoints are written beside training, from {background.layout.bytes / 1e9:.2f} GB of host memory a rank"
+        )
+        return cls(session, reporter, background)
+
+    def flag(self) -> int:
+        """What this rank tells all ranks of saves at the end of the running step."""
+        if not self._session.world.leads:
+            return NOT_ASKED
+        busy = self._background is not None and self._background.in_flight
+        return (BUSY if busy else NOT_ASKED) + (SAVE if self._timer.due() else NOT_ASKED)
+
+    def due(self, step: int, flags: StopFlags) -> bool:
+        """Whether a save begins now, after `step`; one that is due while another is in flight is skipped and counted."""
+        train = self._session.run.train
+        if not due_after_step(self._session.run.checkpoint, step, train.steps):
+            return flags.saves and flags.step > self._began and not self._busy(flags)
+        if step == train.steps or not self._busy(flags):
+            return True
+        self._skipped += 1
+        return False
+
+    def blocks(self, step: int) -> bool:
+        """Whether the save after `step` waits for its commit."""
+        return self._background is None or step == self._session.run.train.steps
+
+    def read(self, record: Mapping[str, Any]) -> None:
+        """A step's line was read: its token count completes the save that began after the step."""
+        self._read, self._tokens = record["step"], record["tokens"]
+        if self._background is not None:
+            self._background.prepare()
+            self._describe()
+
+    def save(self, step: int, *, limit: float | None = None) -> bool:
+        """Save the state after `step`, the current one, unless that is done; then keep the newest checkpoints only. Collective.
+
+        A save that does not block returns once it has begun. One that does raises its failure; it returns False when it did not end within
+        `limit` seconds, where that is given.
+        """
+        self._timer.restart()
+        if self._background is not None and not self._ready and limit is None:
+            self._make_ready()
+        if self._background is None or not self._ready:
+            self._write(step)
+            return True
+        waits = limit is not None or step == self._session.run.train.steps
+        return self._finish(self._background, step, limit) if waits else self._begin(self._background, step)
+
+    def report(self) -> None:
+        """Report a background save that has ended."""
+        result = self._background.result() if self._background is not None else None
+        if result is None:
+            return
+        if result.failure is None:
+            self._report_commit(result)
+        elif isinstance(result.failure, BadInput):
+            self._reporter.fail(result.failure)
+        else:
+            self._reporter.event(self._session.step, f"no checkpoint of step {result.step}: {result.failure}")
+
+    def close(self) -> None:
+        """Let the writer finish what it has and end."""
+        if self._background is not None:
+            self._background.close()
+
+    def _busy(self, flags: StopFlags) -> bool:
+        """Whether a save is in flight as far as all ranks know: also while the first rank's answer since the last save is on its way."""
+        return self._background is not None and self._began > 0 and (flags.busy or flags.step <= self._began)
+
+    def _make_ready(self) -> None:
+        assert self._background is not None
+        try:
+            self._background.agree_on_readiness()
+            self._ready = True
+        except MeshwrightError as error:
+            self._reporter.event(self._session.step, f"checkpoints are written while training waits: {error}")
+            self._background = None
+
+    def _begin(self, background: BackgroundSaver, step: int) -> bool:
+        self.report()
+        self._began = step
+        self._session.optimizer.protect(background.begin(step))
+        self._describe()
+        return True
+
+    def _describe(self) -> None:
+        """Give the background save that began its plain files, once the step's tokens are known."""
+        if self._background is not None and self._began == self._read:
+            self._background.describe(self._began, self._plain(self._began, self._tokens))
+
+    def _plain(self, step: int, tokens: int) -> Callable[[], dict[str, bytes]]:
+        run, session = self._session.run, self._session
+        if not session.world.leads:
+            return dict
+        state = run_state(step, run.train, tokens, session.data.record())
+        return lambda: encode_plain(state, _texts(session))
+
+    def _finish(self, background: BackgroundSaver, step: int, limit: float | None) -> bool:
+        """Wait for the save in flight, begin that of `step` unless it is this one, and wait for its commit."""
+        deadline = None if limit is None else time.monotonic() + limit
+        if not self._wait(background, step, deadline):
+            return False
+        self.report()
+        committed = self._ranks.from_first(f"saving step {step}", lambda: self._committed)
+        if committed == step:
+            return True
+        self._begin(background, step)
+        if not self._wait(background, step, deadline):
+            return False
+        result = self._ranks.from_first(f"saving step {step}", lambda: _raise_failure(background.result()))
+        if result is not None:
+            self._report_commit(result)
+        return True
+
+    def _wait(self, background: BackgroundSaver, step: int, deadline: float | None) -> bool:
+        """Wait until the first rank has no save in flight; False when that is so at the deadline no more. Collective."""
+        while True:
+            left = WAIT_SECONDS if deadline is None else min(WAIT_SECONDS, deadline - time.monotonic())
+            ended, more = self._ranks.from_first(
+                f"saving step {step}", lambda left=left: (background.wait(max(0.0, left)), left > 0)
+            )
+            if ended or not more:
+                return ended
+
+    def _report_commit(self, result: SaveResult) -> None:
+        if result.path is None or result.seconds is None:
+            return
+        self._committed = result.step
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result.seconds.items())
+        text = f"checkpoint {result.path.name}: {result.bytes / 1e6:,.0f} MB beside training (seconds: {phases})"
+        if self._skipped:
+            text += f"; {self._skipped} saves that were due meanwhile were skipped"
+        self._skipped = 0
+        self._reporter.checkpoint(result.step, result.path, text)
+
+    def _write(self, step: int) -> None:
+        """Write a checkpoint while training waits."""
+        started, session = time.perf_counter(), self._session
+        self._began = step
+        state = run_state(step, session.run.train, session.tokens, session.data.record())
+        with session.recorder.span("checkpoint"):
+            saved = session.store.save(step, session.state(), state, _texts(session))
+            session.store.retain(session.run.checkpoint.keep)
+        if saved.written:
+            seconds = time.perf_counter() - started
+            text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
+            self._reporter.checkpoint(step, saved.path, text)
+
+
+def _raise_failure(result: SaveResult | None) -> SaveResult | None:
+    if result is not None and result.failure is not None:
+        raise result.failure
+    return result
 
 
 def _texts(session: Session) -> dict[str, str]:

@@ -18,8 +18,8 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import DataSpec
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.place import Place
 from meshwright.spec.plan import Plan
+from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.evaluate import Evaluation, HeldOut, evaluate
 from meshwright.training.generate import Sampling, generate_under_plan
 from meshwright.training.run_state import load_initial
@@ -96,9 +96,9 @@ def answered(job: SpreadJob, world: World) -> Answer:
     return Answer(tokens=tokens, evaluation=measured)
 
 
-def join_and_answer(job: SpreadJob, place: Place) -> Answer:
+def join_and_answer(job: SpreadJob, environment: RankEnvironment) -> Answer:
     """Be one rank of the job, from joining to leaving."""
-    world = join(place, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
+    world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
     answer = answered(job, world)
     world.leave()
     return answer
@@ -107,8 +107,8 @@ def join_and_answer(job: SpreadJob, place: Place) -> Answer:
 def main() -> None:
     """Entry of a locally launched rank; rank 0 writes the answer."""
 
-    def answer(question: str, place: Place) -> str:
-        return json.dumps(to_plain(join_and_answer(from_plain(SpreadJob, json.loads(question)), place)))
+    def answer(question: str, environment: RankEnvironment) -> str:
+        return json.dumps(to_plain(join_and_answer(from_plain(SpreadJob, json.loads(question)), environment)))
 
     answer_as_rank(answer)
 

@@ -16,6 +16,7 @@ from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
+from meshwright.training.stop import StopFlags
 from meshwright.training.train_step import StepFigures
 from meshwright.training.wire_count import WireCount
 
@@ -45,7 +46,7 @@ class FigureReader:
         seq_len = run.train.seq_len
         self._flops = {causal: flops_per_token(run.model, seq_len, causal=causal) for causal in (True, False)}
         self._peak = run.cluster.peak_flops(plan.precision.compute)
-        self.stop_flag = 0
+        self.flags = StopFlags()
 
     def push(self, step: int, figures: StepFigures, host: dict[str, Any]) -> list[dict[str, Any]]:
         """Take a launched step's figures; returns the records that are complete now."""
@@ -79,7 +80,7 @@ class FigureReader:
         loss, norm, valid, token_sum, flag, *routing = pending.values.tolist()
         seconds = self._clock.seconds(self._last_end, pending.end)
         self._last_end = pending.end
-        self.stop_flag = int(flag)
+        self.flags = StopFlags(pending.step, int(flag))
         self._tokens += int(valid)
         rate = self._run.train.global_batch * self._run.train.seq_len / seconds
         each = rate / self._run.cluster.ranks

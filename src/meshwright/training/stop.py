@@ -9,17 +9,42 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from meshwright.checkpoint.verify import where_it_continues
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
-from meshwright.spec.place import stop_signals
+from meshwright.spec.rank_environment import stop_signals
 
-NOT_ASKED, SAVE, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 1 << 21, 1 << 42
+NOT_ASKED, SAVE, BUSY, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 4, 1 << 22, 1 << 43
 """Values of the flag. They are summed over ranks; up to a million ranks may be preempted without looking interrupted, and so on.
-SAVE asks for a checkpoint and no stop, and comes from the first rank alone; FAILED means that a rank cannot write its reports."""
+SAVE asks for a checkpoint and BUSY says that one is being written: they ask for no stop, are added to other values, and come from the
+first rank alone. FAILED means that a rank cannot write its reports."""
+
+
+@dataclass(frozen=True)
+class StopFlags:
+    """What all ranks together said at the end of `step`."""
+
+    step: int = 0
+    total: int = NOT_ASKED
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is due by the first rank's clock."""
+        return bool(self.total & SAVE)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the first rank still had a save in flight."""
+        return bool(self.total & BUSY)
+
+    @property
+    def stop(self) -> int:
+        """NOT_ASKED, or at least PREEMPT, INTERRUPT or FAILED."""
+        return self.total & ~(SAVE | BUSY)
 
 
 class StopRequest:
@@ -32,7 +57,7 @@ class StopRequest:
         """The run's, once it is known."""
 
     @classmethod
-    def of_rank(cls, rank: int) -> StopRequest:
+    def for_rank(cls, rank: int) -> StopRequest:
         """One that listens; the first rank's tells the terminal."""
         stop = cls() if rank else cls(_to_terminal)
         stop.listen()

@@ -57,7 +57,9 @@ def train_step(
         norm.copy_(gradient_norm(local_gradients(engine.model, engine.copied), mesh.one_copy, mesh.device))
 
     def update() -> None:
-        optimizer.step(learning_rate, norm, clip_factor(norm, clip_norm), recorder.aside if recorder.detail else None)
+        optimizer.step(
+            learning_rate, norm, clip_factor(norm, clip_norm), recorder.concurrent_span if recorder.detail else None
+        )
 
     closing: Closing = {"norm_barrier": measure, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)

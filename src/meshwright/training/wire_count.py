@@ -67,7 +67,7 @@ def wire_count(session: Session) -> WireCount | None:
     interface = interface_between_nodes(cluster)
     if interface is None:
         return None
-    from meshwright.costs.traffic import cross_node_bytes  # the cost model, which most runs start without
+    from meshwright.workload.cross_node_bytes import cross_node_bytes  # the cost model, which most runs start without
 
     found = cross_node_bytes(
         session.run.model,
@@ -77,7 +77,7 @@ def wire_count(session: Session) -> WireCount | None:
         collective_counts(session.engine.training),
         masked=session.run.data.document_mask,
     )
-    counts = world.place.local_rank == 0
+    counts = world.environment.local_rank == 0
     counting = Traffic.start(interface) if counts else None
     return WireCount(found.total, cluster.nodes, counting, missing=counts and counting is None)
 

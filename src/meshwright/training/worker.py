@@ -19,7 +19,7 @@ from meshwright.events.start import StartClock
 from meshwright.parallel.world import World, join
 from meshwright.spec.errors import Interrupted
 from meshwright.spec.fields import to_plain
-from meshwright.spec.place import Place, stop_signals
+from meshwright.spec.rank_environment import RankEnvironment, stop_signals
 from meshwright.spec.run import Assignment
 from meshwright.training.cores import keep_to_own_cores
 from meshwright.training.lifecycle import RankLife
@@ -37,7 +37,7 @@ def main(life: RankLife, file: Path, clock: StartClock) -> NoReturn:
         life.log_to(Path(assignment.folder))
         clock.end("plan")
         run = assignment.run
-        world = join(life.place, run.cluster, timeout_seconds=run.train.timeout_seconds)
+        world = join(life.environment, run.cluster, timeout_seconds=run.train.timeout_seconds)
         clock.end("join")
         run_rank(assignment, world, life, clock)
         world.leave()
@@ -45,19 +45,19 @@ def main(life: RankLife, file: Path, clock: StartClock) -> NoReturn:
     life.run(work)
 
 
-def answer_as_rank(answer: Callable[[str, Place], str]) -> NoReturn:
+def answer_as_rank(answer: Callable[[str, RankEnvironment], str]) -> NoReturn:
     """Be one locally launched rank that answers one question: `argv` names the file of the question and that of the answer, which rank 0
     writes. A stop signal interrupts it."""
     question, destination = map(Path, sys.argv[1:])
-    life = RankLife(Place.from_environment(), StopRequest())
+    life = RankLife(RankEnvironment.from_environment(), StopRequest())
     for number in stop_signals():
         signal.signal(number, _interrupted)
 
     def work() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
         life.log_to(question.parent)
-        text = answer(question.read_text(encoding="utf-8"), life.place)
-        if life.place.rank == 0:
+        text = answer(question.read_text(encoding="utf-8"), life.environment)
+        if life.environment.rank == 0:
             write_durable(destination, text)
 
     life.run(work)

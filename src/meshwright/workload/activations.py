@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import stage_table
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import REPEATING, Linear, Plan, Recompute
+from meshwright.spec.plan import RECOMPUTES_PRODUCTS, Linear, Plan, Recompute
 from meshwright.workload.dtypes import bytes_of, low_share
 from meshwright.workload.groups import context_size, experts_over
 
@@ -28,7 +28,7 @@ def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, *, away: bo
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
     elements, strategies = elements_kept(model, plan), plan.strategies(model.layers)
-    left = [kept if one.activations_away == away else 0.0 for kept, one in zip(elements, strategies, strict=True)]
+    left = [kept if one.activations_offloaded == away else 0.0 for kept, one in zip(elements, strategies, strict=True)]
     each = tokens_of(train, plan) * bytes_of(plan.precision.compute)
     return tuple(each * sum(left[stage.start : stage.stop]) for stage in stages)
 
@@ -65,7 +65,7 @@ def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: floa
     """Elements that autograd keeps of block `layer` for one token; inputs of products count `low`."""
     query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = query + 2 * kv
-    if recompute in REPEATING:
+    if recompute in RECOMPUTES_PRODUCTS:
         return model.hidden + (query if recompute == "all_but_attention" else 0)
     wide, inner, routed = _feed_forward(model, layer)
     if recompute == "selective":

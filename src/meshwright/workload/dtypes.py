@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision, ReduceEngine
+from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision
 from meshwright.workload.groups import shard_size
 
 Array = Any
@@ -42,10 +40,3 @@ def summed_by_products(plan: Plan, layer: int, layers: int) -> bool:
     """Whether the products that make the weight gradients of a block's linear layers add them to those of earlier micro-batches."""
     summed = added_up(plan, plan.strategy(layer, layers)) or (plan.batch.accumulate > 1 and shard_size(plan) == 1)
     return summed and plan.linear(layer, layers) == "compute"
-
-
-def sent_width(precision: Precision, engine: ReduceEngine, added: Array) -> Array:
-    """Bytes of a gradient while it is summed over several shards by the plan's `engine`: in the format of the sum, or exchanged as it was
-    computed where that is no wider and nothing was `added` to it."""
-    wide = bytes_of(precision.reduce)
-    return np.where(added, wide, min(wide, bytes_of(precision.compute))) if engine == "exchange" else wide

@@ -45,8 +45,8 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
     held_ends = [
         parameter
         for parameter in end_parameters(model)
-        if (0 in layers and parameter.at_front)
-        or (has_head and (not parameter.at_front or (model.tied and parameter.name == "embed.weight")))
+        if (0 in layers and parameter.before_blocks)
+        or (has_head and (not parameter.before_blocks or (model.tied and parameter.name == "embed.weight")))
     ]
     together = model.tied and 0 in layers  # one unit for both ends
     names_of_head = ("embed", "positions", "norm", "head") if together else ("norm", "head", *["embed"][: model.tied])

@@ -1,0 +1,262 @@
+"""Asynchronous saves of one rank: a snapshot is staged into the arena beside training, and the writer process brings it to storage.
+
+All ranks begin a save after the same step and agree on nothing else while they train: the attempt's name follows from the lease's epoch
+and the number of the save, and the writers meet on the storage. At most one save is in flight; the first rank knows when it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.arena import Arena, available_host_memory
+from meshwright.checkpoint.layout import FileLayout, plan_layout
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.staging import Copies, Stager, StagingBuffer
+from meshwright.checkpoint.writer import Save, Setup, encoded_contents
+from meshwright.checkpoint.writer_process import WriterProcess
+from meshwright.spec.errors import MeshwrightError, OutOfResources
+from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.run import Lease
+from meshwright.state.parts import StateParts
+
+RESERVED_SHARE = 0.1
+"""Part of the available host memory that arenas leave free."""
+PREPARE_SECONDS = 120.0
+"""How long the first save waits for the arena."""
+
+log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How the save of `step` ended on this rank: a failure, or (on the first rank) the checkpoint's folder and figures.
+
+    `seconds` has the phases `staging`, `writing` and `commit`; None, as `path`, on other ranks.
+    """
+
+    step: int
+    failure: MeshwrightError | None = None
+    path: Path | None = None
+    bytes: int = 0
+    seconds: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank's tensors, whose memory stays where it is, and how its optimizer updates them.
+
+    `groups` are parameters in the order of their update, `parameter_of` names the parameter of each tensor, and
+    `host_state_is_written` returns when an update's results are in host memory.
+    """
+
+    tensors: Mapping[str, StateParts]
+    groups: Sequence[Sequence[str]]
+    parameter_of: Mapping[str, str]
+    host_state_is_written: Callable[[], object]
+
+
+class BackgroundSaver:
+    """The asynchronous saves of a start. Construction, `agree_on_readiness` and `begin` are collective, other methods are not."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        state: RankState,
+        device: torch.device,
+        *,
+        lease: Lease,
+        keep: int,
+        local_ranks: int,
+        parent: int | None = None,
+        **limits: float,
+    ) -> None:
+        """`limits` are the time limits of `WriterProcess`."""
+        self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
+        self.layout = plan_layout(ranks, state.tensors)
+        self._setup = Setup(
+            folder=str(folder),
+            rank=ranks.rank,
+            ranks=ranks.size,
+            rows=[[row.key, row.dtype, list(row.shape)] for row in self.layout.rows],
+            contents=encoded_contents(self.layout.contents),
+            lease=asdict(lease),
+            keep=keep,
+            threads=writer_threads(local_ranks),
+            torch_version=str(torch.__version__),
+            parent=parent,
+        )
+        self._limits = limits
+        self._arena: Arena | None = None
+        self._stager: Stager | None = None
+        self.writer: WriterProcess | None = None
+        self._prepared: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._saves = 0
+        self._current: _SaveInFlight | None = None
+
+    def prepare(self) -> None:
+        """Allocate the arena and start the writer in a thread; a second call does nothing."""
+        if self._prepared is None:
+            self._prepared = threading.Thread(target=self._prepare, name="arena", daemon=True)
+            self._prepared.start()
+
+    def agree_on_readiness(self) -> None:
+        """Wait until the arena and the writer of every rank are ready; raises the same error on all ranks where one is not."""
+        self.prepare()
+
+        def check() -> None:
+            assert self._prepared is not None
+            self._prepared.join(PREPARE_SECONDS)
+            if self._prepared.is_alive():
+                raise OutOfResources(f"the arena was not ready within {PREPARE_SECONDS:.0f} s")
+            if self._failure is not None:
+                raise self._failure
+
+        self._ranks.together("preparing checkpoints", check)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether this rank's part of a save is not finished."""
+        return self._current is not None and not self._current.ended
+
+    def begin(self, step: int) -> Copies:
+        """Begin the save of the state after `step`, which is the last step given to the device. `describe` completes it.
+
+        The state may change behind the copies that are returned. A save of this rank that is still in flight has failed elsewhere and is
+        given up.
+        """
+        assert self._stager is not None and self._arena is not None and self.writer is not None, (
+            "agree_on_readiness first"
+        )
+        if self._current is not None:
+            self._current.give_up()
+        self._saves += 1
+        generation = self._arena.begin_snapshot()
+        copies = self._stager.start(self._state.host_state_is_written)
+        attempt = f"{self._lease.epoch}-{self._saves:08x}"
+        save = Save(step=step, attempt=attempt, generation=generation, staging_seconds=0.0)
+        self._current = _SaveInFlight(save, copies, self._arena, self.writer)
+        return copies
+
+    def describe(self, step: int, plain: Callable[[], Mapping[str, bytes]]) -> None:
+        """Give the first rank's plain files of the save of `step`, which are made in another thread; other ranks give none.
+
+        Without this call the snapshot is not written.
+        """
+        if self._current is not None and self._current.save.step == step:
+            self._current.describe(plain)
+
+    def result(self) -> SaveResult | None:
+        """The result of the last save, once; None while there is none."""
+        return None if self._current is None else self._current.take_result()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until no save of this rank is in flight; returns whether that is so after `seconds` at most."""
+        return self._current is None or self._current.join(seconds)
+
+    def close(self) -> None:
+        """Let the writer finish what it has and end."""
+        if self.writer is not None:
+            self.writer.close()
+
+    def _prepare(self) -> None:
+        try:
+            self._arena = Arena.create(self.layout.bytes)
+            buffer = StagingBuffer(self._arena, self._device)
+            buffer.prepare()
+            self._stager = Stager(self.layout, buffer, self._state.groups, self._state.parameter_of)
+            self.writer = WriterProcess(self._arena, self._setup, **self._limits)
+            self.writer.start()
+        except Exception as error:
+            self._failure = error
+
+
+class _SaveInFlight:
+    """One save of one rank, followed by a thread from its copies to the writer's last reply."""
+
+    def __init__(self, save: Save, copies: Copies, arena: Arena, writer: WriterProcess) -> None:
+        self.save = save
+        self._copies, self._arena, self._writer = copies, arena, writer
+        self._began = time.perf_counter()
+        self._described = threading.Event()
+        self._plain: Callable[[], Mapping[str, bytes]] = dict
+        self._given_up = False
+        self._result: SaveResult | None = None
+        self._thread = threading.Thread(target=self._follow, name="save", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def describe(self, plain: Callable[[], Mapping[str, bytes]]) -> None:
+        if not self._described.is_set():
+            self._plain = plain
+            self._described.set()
+
+    def give_up(self) -> None:
+        """Stop a save that is still in flight: end its writer, which another one replaces."""
+        if not self.ended:
+            self._given_up = True
+            self._described.set()
+            self._writer.kill()
+            self._thread.join()
+
+    def join(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return self.ended
+
+    def take_result(self) -> SaveResult | None:
+        result, self._result = self._result, None
+        return result
+
+    def _follow(self) -> None:
+        step = self.save.step
+        try:
+            self._copies.join()
+            staging = time.perf_counter() - self._began
+            self._arena.complete_snapshot()
+            self._described.wait()
+            if self._given_up:
+                return
+            plain = {name: data.decode() for name, data in self._plain().items()}
+            complete = replace(self.save, staging_seconds=staging, plain=plain)
+            self._writer.save(complete, self._committed)
+            self._result = self._result or SaveResult(step)
+        except Exception as error:
+            failure = as_meshwright_error(error, "" if isinstance(error, MeshwrightError) else f"saving step {step}")
+            if not isinstance(error, MeshwrightError):
+                self._writer.discard(self.save)
+            self._result = SaveResult(step, failure=failure)
+
+    def _committed(self, reply: dict[str, Any]) -> None:
+        self._result = SaveResult(
+            self.save.step, path=Path(reply["path"]), bytes=reply["bytes"], seconds=reply["seconds"]
+        )
+
+
+def memory_obstacle(layout: FileLayout, ranks: Ranks, local_ranks: int) -> str | None:
+    """Why the hosts' memory does not hold the arenas, or None where it does. Collective over `ranks`; the same answer on all."""
+
+    def look() -> tuple[int, int]:
+        return layout.bytes * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
+
+    for need, available in ranks.together("planning checkpoints", look):
+        if need > available:
+            return f"{need / 1e9:.1f} GB of arenas on a host with {available / 1e9:.1f} GB of memory left"
+    return None
+
+
+def writer_threads(local_ranks: int) -> int:
+    """Threads of one writer: its rank's share of the host's processor cores, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks))

@@ -1,0 +1,73 @@
+"""Write a large file from memory by blocks, with several threads, and take its digests on the way. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
+from meshwright.durable.writes import sync_open_file
+
+
+def write_blocks(
+    path: Path, parts: Sequence[memoryview], threads: int, progress: Callable[[int], None] = lambda count: None
+) -> FileRecord:
+    """Write a new file of `parts` one after another, durable on return. `progress` is called with the bytes of each block written.
+
+    Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        size = sum(len(part) for part in parts)
+
+        def write(start: int) -> str:
+            pieces = list(_range(parts, start, min(start + BLOCK_BYTES, size)))
+            digest = xxhash.xxh3_64()
+            for piece in pieces:
+                digest.update(piece)
+            _write_at(descriptor, pieces, start)
+            progress(sum(map(len, pieces)))
+            return digest.hexdigest()
+
+        with ThreadPoolExecutor(threads + 1) as pool:
+            whole = pool.submit(_digest, parts)
+            blocks = tuple(pool.map(write, range(0, size, BLOCK_BYTES)))
+            digest = whole.result()
+        sync_open_file(descriptor, path)
+        return FileRecord(size, digest, blocks)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _range(parts: Sequence[memoryview], start: int, end: int) -> Iterator[memoryview]:
+    """Bytes `start` to `end` of the concatenated parts."""
+    begin = 0
+    for part in parts:
+        first, last = max(start - begin, 0), min(end - begin, len(part))
+        if first < last:
+            yield part[first:last]
+        begin += len(part)
+
+
+def _write_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> None:
+    """Write all of `pieces` from byte `offset` on; a short write is continued."""
+    for piece in pieces:
+        while piece:
+            count = os.pwrite(descriptor, piece, offset)
+            piece, offset = piece[count:], offset + count
+
+
+def _digest(parts: Sequence[memoryview]) -> str:
+    """xxh3_128 of all parts, taken by blocks so that other threads run between them."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        for start in range(0, len(part), BLOCK_BYTES):
+            digest.update(part[start : start + BLOCK_BYTES])
+    return digest.hexdigest()

@@ -1,0 +1,96 @@
+"""The layout of a rank's file, computed once per start: where each piece of state lies follows from the Plan alone.
+
+DCP plans as it does for a save (`checkpoint.storage`), but nothing is written: the planned pieces are kept with their offsets in the file's
+data section, which is also the layout of the arena.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from meshwright.checkpoint.boxed import Boxed
+from meshwright.checkpoint.contents import Contents
+from meshwright.checkpoint.fit import check_storable
+from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.storage import PiecePlanner, ShardWriter, in_file_order, resolved, results_of, shard_name
+from meshwright.state.parts import StateParts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the tensor `name` and its `start` in the data section; `source` is its live memory, as bytes."""
+
+    name: str
+    source: Tensor
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.source.numel()
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """What this rank writes in every save, in the order of its file; `contents`, on the first rank, says where all ranks' pieces lie."""
+
+    rows: tuple[Row, ...]
+    pieces: tuple[Piece, ...]
+    contents: Contents = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+
+def plan_layout(ranks: Ranks, tensors: Mapping[str, StateParts]) -> FileLayout:
+    """This rank's layout for saves of `tensors`, whose memory must stay where it is. Collective over `ranks`.
+
+    Raises what `CheckpointStore.save` raises for tensors that cannot be stored.
+    """
+    doing = "planning checkpoints"
+    ranks.together(doing, lambda: check_storable(tensors))
+    recorder = _LayoutRecorder(ranks.rank)
+    options = {"no_dist": True} if ranks.alone else {"process_group": ranks.group}
+    boxed = {name: Boxed(parts) for name, parts in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        ranks.common(doing, lambda: dcp.save(boxed, storage_writer=recorder, planner=PiecePlanner(), **options))
+    ranks.together(doing, lambda: _reraise(recorder.failure))
+    return FileLayout(tuple(recorder.rows), tuple(recorder.pieces), recorder.contents)
+
+
+class _LayoutRecorder(ShardWriter):
+    """Keeps what DCP would have this rank write."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(Path(), rank, pinned=False)
+        self.rows: list[Row] = []
+        self.pieces: list[Piece] = []
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        items, self.rows = in_file_order(plan)
+        start = 0
+        for item, row in zip(items, self.rows, strict=True):
+            tensor = resolved(planner, item).detach()
+            assert tensor.is_contiguous(), row.key
+            self.pieces.append(Piece(item.index.fqn, tensor.reshape(-1).view(torch.uint8), start))
+            start += row.bytes
+        return results_of(items, self.rows, shard_name(self.rank))
+
+
+def _reraise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure

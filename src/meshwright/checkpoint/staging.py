@@ -1,0 +1,157 @@
+"""Staging: copies of a rank's state into its arena beside the forward and backward passes of the next step.
+
+Copies run group by group; the update of the next step waits for each group before it changes the group's state. State on a CUDA device is
+copied on a stream of its own, with one event a group. State in host memory (a CPU rank's, or an offloaded optimizer's) is copied by a
+thread, with one flag a group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.arena import DATA_OFFSET, Arena
+from meshwright.checkpoint.layout import FileLayout
+from meshwright.spec.errors import OutOfResources
+
+PIN_BYTES = 256 << 20
+"""The arena is page-locked in parts of this size, between which the rank's main thread reaches the driver. No copy crosses two parts."""
+
+Copy = tuple[Tensor, Tensor]
+"""Destination in the arena and source, both as bytes."""
+
+
+class StagingBuffer:
+    """The arena as a tensor, page-locked for a CUDA device."""
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self._device = device
+        # Its storage begins with the first locked part: torch may ask the runtime about the address where a tensor's storage begins.
+        self.data = torch.frombuffer(arena.memory, dtype=torch.uint8, offset=DATA_OFFSET)
+
+    def prepare(self) -> None:
+        """Take the pages from the host, and lock them. Takes seconds for large arenas and holds no lock of Python's meanwhile.
+
+        Raises OutOfResources when the host's memory cannot be locked.
+        """
+        for part in self.data.split(PIN_BYTES):
+            part.zero_()
+            if self._device.type == "cuda":
+                runtime: Any = torch.cuda.cudart()
+                with torch.cuda.device(self._device):
+                    if int(runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 1)):
+                        raise OutOfResources(
+                            f"{self.data.nbytes:,} bytes of host memory for checkpoints could not be pinned; raise the host's limit of "
+                            "locked memory (ulimit -l), or set checkpoint.mode=sync"
+                        )
+
+
+class Stager:
+    """Copies the pieces of `layout` into `buffer`. `groups` are the optimizer's parameters in the order of its update, and `parameter_of`
+    names the parameter of each tensor in the layout."""
+
+    def __init__(
+        self,
+        layout: FileLayout,
+        buffer: StagingBuffer,
+        groups: Sequence[Sequence[str]],
+        parameter_of: Mapping[str, str],
+    ) -> None:
+        self.groups = [tuple(group) for group in groups]
+        group_of = {parameter: number for number, group in enumerate(self.groups) for parameter in group}
+        self._device_copies: list[list[Copy]] = [[] for _ in self.groups]
+        self._host_copies: list[list[Copy]] = [[] for _ in self.groups]
+        for piece in layout.pieces:
+            copies = self._device_copies if piece.source.is_cuda else self._host_copies
+            target = buffer.data[piece.start : piece.end]
+            copies[group_of[parameter_of[piece.name]]] += _within_parts(target, piece.source, piece.start)
+        sources = (source for copies in self._device_copies for _, source in copies)
+        device = next((source.device for source in sources), None)
+        self._stream = None if device is None else torch.cuda.Stream(device)
+
+    def start(self, host_state_is_written: Callable[[], object] = lambda: None) -> Copies:
+        """Start copies of the state as the work given to the device so far leaves it.
+
+        State in host memory is copied once `host_state_is_written` returns, which is called in another thread.
+        """
+        copies = Copies(self.groups)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                for number, group in enumerate(self._device_copies):
+                    for target, source in group:
+                        target.copy_(source, non_blocking=True)
+                    event = torch.cuda.Event(blocking=True)
+                    event.record(self._stream)
+                    copies.device_events[number] = event
+        if any(self._host_copies):
+            thread = threading.Thread(
+                target=self._copy_host_state, args=(copies, host_state_is_written), name="staging", daemon=True
+            )
+            copies.begin_host_copies()
+            thread.start()
+        return copies
+
+    @torch.no_grad()
+    def _copy_host_state(self, copies: Copies, host_state_is_written: Callable[[], object]) -> None:
+        try:
+            host_state_is_written()
+            for number, group in enumerate(self._host_copies):
+                for target, source in group:
+                    _copy(target, source)
+                copies.host_flags[number].set()
+        except BaseException as error:
+            copies.failure = error
+        finally:
+            for flag in copies.host_flags.values():
+                flag.set()
+
+
+class Copies:
+    """Copies that run, as `SnapshotCopies` for the optimizer."""
+
+    def __init__(self, groups: Sequence[tuple[str, ...]]) -> None:
+        self.groups = groups
+        self._group_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
+        self.device_events: dict[int, torch.cuda.Event] = {}
+        self.host_flags: dict[int, threading.Event] = {}
+        self.failure: BaseException | None = None
+
+    def begin_host_copies(self) -> None:
+        """Copies of host memory follow."""
+        self.host_flags = {number: threading.Event() for number in range(len(self.groups))}
+
+    def wait(self, parameters: Iterable[str]) -> None:
+        """See `SnapshotCopies`."""
+        for number in sorted({self._group_of[parameter] for parameter in parameters}):
+            if number in self.host_flags:
+                self.host_flags[number].wait()
+            if number in self.device_events:
+                torch.cuda.current_stream().wait_event(self.device_events[number])
+
+    def join(self) -> None:
+        """Return when all copies are complete; raises what made one fail."""
+        for flag in self.host_flags.values():
+            flag.wait()
+        for event in self.device_events.values():
+            event.synchronize()
+        if self.failure is not None:
+            raise self.failure
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def _within_parts(target: Tensor, source: Tensor, start: int) -> list[Copy]:
+    """A copy to `start` of the arena, split where page-locked parts meet."""
+    copies, done = [], 0
+    while done < source.numel():
+        count = min(source.numel() - done, PIN_BYTES - (start + done) % PIN_BYTES)
+        copies.append((target[done : done + count], source[done : done + count]))
+        done += count
+    return copies

@@ -1,0 +1,323 @@
+"""The writer: a process beside a rank that writes snapshots from the rank's arena to storage and commits them.
+
+`python -m meshwright.checkpoint.writer ARENA_DESCRIPTOR` reads commands (`Setup`, `Save`, `Discard`) from its standard input and writes
+replies to its standard output, one JSON object per line. It imports no torch, has a session of its own and ignores stop signals. When its
+rank dies, its input ends; it then carries out the commands that it has and exits.
+
+Writers of several ranks meet in the attempt's folder on the run's shared storage. Each one makes its file durable and then publishes
+`rank-NNNNN.done`, which holds the file's record, or `rank-NNNNN.failed`. The first rank's writer waits for these files with a deadline,
+removes them and commits as `checkpoint.attempt` says. No socket and no process group is involved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.arena import Arena
+from meshwright.checkpoint.attempt import Attempt, delete_beyond, recover, remove_stale
+from meshwright.checkpoint.block_file import write_blocks
+from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
+from meshwright.checkpoint.files import FileRecord
+from meshwright.checkpoint.header import Row, encode_header
+from meshwright.durable.writes import write_durable
+from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
+from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.run import Lease
+
+log = logging.getLogger("meshwright")
+
+BEAT_SECONDS = 1.0
+"""Time between two signs of life."""
+ORPHAN_SECONDS = 600.0
+"""How long a writer whose rank is dead may take to finish."""
+FOLDER_SECONDS = 120.0
+"""How long a writer waits for the first rank's writer to make the attempt's folder."""
+PEER_SECONDS = 600.0
+"""Least time that the first rank's writer waits for the other ranks' files once its own is durable."""
+POLL_SECONDS = (0.01, 0.5)
+"""First and longest time between two looks at the attempt's folder."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same for all saves of a start. `rows` are (key, dtype, shape); `contents` is the first rank's alone."""
+
+    folder: str
+    rank: int
+    ranks: int
+    rows: list[Any]
+    contents: dict[str, Any]
+    lease: dict[str, Any] | None
+    keep: int
+    threads: int
+    torch_version: str
+    parent: int | None = None
+    peer_seconds: float = PEER_SECONDS
+
+
+@dataclass(frozen=True)
+class Save:
+    """Write the snapshot of `step` that the arena holds at `generation`. `plain` has the first rank's other files."""
+
+    step: int
+    attempt: str
+    generation: int
+    staging_seconds: float
+    plain: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Discard:
+    """The save of `attempt` failed on this rank: tell the first rank's writer, or remove the attempt's folder as that writer."""
+
+    step: int
+    attempt: str
+
+
+Command = Setup | Save | Discard
+_COMMANDS: dict[str, type[Command]] = {command.__name__: command for command in (Setup, Save, Discard)}
+
+
+def encode(command: Command) -> bytes:
+    """The line of a command."""
+    return json.dumps({"command": type(command).__name__, **asdict(command)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Command:
+    """The command of a line."""
+    fields = json.loads(line)
+    return _COMMANDS[fields.pop("command")](**fields)
+
+
+class Replies:
+    """The writer's end of the pipe to its rank. Signs of life are dropped while the pipe is full, and everything once the rank is dead."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._lock = descriptor, threading.Lock()
+        os.set_blocking(descriptor, False)
+
+    def send(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"event": event, **fields}).encode() + b"\n"
+        with self._lock, suppress(BlockingIOError, BrokenPipeError):
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+
+
+class Writer:
+    """Carries out the commands of one rank."""
+
+    def __init__(self, arena: Arena, reply: Callable[..., None]) -> None:
+        self._arena, self._reply = arena, reply
+        self._setup: Setup | None = None
+        self._header, self._contents = b"", {}
+        self.written = 0
+        """Bytes written to storage so far."""
+        self.phase = "idle"
+
+    def do(self, command: Command) -> None:
+        """Carry out a command; what fails is a reply."""
+        if isinstance(command, Setup):
+            self._setup = command
+            self._header = encode_header([Row(key, dtype, tuple(shape)) for key, dtype, shape in command.rows])
+            self._contents = decoded_contents(command.contents)
+            return
+        assert self._setup is not None, "Setup comes first"
+        try:
+            self._discard(self._setup, command) if isinstance(command, Discard) else self._save(self._setup, command)
+        except Exception as error:
+            failure = as_meshwright_error(error, f"saving step {command.step}")
+            with suppress(OSError, MeshwrightError):
+                self._discard(self._setup, Discard(command.step, command.attempt))
+            self._reply("failed", step=command.step, message=str(failure), exit_code=failure.exit_code)
+        finally:
+            self.phase = "idle"
+
+    def _save(self, setup: Setup, save: Save) -> None:
+        began = time.perf_counter()
+        attempt = self._attempt(setup, save)
+        self.phase = "writing"
+        if setup.rank == 0:
+            attempt.check_owner()
+            recover(attempt.checkpoints)
+            attempt.create()
+        else:
+            _wait_for_folder(attempt)
+        files = self._write(setup, save, attempt.folder)
+        writing = time.perf_counter() - began
+        if setup.rank:
+            write_durable(attempt.folder / done_name(setup.rank), json.dumps({n: asdict(r) for n, r in files.items()}))
+            self._reply("done", step=save.step, seconds=writing)
+            return
+        self.phase = "waiting"
+        files |= peer_files(attempt, setup.ranks, max(setup.peer_seconds, 10 * writing))
+        self.phase = "committing"
+        plain = {name: text.encode() for name, text in save.plain.items()}
+        seconds = {"staging": save.staging_seconds, "writing": writing}
+        manifest = attempt.commit(files, self._contents, plain, ranks=setup.ranks, torch_version=setup.torch_version)
+        seconds["commit"] = time.perf_counter() - began - writing
+        self._reply("committed", step=save.step, path=str(attempt.target), bytes=manifest.total_bytes, seconds=seconds)
+        self.phase = "deleting"
+        try:
+            attempt.check_owner()
+            delete_beyond(attempt.checkpoints, setup.keep, attempt.target)
+            remove_stale(attempt.checkpoints, None if attempt.lease is None else attempt.lease.epoch)
+        except (OSError, MeshwrightError) as error:
+            log.warning("old checkpoints were not deleted: %s", as_meshwright_error(error))
+        self._reply("deleted", step=save.step)
+
+    def _write(self, setup: Setup, save: Save, folder: Path) -> dict[str, FileRecord]:
+        if not setup.rows:
+            return {}
+        self._check_generation(save)
+        name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
+        size = sum(Row(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.rows)
+        record = write_blocks(folder / name, [memoryview(self._header), data[:size]], setup.threads, self._count)
+        self._check_generation(save)
+        return {name: record}
+
+    def _count(self, written: int) -> None:
+        self.written += written
+
+    def _check_generation(self, save: Save) -> None:
+        """Raise Damaged unless the arena holds the snapshot: a writer that was stopped may wake up when the rank copies the next one in."""
+        if self._arena.generation != save.generation:
+            raise Damaged(f"the snapshot of step {save.step} is no longer in host memory; this writer was stopped")
+
+    def _discard(self, setup: Setup, command: Discard) -> None:
+        attempt = self._attempt(setup, command)
+        if setup.rank == 0:
+            attempt.abandon()
+        else:
+            (attempt.folder / failed_name(setup.rank)).touch()
+
+    def _attempt(self, setup: Setup, command: Save | Discard) -> Attempt:
+        lease = None if setup.lease is None else Lease(**setup.lease)
+        return Attempt(Path(setup.folder), command.step, command.attempt, lease)
+
+
+def done_name(rank: int) -> str:
+    """The file that a rank's writer publishes when its part is durable."""
+    return f"rank-{rank:05d}.done"
+
+
+def failed_name(rank: int) -> str:
+    """The file that a rank's writer publishes when its part will not become durable."""
+    return f"rank-{rank:05d}.failed"
+
+
+def peer_files(attempt: Attempt, ranks: int, seconds: float) -> dict[str, FileRecord]:
+    """The records of the files of all ranks but the first, once all are durable; their `done` files are removed.
+
+    Raises OutOfResources when a rank reports a failure, or when some did not report within `seconds`.
+    """
+    missing, files = set(range(1, ranks)), {}
+    deadline, pause = time.monotonic() + seconds, POLL_SECONDS[0]
+    while missing:
+        names = set(os.listdir(attempt.folder))
+        for rank in sorted(missing):
+            if failed_name(rank) in names:
+                raise OutOfResources(f"rank {rank} could not write its part")
+            if done_name(rank) in names:
+                done = attempt.folder / done_name(rank)
+                entries = json.loads(done.read_bytes())
+                files |= {name: _record(entry) for name, entry in entries.items()}
+                done.unlink()
+                missing.discard(rank)
+        if missing and time.monotonic() > deadline:
+            raise OutOfResources(f"rank {min(missing)} did not write its part within {seconds:.0f} s")
+        if missing:
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS[1])
+    return files
+
+
+def _record(entry: dict[str, Any]) -> FileRecord:
+    return FileRecord(entry["bytes"], entry["digest"], tuple(entry["blocks"]))
+
+
+def encoded_contents(contents: Contents) -> dict[str, Any]:
+    """`contents` as plain values."""
+    return {name: asdict(record) for name, record in contents.items()}
+
+
+def decoded_contents(plain: dict[str, Any]) -> Contents:
+    """What `encoded_contents` was given."""
+    return {
+        name: TensorRecord(
+            tuple(entry["shape"]),
+            entry["dtype"],
+            tuple(
+                Chunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), chunk["file"], chunk["key"])
+                for chunk in entry["chunks"]
+            ),
+        )
+        for name, entry in plain.items()
+    }
+
+
+def _wait_for_folder(attempt: Attempt) -> None:
+    deadline, pause = time.monotonic() + FOLDER_SECONDS, POLL_SECONDS[0]
+    while not attempt.folder.is_dir():
+        if time.monotonic() > deadline:
+            attempt.check_owner()
+            raise BadInput(
+                f"{attempt.folder} did not appear within {FOLDER_SECONDS:.0f} s; the run folder must be on storage that all hosts share"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_SECONDS[1])
+
+
+class _Warnings(logging.Handler):
+    """Sends warnings to the rank, which reports them."""
+
+    def __init__(self, replies: Replies) -> None:
+        super().__init__(logging.WARNING)
+        self._replies = replies
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._replies.send("warning", message=record.getMessage())
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    replies = Replies(1)
+    logging.getLogger("meshwright").handlers[:] = [_Warnings(replies)]
+    writer = Writer(Arena.inherited(int(sys.argv[1])), replies.send)
+    commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_commands, args=(commands,), daemon=True).start()
+    threading.Thread(target=_beat, args=(writer, replies), daemon=True).start()
+    while (command := commands.get()) is not None:
+        writer.do(command)
+
+
+def _read_commands(commands: queue.SimpleQueue[Command | None]) -> None:
+    with open(0, "rb", closefd=False) as lines:
+        for line in lines:
+            if line.endswith(b"\n"):
+                commands.put(decode(line))
+    commands.put(None)
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)
+
+
+def _beat(writer: Writer, replies: Replies) -> None:
+    while True:
+        replies.send("beat", phase=writer.phase, written=writer.written)
+        time.sleep(BEAT_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

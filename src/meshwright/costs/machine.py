@@ -1,0 +1,39 @@
+"""Rates of the devices and links that a step runs on, as numbers or arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.workload.arrays import Array
+
+ROWWISE = 4.0
+"""`Machine.low` of fp8 products with one scale a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Identical devices: peaks in FLOP/s, bandwidths in bytes/s of one device and direction."""
+
+    peak: Array
+    """Peak of matrix products in the format the plan computes in."""
+    half_peak: Array
+    """Peak in bf16 or fp16 (attention, head)."""
+    low: Array
+    """0 bf16/fp16, 1 fp8 with one scale a tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one scale a row."""
+    hbm: Array
+    memory: Array
+    link: Array
+    nic: Array
+    domain: Array
+    """Devices that see each other at link speed."""
+    per_node: Array
+    host: Array = 25e9
+    """To host memory, one direction, when no other device of the node copies."""
+    oversubscribed: Array = 1.0
+    """Division of bandwidth above a pod."""
+    pod: Array = np.inf
+    """Devices below the oversubscribed level."""
+    multiprocessors: Array = 0.0
+    """Processors that each make one tile of a product at a time; 0 where tiles do not matter or are not known."""

@@ -1,0 +1,120 @@
+"""Bytes of the fullest rank by category in closed form, of other software stacks: one set of constants a stack says what it keeps.
+
+`workload.layout_bytes` counts the tensors of this program. Formulas and sources: docs/design/cost-model.md, "Memory".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.costs.constants import table
+from meshwright.costs.stage_layers import stage_layers
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
+from meshwright.workload.model_shape import Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What a software stack keeps in memory."""
+
+    held: Array
+    """Bytes per parameter that every replica holds: weights and gradients, with their copies."""
+    owned: Array
+    """Bytes per parameter of master weights and moments."""
+    sharding: Array
+    """Further bytes per parameter of a shard where the optimizer is sharded: its gradients and exchange buffers."""
+    wide: Array
+    """Elements kept per token, layer and hidden element that tensor parallelism leaves whole, unless it splits the sequence."""
+    hidden: Array
+    """The same of hidden width that it splits in any case."""
+    narrow: Array
+    """The same relative to the widths it splits (attention inputs, feed-forward)."""
+    live: Array
+    """Elements per token and hidden element of the one layer that computes, never split: gathered inputs and their gradients."""
+    logits: Array
+    """Bytes per logit of one micro-batch."""
+    gathered: Array
+    """Fully sharded layers whose whole weights exist at once."""
+    slack: Array
+    """Reserved over needed: the allocator's fragments, as a share of activations."""
+    base: Array
+    """GiB of the framework, kernels and communicators."""
+    base_rank: Array
+    """GiB of communicators per axis in use."""
+
+
+def keeping(stacks: list[str], given: dict[str, Any] | None = None) -> Keeping:
+    """The memory constants of each row's stack, side by side; unknown stacks take `default`."""
+    rows = given or table()["memory"]
+    columns = [{**rows["default"], **rows.get(stack, {})} for stack in stacks]
+    return Keeping(**{name: np.array([column[name] for column in columns]) for name in rows["default"]})
+
+
+def footprint(shape: Shape, layout: Layouts, k: Keeping, first_only: Array = 0.0) -> dict[str, Array]:
+    """Bytes by kind of the fuller of the first and the last stage: weights and gradients, optimizer, activations, and so on.
+
+    `first_only` (1 or 0) asks for the first stage: what a run reports that looks at rank 0.
+    """
+    first = _stage(shape, layout, k, last=False)
+    last = _stage(shape, layout, k, last=True)
+    fuller = (sum(first.values()) > sum(last.values())) | (np.asarray(first_only) > 0)
+    return {kind: np.where(fuller, first[kind], last[kind]) for kind in first}
+
+
+def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str, Array]:
+    width, depth = layout.tensor, layout.pipeline
+    lone = depth == 1
+    full, final_layers = stage_layers(shape, layout)
+    layers = np.where(lone, shape.layers, final_layers if last else full)
+    part = layers / shape.layers
+    tables = np.where(lone, 2.0 - shape.tied, 1.0) * shape.table_params
+    dense = (shape.dense_params * part + tables) / width
+    experts = shape.expert_params * part / np.maximum(layout.expert, 1.0)
+    held, owned = (
+        dense / np.where(sharded, layout.shards, 1.0) + experts / np.where(sharded, layout.expert_shard, 1.0)
+        for sharded in (layout.zero >= 3, layout.zero >= 1)
+    )
+    block = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / shape.layers / width
+    kept = np.where(layout.keep_gathered > 0, layers, k.gathered)
+    tokens = layout.micro_batch * layout.seq / layout.context
+    m = layout.micro_batches
+    in_flight = np.minimum(
+        m, np.where(lone | last, 1.0, depth * (1 + (depth - 1) / (depth * layout.virtual) * (layout.virtual > 1)))
+    )
+    whole = _kept_per_token(shape, layout, k)
+    mode = np.asarray(layout.recompute, dtype=np.int64)
+    attended = shape.attention_layers / shape.layers * shape.value_width
+    least = 2.0 * shape.hidden / width
+    per_layer = np.choose(mode, np.broadcast_arrays(whole, 0.8 * whole, least + 2.0 * attended / width, least))
+    working = np.where(mode >= ALL_BUT_ATTENTION, whole, 0.0)
+    # Offloaded, a rank has two layers of one micro-batch: the one that computes and the one on the link.
+    held_layers = np.where(layout.offload_activations > 0, np.minimum(2.0, layers), layers * in_flight)
+    activations = tokens * (per_layer * held_layers + working + 2.0 * k.live * shape.hidden)
+    final = lone | last
+    return {
+        "weights_and_gradients": held * k.held,
+        "optimizer": owned * (k.owned + np.where(layout.zero >= 1, k.sharding, 0.0)) * (1 - layout.offload),
+        "gathered": np.where(layout.zero >= 3, (kept * block + shape.table_params / width) * 4.0, 0.0),
+        "activations": activations * (1 + k.slack),
+        "logits": np.where(final, tokens * shape.vocab / width * k.logits * np.where(m > 1, 1.0, 0.6), 0.0),
+        "framework": (k.base + k.base_rank * _axes(layout)) * 2.0**30,
+    }
+
+
+def _kept_per_token(shape: Shape, layout: Layouts, k: Keeping) -> Array:
+    """Bytes that autograd keeps of one layer for one token, on average over layers."""
+    attention = shape.attention_layers * (shape.query_width + shape.kv_width + shape.value_width)
+    feed = shape.dense_layers * (2 + shape.gated) * shape.ffn
+    experts = shape.moe_layers * (2 + shape.gated) * (shape.shared_ffn + shape.top_k * shape.expert_ffn)
+    split = (attention + feed + experts) / shape.layers
+    wide = np.where(layout.sequence > 0, k.wide / layout.tensor, k.wide)
+    return 2.0 * (wide * shape.hidden + (k.hidden * shape.hidden + k.narrow * split) / layout.tensor)
+
+
+def _axes(layout: Layouts) -> Array:
+    sizes = (layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
+    return sum((np.asarray(size) > 1).astype(np.float64) for size in sizes)

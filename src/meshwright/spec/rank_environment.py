@@ -1,0 +1,113 @@
+"""A rank's number, host and rendezvous address, from the environment variables of its launcher. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.spec.errors import BadInput
+
+HIGHEST_NUMBER = 2**31 - 1
+HIGHEST_PORT = 2**16 - 1
+_REMEDY = (
+    "start the ranks with torchrun or srun, which set it, or unset RANK (under Slurm, SLURM_PROCID) to start them here"
+)
+
+
+def started_by_launcher(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, Slurm's srun or a Kubernetes job started this process as one rank of several.
+
+    Raises BadInput when SLURM_NTASKS is not a number of ranks.
+    """
+    return "RANK" in env or ("SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", 1, default=1) > 1)
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """Rank, local rank, their counts, and the rendezvous address of one rank."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    address: str
+    port: int
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
+        """Read torchrun's variables (also set by Kubernetes operators), or Slurm's; alone on this host when neither is there.
+
+        Raises BadInput when a variable is missing, no number or out of range, and when several ranks do not know where to meet.
+        """
+        if "RANK" in env:
+            ranks = _number(env, "WORLD_SIZE", 1)
+            rank = _number(env, "RANK", 0, ranks - 1, "below WORLD_SIZE")
+            # An operator that starts one process a pod says nothing about local ranks.
+            alone = "LOCAL_RANK" not in env
+            local_ranks = _number(
+                env, "LOCAL_WORLD_SIZE", 1, ranks, "at most WORLD_SIZE", default=1 if alone else ranks
+            )
+            local_rank = _number(env, "LOCAL_RANK", 0, local_ranks - 1, "below LOCAL_WORLD_SIZE", default=0)
+        elif started_by_launcher(env):
+            ranks = _number(env, "SLURM_NTASKS", 1)
+            rank = _number(env, "SLURM_PROCID", 0, ranks - 1, "below SLURM_NTASKS")
+            per_node = max(1, ranks // _number(env, "SLURM_NNODES", 1, default=1))
+            # An allocation may offer more tasks a node than this step has.
+            local_ranks = min(ranks, _number(env, "SLURM_NTASKS_PER_NODE", 1, default=per_node))
+            local_rank = _number(env, "SLURM_LOCALID", 0, ranks - 1, "below SLURM_NTASKS")
+        else:
+            rank, ranks, local_rank, local_ranks = 0, 1, 0, 1
+        if ranks > 1:
+            _check_meeting_point(rank, ranks, local_ranks, env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
+        port = _number(env, "MASTER_PORT", 0, HIGHEST_PORT, "a port", default=0)
+        return cls(rank, ranks, local_rank, local_ranks, env.get("MASTER_ADDR") or "127.0.0.1", port)
+
+
+def _number(
+    env: Mapping[str, str],
+    name: str,
+    least: int,
+    most: int = HIGHEST_NUMBER,
+    limit: str = "",
+    default: int | None = None,
+) -> int:
+    """The integer in an environment variable, or `default` if the launcher did not set it; `limit` describes `most`.
+
+    Raises BadInput naming the variable, its value and the range.
+    """
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise BadInput(f"{name} is not set in the environment; expected {_range(least, most, limit)}; {_REMEDY}")
+    try:
+        value = int(text) if len(text) < 20 else None
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most:
+        raise BadInput(f"{name} is {text[:40]!r} in the environment; expected {_range(least, most, limit)}; {_REMEDY}")
+    return value
+
+
+def _range(least: int, most: int, limit: str) -> str:
+    return f"an integer from {least} to {most} ({limit})" if limit else f"an integer ≥ {least}"
+
+
+def _check_meeting_point(rank: int, ranks: int, local_ranks: int, address: str | None, port: str | None) -> None:
+    if not address or not port:
+        raise BadInput(
+            f"rank {rank} of {ranks}: MASTER_ADDR and MASTER_PORT must name rank 0's host (torchrun sets them; under srun "
+            "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1) and a free MASTER_PORT)"
+        )
+    if ranks > local_ranks and address in ("localhost", "127.0.0.1", "::1"):
+        raise BadInput(
+            f"MASTER_ADDR is {address}, which other hosts cannot reach, but the job has {ranks} ranks on several hosts"
+        )
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that request a stop. SIGHUP is one unless this process ignores it, as under nohup."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*signals, signal.SIGHUP)

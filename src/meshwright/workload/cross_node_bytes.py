@@ -1,0 +1,254 @@
+"""Bytes of one step that cross from node to node, summed over all ranks, each byte once.
+
+NCCL's rings pass through every node in one piece, so a ring over k > 1 nodes crosses k borders. Over each border an all-gather or
+reduce-scatter of B bytes among n ranks moves (n-1)/n·B, and an all-reduce twice that (Patarasuk and Yuan 2009). An exchange of B bytes
+sends B/n from each rank to each other, whichever node that is on. What the step sends beside parameters, gradients and activations
+(counts, norms, headers) is some kilobytes and left out; so is validation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+from math import prod
+
+from meshwright.spec.layout import Division, Layout, Part, local_shape, shard_rows, stage_table, token_exchanges
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.plan import RECOMPUTES_PRODUCTS, SHARD_AXES, Plan
+from meshwright.workload.dtypes import bytes_of, gathered_width
+from meshwright.workload.groups import context_size, shard_size
+
+Counts = Mapping[tuple[int, int], tuple[int, int]]
+"""(stage, unit) → gathers and reductions in one step, from `schedules.collective_counts`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossNodeBytes:
+    """Bytes across nodes in one step, by what moves them."""
+
+    gather: float
+    """Parameters gathered over shard and context ranks."""
+    reduce: float
+    """Gradients reduced over shard and context ranks."""
+    replicas: float
+    """Gradients summed over replicas."""
+    pipeline: float
+    """Activations and their gradients between stages."""
+    tied: float
+    """The gradient of a weight that the first and the last pipeline rank share."""
+    tensor: float
+    """Tokens gathered and sums scattered inside of layers."""
+    expert: float
+    """Tokens on their way to their experts and back, if every expert gets as many."""
+    context: float
+    """Keys, values and heads of sequences that are spread over ranks, and their gradients."""
+
+    @property
+    def total(self) -> float:
+        inside = self.tensor + self.expert + self.context
+        return self.gather + self.reduce + self.replicas + self.pipeline + self.tied + inside
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is gathered and reduced together: its elements but for routed experts, padded to whole shards, and how often in a step."""
+
+    elements: int
+    experts: int
+    """Elements of those routed experts that its expert rank holds, which other ranks share."""
+    gathers: int
+    reductions: int
+    width: int
+    """Bytes of one of its elements while it is gathered."""
+
+
+def cross_node_bytes(
+    model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: Counts, *, masked: bool = False
+) -> CrossNodeBytes:
+    """What a step of `plan` moves between the nodes of `layout`, at `seq_len` tokens a sequence, `masked` or not to its documents."""
+    shard, precision = shard_size(plan), plan.precision
+    rings = {
+        "shard": _ring_borders(layout, layout.groups(*SHARD_AXES)),
+        "replicate": _ring_borders(layout, layout.groups("replicate")),
+        "expert": _ring_borders(layout, layout.expert_shard_groups()),
+    }
+    copies = shard // layout.expert
+    along_shard, along_replicas, along_copies = map(_ring_share, (shard, layout.size("replicate"), copies))
+    gather = reduce = replicas = 0.0
+    for rank in range(layout.size("pipeline")):
+        for unit in _units(model, plan, counts, rank):
+            sharded = rings["shard"][rank] * along_shard * unit.elements
+            sharded += rings["expert"][rank] * along_copies * unit.experts
+            gather += sharded * unit.gathers * unit.width
+            reduce += sharded * unit.reductions * bytes_of(precision.reduce)
+            kept = unit.elements / shard + unit.experts / copies
+            sums = bool(unit.reductions) * kept * bytes_of(precision.reduce_replicas or precision.stored)
+            replicas += 2 * rings["replicate"][rank] * along_replicas * sums
+    pipeline = _pipeline(model, plan, layout, seq_len)
+    return CrossNodeBytes(
+        gather=gather,
+        reduce=reduce,
+        replicas=replicas,
+        pipeline=pipeline,
+        tied=_tied(model, plan, layout),
+        tensor=_tensor(model, plan, layout, seq_len),
+        expert=_expert(model, plan, layout, seq_len),
+        context=_context(model, plan, layout, seq_len, masked=masked),
+    )
+
+
+def _ring_share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _ring_borders(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
+    """By pipeline rank, how often the rings of its groups cross from node to node."""
+    borders: dict[int, int] = defaultdict(int)
+    for group in groups:
+        nodes = len({layout.node(rank) for rank in group})
+        borders[layout.coordinates(group[0]).get("pipeline", 0)] += nodes if nodes > 1 else 0
+    return borders
+
+
+def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[_Unit]:
+    """The units of one pipeline rank: the embedding, a block each, and the final norm with the head.
+
+    A tied weight's two ends are one unit on one rank, reduced once for both, and gathered once where the first keeps it for the step;
+    on two ranks each has its own.
+    """
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    order = sorted(stage.start for row in table for stage in row)
+    elements, experts = _unit_elements(model, plan)
+    starts = any(stage.start == 0 for stage in table[rank])
+    embed, head = elements["embed"] + elements["positions"], elements["head"]
+    if model.tied:
+        head += embed if starts else elements["embed"]
+        embed = head if any(stage.stop == model.layers for stage in table[rank]) else embed
+    for stage in table[rank]:
+        routed = [0] * (stage.start == 0) + [experts[str(layer)] for layer in stage] + [0]
+        sizes = [elements[str(layer)] for layer in stage]
+        sizes = [embed] * (stage.start == 0) + sizes + [head] * (stage.stop == model.layers)
+        blocks = [None] * (stage.start == 0) + [*stage] + [None]
+        for unit, size in enumerate(sizes):
+            gathers, reductions = counts[order.index(stage.start), unit]
+            if model.tied and starts and stage.stop == model.layers and unit == len(sizes) - 1:
+                gathers, reductions = gathers * plan.strategy(0, model.layers).reshard, 0
+            yield _Unit(size, routed[unit], gathers, reductions, gathered_width(plan, blocks[unit], model.layers))
+
+
+def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+    """Elements of embed, positions, every layer by its number, and head on one tensor rank, with each weight's rows filled up to a multiple
+    of the shards; apart, those of routed experts on one expert rank."""
+    shard, tensor = shard_size(plan), plan.axis_size("tensor")
+    division = Division(Part(0, tensor), Part(0, tensor * (plan.experts.expert if plan.experts else 1)))
+    found: dict[str, int] = defaultdict(int)
+    experts: dict[str, int] = defaultdict(int)
+    for row in parameters(model):
+        part, _, rest = row.name.partition(".")
+        unit = rest.partition(".")[0] if part == "layers" else part if part in ("embed", "positions") else "head"
+        rows, *others = local_shape(model, row, division)
+        if row.expert:
+            experts[unit] += rows * prod(others)
+        else:
+            found[unit] += len(shard_rows(rows, shard, 0)) * shard * prod(others)
+    return found, experts
+
+
+def _pipeline(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
+    """Every micro-batch's activations once down the stages and its gradients once up, where neighbours live on different nodes."""
+    message = _stream(model, plan, seq_len) / layout.size("tensor")
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    holders = [rank for _, rank in sorted((stage.start, rank) for rank, row in enumerate(table) for stage in row)]
+    crossings = sum(_crossing(layout, a, b) for a, b in pairwise(holders))
+    return 2.0 * plan.batch.accumulate * message * crossings
+
+
+def _crossing(layout: Layout, a: int, b: int) -> int:
+    """Pairs of ranks, at the same place of pipeline ranks `a` and `b`, that live on different nodes."""
+    return sum(
+        layout.crosses_nodes((group[a], group[b])) for group in layout.groups("pipeline") if layout.size("pipeline") > 1
+    )
+
+
+def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
+    """Each shard of the shared weight's gradient there and back between the two pipeline ranks that hold it."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    first = next(rank for rank, row in enumerate(table) if any(stage.start == 0 for stage in row))
+    last = next(rank for rank, row in enumerate(table) if any(stage.stop == model.layers for stage in row))
+    if not model.tied or first == last:
+        return 0.0
+    stored = bytes_of(plan.precision.stored)
+    holders = shard_size(plan) * layout.size("tensor")
+    return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / holders * stored
+
+
+def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
+    """Collectives over all tokens of a micro-batch: two for each exchange of a block's forward, three of its backward, which gathers anew
+    what it did not keep, two of the embedding and two of the head."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    borders = _ring_borders(layout, layout.groups("tensor"))
+    collectives = 0
+    for rank, stages in enumerate(table):
+        for layer in (layer for stage in stages for layer in stage):
+            each = 7 if plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS else 5
+            ends = 2 * (layer == 0) + 2 * (layer == model.layers - 1)
+            collectives += borders[rank] * (each * token_exchanges(model, layer) + ends)
+    return plan.batch.accumulate * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len) * collectives
+
+
+def _expert(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
+    """Each routed row to the rank of its expert and back, forward and backward, and again where forward is computed again."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    rows = _stream(model, plan, seq_len) * model.experts_per_token / layout.size("tensor")
+    total = 0.0
+    for group in layout.expert_groups():
+        across = sum(layout.crosses_nodes((a, b)) for a in group for b in group)
+        stages = table[layout.coordinates(group[0]).get("pipeline", 0)]
+        routed = [layer for stage in stages for layer in stage if model.routed(layer)]
+        travels = sum(
+            6 if plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS else 4 for layer in routed
+        )
+        total += rows / len(group) * across * travels
+    return plan.batch.accumulate * total
+
+
+def _context(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool) -> float:
+    """A block's exchange of heads and back, in both directions; and its keys and values round the ring, forward and backward, with the sums
+    of their gradients behind them. `masked` documents have them gathered in both, and their gradients scattered."""
+    ring, ulysses, width = layout.size("context_ring"), layout.size("context_ulysses"), layout.size("tensor")
+    tokens, compute = plan.batch.micro_batch * seq_len / ring / ulysses, bytes_of(plan.precision.compute)
+    heads, kv_heads = model.heads / width, max(1, model.kv_heads // width)
+    repeated = max(ulysses, kv_heads)  # fewer key/value heads than ranks: several ranks get the same one
+    exchanged = tokens * (2 * heads + 2 * repeated) * model.head_dim / ulysses * compute
+    held = tokens * 2 * repeated * model.head_dim
+    masked = masked or model.sliding_window is not None
+    total = 0.0
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    pairs = _pairs_apart(layout, layout.groups("context_ulysses"))
+    borders = _ring_borders(layout, layout.groups("context_ring"))
+    for rank, stages in enumerate(table):
+        for mode in (plan.strategy(layer, model.layers).recompute for stage in stages for layer in stage):
+            total += pairs[rank] * exchanged * (2 + (mode != "none"))
+            if masked:
+                collectives = 2 + (plan.compile or mode != "none")
+                total += borders[rank] * (ring - 1) * held * compute * collectives
+            else:
+                passes = 2 + (mode == "full")
+                total += borders[rank] * held * (passes * (ring - 1) * compute + ring * max(4, compute))
+    return plan.batch.accumulate * total
+
+
+def _pairs_apart(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
+    """By pipeline rank, how many ordered pairs of ranks of its groups live on different nodes."""
+    found: dict[int, int] = defaultdict(int)
+    for group in groups:
+        place = layout.coordinates(group[0]).get("pipeline", 0)
+        found[place] += sum(layout.crosses_nodes(pair) for pair in permutations(group, 2))
+    return found
+
+
+def _stream(model: ModelSpec, plan: Plan, seq_len: int) -> int:
+    """Bytes of a context rank's tokens of a micro-batch between two blocks."""
+    return plan.batch.micro_batch * seq_len // context_size(plan) * model.hidden * bytes_of(plan.precision.compute)

@@ -1,0 +1,226 @@
+"""What one step asks of one rank's device, counted from model and plan alone: products by shape, attention, bytes, collectives.
+
+It is the least that any implementation with these layers and formats must do: nothing recomputed, no copy that a better buffer would
+save, and every element-wise chain in one kernel that reads each tensor it needs once and writes each that it makes once. Experts get equal
+numbers of rows, and a ring's ranks equal shares of a causal attention. Over measured rates it gives the time that the device needs
+(`benchmarks/roofline.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import gradients_final_in_backward, token_exchanges
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.plan import Plan
+from meshwright.spec.profile import Format, Operation
+from meshwright.workload.dtypes import bytes_of
+from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.workload.layouts import layout_of
+from meshwright.workload.model_shape import shape_of, with_blocks
+from meshwright.workload.products import layer_products
+from meshwright.workload.step_shape import StepShape, step_shape
+
+NORM, ROPE = 8.0, 4.0
+"""Elements read and written, forward and backward: of a norm that is joined to the residual sum before it, per element of the stream; of
+the rotary embedding, per element of queries and keys."""
+SWIGLU, GELU = 8.0, 5.0
+"""The same of the activation, per element of the feed-forward width."""
+ENDS = 12.0
+"""The same of embedding and final norm, per element of the stream."""
+ROUND = 4.0
+"""Bytes per rounded element: read once more, as the scale needs the largest first, and written in fp8 in both orders."""
+CAST, SUM = 6.0, 6.0
+"""Bytes per parameter: a master weight to the format that is multiplied; a gradient to the format that is summed."""
+TOTAL = 4.0
+"""Bytes per parameter of a shard: its gradients' sum, written where they came by an exchange."""
+COMBINED = 2.0
+"""The same, per element of the stream, of each routed row on its way from its expert's product into its token's sum, and of that sum. The
+way in is the product's own reading."""
+
+
+@dataclass(frozen=True)
+class LinearWork:
+    """`count` linear layers in a step, each three products: forward (m, k) times (k, n), and both gradients."""
+
+    m: int
+    k: int
+    n: int
+    format: Format
+    count: float
+
+    @property
+    def flops(self) -> float:
+        return 6.0 * self.count * self.m * self.k * self.n
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """`count` causal attentions, forward and backward, over `tokens` tokens in sequences of `seq`; a rank of a ring does a part of each.
+    A token sees `window` tokens, itself included, or all before it."""
+
+    seq: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    count: float
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class CollectiveWork:
+    """`count` collectives of `bytes` (the gathered result, what is reduced) among `ranks`."""
+
+    op: Operation
+    ranks: int
+    bytes: float
+    count: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One rank's step; with a pipeline the mean over its ranks."""
+
+    linears: tuple[LinearWork, ...]
+    attention: AttentionWork
+    elementwise_bytes: float
+    quantise_bytes: float
+    loss_bytes: float
+    copy_bytes: float
+    parameters: float
+    """That the rank's optimizer steps."""
+    norm_bytes: float
+    """Read for the gradient norm."""
+    collectives: tuple[CollectiveWork, ...]
+
+    @property
+    def product_flops(self) -> float:
+        return sum(linear.flops for linear in self.linears)
+
+
+def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
+    """What one training step of `plan` asks of a rank."""
+    width, stages, times = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
+    whole = plan.batch.micro_batch * train.seq_len
+    layout = replace(layout_of(model, train, plan), imbalance=1.0)
+    step, tokens = step_shape(shape_of(model, train.seq_len), layout), whole // context_size(plan)
+    linears: defaultdict[LinearWork, float] = defaultdict(float)
+    for linear in _linears(model, train, plan, step):
+        linears[replace(linear, count=1.0)] += linear.count
+    seen = tokens * times / width / stages
+    """Token passes of the rank, the share of width that it has taken out."""
+    dense, experts = (
+        sum(row.count for row in parameters(model) if row.expert == routed) / width / stages for routed in (False, True)
+    )
+    held, owned = dense + experts / experts_over(plan), (dense + experts) / shard_size(plan)
+    exchanging, ring = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
+    heads = width * exchanging
+    return Work(
+        linears=tuple(replace(one, count=count * times / stages) for one, count in linears.items()),
+        attention=AttentionWork(
+            train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), model.head_dim, whole,
+            times * model.layers / stages / ring,
+            model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
+        ),
+        elementwise_bytes=seen * _elements(model) * bytes_of(plan.precision.compute),
+        quantise_bytes=seen * _rounded(model, plan) * ROUND,
+        loss_bytes=seen * model.vocab_size * 2 * bytes_of(plan.precision.compute),
+        copy_bytes=owned * CAST + _summed_bytes(model, plan, held),
+        parameters=owned,
+        norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
+        collectives=(
+            *_weight_collectives(model, plan, dense, shard_size(plan)),
+            *_weight_collectives(model, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
+            *_token_collectives(model, plan, tokens),
+        ),
+    )  # fmt: skip
+
+
+def _summed_bytes(model: ModelSpec, plan: Plan, held: float) -> float:
+    """Bytes moved to cast gradients to the dtype of their sum."""
+    return 0.0 if gradients_final_in_backward(model, plan) else held * SUM
+
+
+def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) -> Iterator[LinearWork]:
+    """The products of one micro-batch on one tensor rank: all layers and the head."""
+    width, compute = plan.axis_size("tensor"), plan.precision.compute
+    layers = Counter(
+        (model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in range(model.layers)
+    )
+    for (routed, low), count in layers.items():
+        for product in layer_products(with_blocks(shape_of(model, train.seq_len), routed=routed), step, width):
+            number_format: Format = "fp8" if low and product.role == "linear" else compute
+            m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
+            yield LinearWork(m, k, n, number_format, count * float(product.count))
+    chunk = min(int(step.tokens), train.loss_chunk)
+    yield LinearWork(chunk, model.hidden, model.vocab_size // width, compute, step.tokens / chunk)
+
+
+def _elements(model: ModelSpec) -> float:
+    """Elements that a token's passes outside of products, attention and loss read and write."""
+    norms = 1 if model.parallel_block else 2
+    turned = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
+    activation = SWIGLU if model.mlp == "swiglu" else GELU
+    layer = norms * NORM * model.hidden + ROPE * turned
+    routed = sum(model.routed(number) for number in range(model.layers))
+    spread = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
+    combined = COMBINED * (model.experts_per_token + 1) * model.hidden
+    feed_forward = (model.layers - routed) * activation * model.ffn_hidden + routed * (activation * spread + combined)
+    return model.layers * layer + feed_forward + ENDS * model.hidden
+
+
+def _rounded(model: ModelSpec, plan: Plan) -> float:
+    """Elements per token that are rounded to fp8: the input and the output's gradient of every product in it."""
+    low = sum(plan.linear(layer, model.layers) != "compute" for layer in range(model.layers))
+    block = with_blocks(shape_of(model, 1), routed=False)
+    products = layer_products(block, StepShape(1, 1, 1, 1, 1), 1)
+    return low * sum(float(product.k + product.n) for product in products)
+
+
+def _weight_collectives(model: ModelSpec, plan: Plan, held: float, shard: int) -> Iterator[CollectiveWork]:
+    """Gathers and reductions of `held` parameters that `shard` ranks share, a block at a time, as often as the strategy of the plan's first
+    layer asks."""
+    if not held:
+        return
+    replicate, strategy = plan.axis_size("replicate"), plan.layers[0]
+    times = 1 if plan.layered else plan.batch.accumulate
+    block, blocks = held / model.layers, float(model.layers)
+    gathered = 1 if plan.precision.gather == "fp8" else bytes_of(plan.precision.compute)
+    if shard > 1:
+        gathers = 2 * times if strategy.reshard else 1
+        yield CollectiveWork("all_gather", shard, block * gathered, gathers * blocks)
+        reductions = 1 if strategy.gradients == "whole" else times
+        yield CollectiveWork("reduce_scatter", shard, block * bytes_of(plan.precision.reduce), reductions * blocks)
+    if replicate > 1:
+        summed = bytes_of(plan.precision.reduce_replicas or plan.precision.stored)
+        yield CollectiveWork("all_reduce", replicate, block / shard * summed, blocks)
+
+
+def _token_collectives(model: ModelSpec, plan: Plan, tokens: int) -> Iterator[CollectiveWork]:
+    """What tensor, context and expert ranks exchange of a rank's `tokens` in all micro-batches: layers of one stage, mean over stages."""
+    width, size = plan.axis_size("tensor"), bytes_of(plan.precision.compute)
+    layers = plan.batch.accumulate * model.layers / plan.axis_size("pipeline")
+    routed = layers * sum(model.routed(number) for number in range(model.layers)) / model.layers
+    if width > 1:
+        # Forward a gather and a sum an exchange; backward as many, and the gather again for the weights' gradients.
+        exchanges = sum(token_exchanges(model, number) for number in range(model.layers))
+        stream, pairs = float(tokens * model.hidden * size), layers / model.layers * exchanges
+        yield CollectiveWork("all_gather", width, stream, 3 * pairs)
+        yield CollectiveWork("reduce_scatter", width, stream, 2 * pairs)
+    queries, keys = (number * model.head_dim / width for number in (model.heads, model.kv_heads))
+    exchanging, ring = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
+    if exchanging > 1:
+        # Queries, keys and values there and outputs back, then their gradients.
+        yield CollectiveWork("all_to_all", exchanging, tokens * 2 * (queries + keys) * size, 2 * layers)
+    if ring > 1:
+        # Keys and values of each of the others, forward and again in backward, and the gradients' fp32 sums on their way home.
+        passed = tokens * 2 * keys
+        yield CollectiveWork("p2p", 2, passed * size, 2 * (ring - 1) * layers)
+        yield CollectiveWork("p2p", 2, passed * 4.0, ring * layers)
+    if experts_over(plan) * width > 1 and routed:
+        rows = tokens / width * model.experts_per_token * model.hidden * size
+        yield CollectiveWork("all_to_all", experts_over(plan) * width, rows, 4 * routed)

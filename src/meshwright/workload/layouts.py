@@ -1,0 +1,257 @@
+"""Layouts of a step over ranks as columns: one number or NumPy array for each property, for one plan or a hundred thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from meshwright.schedules.idle_time import fill
+from meshwright.schedules.in_flight import NAMES, in_flight
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import RECOMPUTE_MODES, AxisName, LayerStrategy, Plan, Precision
+from meshwright.workload.arrays import Array
+from meshwright.workload.dtypes import bytes_of, state_bytes
+from meshwright.workload.groups import experts_over
+from meshwright.workload.rank_layers import table_layers
+
+SELECTIVE, ALL_BUT_ATTENTION, FULL = (
+    float(RECOMPUTE_MODES.index(mode)) for mode in ("selective", "all_but_attention", "full")
+)
+"""As `Layouts.recompute` has them: from the second on a forward's products are repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """How one step is spread. `zero` 0 copies all states, 1 shards the optimizer, 2 gradients too, 3 weights too."""
+
+    tensor: Array
+    pipeline: Array
+    virtual: Array
+    context: Array
+    expert: Array
+    """Ranks that the experts of one layer are spread over, tensor ranks among them."""
+    data: Array
+    zero: Array
+    shards: Array
+    """Ranks over which a `zero` stage shards (at most data × context)."""
+    micro_batch: Array
+    global_batch: Array
+    seq: Array
+    recompute: Array
+    """The mode's place in `RECOMPUTE_MODES`; in published runs selective repeats attention's core."""
+    keep_gathered: Array = 0.0
+    """1 when gathered weights stay after forward."""
+    gathered_bytes: Array = 2.0
+    """Of a block's weight while it is gathered."""
+    copied: Array = 0.0
+    """1 when copy engines gather weights, on links of a communicator of their own."""
+    tokens_copied: Array = 0.0
+    """1 when tensor ranks copy their tokens beside the products."""
+    gather_once: Array = 0.0
+    """1 when they stay for the whole step, all its micro-batches."""
+    reduce_once: Array = 0.0
+    """1 when sharded gradients are summed over ranks once a step rather than once a micro-batch."""
+    replica_bytes: Array = 0.0
+    """Bytes per gradient element on the wire between replicas of sharded weights; 0 leaves it to the stack."""
+    fill: Array = 1.0
+    """Idle time at the pipeline's ends over 1F1B's with as many virtual stages (a schedule that splits the backward has less)."""
+    in_flight: Array = 0.0
+    """Micro-batches whose activations the first pipeline rank holds at once (`schedules.in_flight`); 0 as 1F1B does."""
+    in_flight_last: Array = 0.0
+    """The same of the last pipeline rank."""
+    vee: Array = 0.0
+    """1 when the first pipeline rank holds both ends of the model (schedules that lay their stages in a V)."""
+    loss_chunk: Array = 4096.0
+    """Tokens whose logits exist at once (train.loss_chunk)."""
+    offload: Array = 0.0
+    """1 when the optimizer's state is in host memory."""
+    state_bytes: Array = 12.0
+    """Of a parameter in host memory then: two moments, and the master weight where weights are gathered in a narrower format."""
+    offload_activations: Array = 0.0
+    """Share of layers of which what backward needs waits in host memory: two of them stay; 0 for a layer that is none of them."""
+    slowest: Array = 1.0
+    """Compute time of the slowest rank over the mean (`benchmarks/stragglers.py`): all others wait for it."""
+    ulysses: Array = 1.0
+    """Context ranks that exchange heads; over the others, `ring`, keys and values are passed round."""
+    layered: Array = 0.0
+    """1 when all micro-batches pass a layer before the next one is gathered (breadth-first accumulation)."""
+    imbalance: Array = 1.0
+    """Tokens of the busiest expert rank over the mean."""
+    one_copy: Array = 0.0
+    """1 when a token is sent once to each domain that has some of its experts, and spread from there (DeepEP and kin)."""
+    exchange_beside: Array = 0.0
+    """1 when another micro-batch computes while tokens travel to their experts and back (DualPipe and kin)."""
+    domains_per_token: Array = 0.0
+    """Domains that the router sends a token to at most; 0 where it does not limit them."""
+    host_sizes: Array = 1.0
+    """1 when the host must learn how many rows each local expert gets before it can launch their products."""
+    balanced: Array = 0.0
+    """1 when stages are cut by the cost of layers and head rather than by number of layers."""
+    fullest_layers: Array = 0.0
+    """Layers of the fullest pipeline rank that does not hold the head; 0 where stages are cut as published stacks do
+    (`costs.stage_layers`)."""
+    head_layers: Array = 0.0
+    """Layers of the rank that holds the head."""
+    sequence: Array = 0.0
+    """1 when tensor parallelism keeps only its share of the sequence of what it does not split by width."""
+    port: Array = 1.0
+    """Bandwidth of the ports that its groups use over the machine's (unlike nodes: less where only a slower network joins them)."""
+    tensor_stride: Array = 0.0
+    """Ranks from one member of an axis's groups to the next (`spec.layout.Layout.stride`); 0 where axes lie tensor, context, shards,
+    replicas, pipeline from the innermost outward."""
+    ring_stride: Array = 0.0
+    ulysses_stride: Array = 0.0
+    shard_stride: Array = 0.0
+    replicate_stride: Array = 0.0
+    pipeline_stride: Array = 0.0
+
+    @property
+    def ranks(self) -> Array:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    def gradients_final_in_backward(self, tied: Array) -> Array:
+        """Where `spec.layout.gradients_final_in_backward`; `tied` as in `Shape`."""
+        return (
+            (self.micro_batches <= 1)
+            & (self.ranks == self.pipeline)
+            & ((np.asarray(self.pipeline) == 1) | (np.asarray(tied) == 0))
+        )
+
+    @property
+    def expert_shard(self) -> Array:
+        """Ranks that the parameters of each expert are split over."""
+        return np.maximum(1.0, self.shards * self.tensor / np.maximum(self.expert, 1.0))
+
+    @property
+    def tensor_step(self) -> Array:
+        """Ranks from one tensor rank to the next; below the same of the other axes."""
+        return np.where(self.tensor_stride > 0, self.tensor_stride, 1.0)
+
+    @property
+    def ring(self) -> Array:
+        return self.context / self.ulysses
+
+    @property
+    def ulysses_step(self) -> Array:
+        return np.where(self.ulysses_stride > 0, self.ulysses_stride, self.tensor)
+
+    @property
+    def ring_step(self) -> Array:
+        return np.where(self.ring_stride > 0, self.ring_stride, self.tensor * self.ulysses)
+
+    @property
+    def shard_step(self) -> Array:
+        return np.where(self.shard_stride > 0, self.shard_stride, self.tensor)
+
+    @property
+    def replicate_step(self) -> Array:
+        return np.where(self.replicate_stride > 0, self.replicate_stride, self.tensor * self.shards)
+
+    @property
+    def data_step(self) -> Array:
+        """Over shards and replicas together, on average where other axes lie between them."""
+        ranks = self.data * self.context
+        span = np.maximum(self.shard_step * self.shards, self.replicate_step * np.maximum(1.0, ranks / self.shards))
+        placed = (self.shard_stride > 0) | (self.replicate_stride > 0)
+        return np.where(placed, span / ranks, self.tensor)
+
+    @property
+    def pipeline_step(self) -> Array:
+        return np.where(self.pipeline_stride > 0, self.pipeline_stride, self.tensor * self.context * self.data)
+
+    @property
+    def micro_batches(self) -> Array:
+        """Micro-batches of one replica in one step."""
+        return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
+
+
+UNEVEN = 0.2
+"""What the busiest of many expert ranks gets beyond the mean where nobody says: 1.2 times the mean. Balanced by a weak loss alone, 32 ranks
+with one expert each got 1.35 to 2.1 times the mean in real training (LAER-MoE's traces, ASPLOS 2026)."""
+
+
+def usual_imbalance(expert_ranks: Array) -> Array:
+    """Tokens of the busiest of so many expert ranks over the mean: 1 for one rank, and the more ranks the nearer to 1 + `UNEVEN`."""
+    return 1 + UNEVEN * (1 - 1 / np.maximum(expert_ranks, 1.0))
+
+
+def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
+    """The columns of one plan with all layers as its first one is."""
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    columns = layouts_of(
+        model, train, plan.precision, plan.axis_size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
+        virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
+        layers=table_layers(table), copied=plan.gather_engine == "copy",
+        tokens_copied=plan.tensor_engine == "copy", **_strides(plan), **strategy_columns(plan.layers[0]),
+    )  # fmt: skip
+    return Layouts(**{field.name: float(getattr(columns, field.name)) for field in fields(Layouts)})
+
+
+def layouts_of(
+    model: ModelSpec,
+    train: TrainSpec,
+    precision: Precision,
+    size: Callable[[AxisName], Array],
+    *,
+    expert: Array,
+    schedule: Array,
+    virtual: Array,
+    micro_batch: Array,
+    accumulate: Array,
+    layers: tuple[Array, Array],
+    **columns: Array,
+) -> Layouts:
+    """The columns of plans whose axes have `size` ranks: what follows from the arguments, and `columns` as they are given.
+
+    `schedule` is an index into `schedules.in_flight.NAMES`, `expert` the ranks that share one tensor rank's experts, `layers` the counts
+    that `rank_layers` returns.
+    """
+    tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
+    context, data = size("context_ring") * ulysses, np.asarray(size("replicate"), float) * size("shard")
+    shards, expert = size("shard") * context, expert * tensor if model.experts else 1.0
+    order = schedule, pipeline, accumulate, virtual
+    return Layouts(
+        tensor=tensor, pipeline=pipeline, virtual=np.asarray(virtual, float), context=context, ulysses=ulysses,
+        expert=expert, imbalance=usual_imbalance(expert), data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards,
+        micro_batch=np.asarray(micro_batch, float), global_batch=data * micro_batch * accumulate, seq=float(train.seq_len),
+        sequence=np.where(tensor > 1, 1.0, 0.0), layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
+        vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
+        fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*order),
+        in_flight_last=in_flight(*order, pipeline - 1), fill=fill(schedule, pipeline, accumulate),
+        loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
+        replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)), **columns,
+    )  # fmt: skip
+
+
+def gathered_bytes(precision: Precision) -> float:
+    """Bytes of an element of a block's weight while it is gathered; the closed form knows no wider format than bf16."""
+    return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
+
+
+def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, float]:
+    """The columns that a layer's strategy sets; `moved` is the share of all layers that offload their activations if it does."""
+    return {
+        "recompute": float(RECOMPUTE_MODES.index(layer.recompute)),
+        "keep_gathered": float(not layer.reshard),
+        "gather_once": float(not layer.reshard),
+        "reduce_once": float(layer.gradients == "whole"),
+        "offload": float(layer.optimizer_offloaded),
+        "offload_activations": moved * layer.activations_offloaded,
+    }
+
+
+def _strides(plan: Plan) -> dict[str, float]:
+    """Ranks from one member of an axis's groups to the next, by column."""
+    layout = Layout.of(plan, plan.ranks)
+    return {
+        "tensor_stride": layout.stride("tensor"),
+        "ring_stride": layout.stride("context_ring"),
+        "ulysses_stride": layout.stride("context_ulysses"),
+        "shard_stride": layout.stride("shard", "context_ring", "context_ulysses"),
+        "replicate_stride": layout.stride("replicate"),
+        "pipeline_stride": layout.stride("pipeline"),
+    }

@@ -1,0 +1,98 @@
+"""Dimensions of decoders as numbers or arrays: of models of this program, and of published ones that it cannot build."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwright.spec.model import ModelSpec, mean_span
+from meshwright.workload.arrays import Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder's dimensions. Widths are per token and layer, over all heads."""
+
+    layers: Array
+    hidden: Array
+    vocab: Array
+    heads: Array
+    query_width: Array
+    """heads × query-key head size."""
+    value_width: Array
+    """heads × value head size."""
+    kv_width: Array
+    """Keys and values together as they are kept and exchanged."""
+    attention_params: Array
+    """Matrix weights of one attention layer."""
+    attention_layers: Array
+    full_attention: Array
+    """Scores computed, as a share of those where a token sees all before it. A published model's short windows count as none."""
+    mixer_layers: Array
+    """State-space or linear-attention layers."""
+    mixer_params: Array
+    ffn: Array
+    """Width of dense feed-forward layers."""
+    dense_layers: Array
+    moe_layers: Array
+    experts: Array
+    top_k: Array
+    expert_ffn: Array
+    shared_ffn: Array
+    expert_in: Array
+    """Width an expert reads and writes (hidden, unless experts work in a smaller space)."""
+    gated: Array
+    """1 when a feed-forward layer has a gate matrix beside up and down."""
+    tied: Array
+    """1 when the head shares the embedding's weights."""
+    expert_bias: Array = 0.0
+    """1 when experts have biases."""
+    parallel: Array = 0.0
+    """1 when all layers are dense and attention and feed-forward network share what tensor ranks exchange."""
+
+    @property
+    def dense_params(self) -> Array:
+        """Weights of all layers outside the routed experts."""
+        mats = 2 + self.gated
+        attention = self.attention_layers * self.attention_params + self.mixer_layers * self.mixer_params
+        feed = self.dense_layers * mats * self.hidden * self.ffn
+        router = self.hidden * self.experts + 2 * self.hidden * self.expert_in * (self.expert_in < self.hidden)
+        return attention + feed + self.moe_layers * (mats * self.hidden * self.shared_ffn + router)
+
+    @property
+    def expert_params(self) -> Array:
+        """Weights of all routed experts of all layers."""
+        return self.moe_layers * self.experts * (2 + self.gated) * self.expert_in * self.expert_ffn
+
+    @property
+    def table_params(self) -> Array:
+        """Weights of the embedding (the head has as many unless tied)."""
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> Array:
+        return self.dense_params + self.expert_params + (2 - self.tied) * self.table_params
+
+
+def shape_of(model: ModelSpec, seq_len: int) -> Shape:
+    """The dimensions of a model of this program."""
+    routed = sum(model.routed(layer) for layer in range(model.layers))
+    heads, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    return Shape(
+        layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
+        kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
+        full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, mixer_layers=0, mixer_params=0,
+        ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
+        expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
+        gated=float(model.mlp == "swiglu"), tied=float(model.tied),
+        parallel=float(model.parallel_block and not routed),
+    )  # fmt: skip
+
+
+def with_blocks(shape: Shape, *, routed: bool) -> Shape:
+    """The same model with all its blocks with experts (`routed`) or without."""
+    return replace(
+        shape,
+        moe_layers=shape.layers * routed,
+        dense_layers=shape.layers * (not routed),
+        experts=shape.experts * routed,
+    )

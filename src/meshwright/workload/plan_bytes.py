@@ -1,0 +1,178 @@
+"""Memory of one rank under a plan, by kind, in bytes.
+
+Weights and optimizer state are exact, and gradients at the moment counted. Activations count what autograd keeps of a block whose
+element-wise work is fused (every matrix product's input, what attention reads and writes, the two residuals), as often as the schedule
+holds it; `account` adds what is gathered, reduced and computed beside them. The framework's share is a guess until a profile replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import gradients_final_in_backward, stage_table
+from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.plan import (
+    Engine,
+    LayerStrategy,
+    Plan,
+    Precision,
+)
+from meshwright.workload.activations import exchanged_per_token, per_token_of, tokens_of
+from meshwright.workload.buffers import LAYERS_STAYING
+from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
+from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.workload.stage_parts import StagePart, stage_part
+from meshwright.workload.tensor_bytes import KINDS, Formats, Held, account
+
+FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
+"""Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
+
+
+def formats(
+    train: TrainSpec,
+    precision: Precision,
+    *,
+    cpu: bool,
+    replicas: int = 1,
+    engine: Engine = "kernel",
+    tensor_engine: Engine = "kernel",
+) -> Formats:
+    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's."""
+    narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
+    return Formats(
+        compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
+        travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
+        logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
+        framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
+        low=low_share(precision, precision.linear), window=engine == "copy",
+        token_window=tensor_engine == "copy" and not cpu,
+    )  # fmt: skip
+
+
+def memory_by_kind(
+    model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
+) -> dict[str, int]:
+    """Bytes of the fullest rank: weights, gradients, optimizer, gathered, activations, transfers (under a pipeline), logits, framework.
+
+    `alive` is `memory_by_rank`'s.
+    """
+    return fullest(memory_by_rank(model, train, plan, cpu=cpu, alive=alive))
+
+
+def fullest(rows: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The row with the most bytes in all."""
+    return max(rows, key=lambda kinds: sum(kinds.values()))
+
+
+def allocated(kinds: dict[str, int]) -> int:
+    """The part of a row that tensors take: what an allocator's peak is compared with."""
+    return sum(kinds.values()) - kinds["framework"]
+
+
+def memory_by_rank(
+    model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
+) -> tuple[dict[str, int], ...]:
+    """Bytes by kind of every pipeline rank.
+
+    `alive` says by pipeline rank how many bytes of `activation_bytes` the schedule holds at once (`peak_in_flight`).
+    Left out, a rank holds all micro-batches of all its stages, or one when it runs them one after another.
+
+    A layer with `offload: activations` (or `both`) leaves nothing on the device between its forward and its backward but two layers of one
+    micro-batch (three under a pipeline). Where the optimizer is in host memory, master weights and moments are there too; the rank keeps
+    its shard of the weights in the compute format, from which units are gathered, the sum of their gradients, and room for a few chunks.
+    """
+    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
+    times = 1 if one_by_one(plan) else plan.batch.accumulate
+    columns, per_token = [], per_token_of(model, plan)
+    for rank in range(len(table)):
+        part = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
+        held = alive[rank] if alive else times * _left_by(model, train, plan, part.layers)
+        columns.append(_bytes_by_kind(model, train, plan, part, held, per_token))
+    joined = Held(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
+    replicas = plan.axis_size("replicate")
+    numbers = formats(
+        train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
+    )  # fmt: skip
+    found = account(joined, numbers)
+    kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
+    return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))
+
+
+def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
+    """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
+    if not any(layer.optimizer_offloaded for layer in plan.layers):
+        return 0.0
+    away = sum(
+        row.count for row in parameters(model) if plan.strategy_of(row.name, model.layers).optimizer_offloaded
+    ) * plan.axis_size("replicate")
+    return away * state_bytes(plan.precision) / nodes
+
+
+def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
+    strategies, per_token = plan.strategies(model.layers), per_token_of(model, plan)
+    elements = sum(per_token(layer)[0] for layer in layers if not strategies[layer].activations_offloaded)
+    return tokens_of(train, plan) * elements * bytes_of(plan.precision.compute)
+
+
+def _bytes_by_kind(
+    model: ModelSpec,
+    train: TrainSpec,
+    plan: Plan,
+    part: StagePart,
+    alive: float,
+    per_token: Callable[[int], tuple[float, float]],
+) -> dict[str, float]:
+    every = plan.strategies(model.layers)
+    strategies = [every[layer] for layer in part.layers]
+    tokens, compute, accumulate = tokens_of(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
+    size = tokens * compute
+    waiting = [
+        size * per_token(layer)[0]
+        for layer, strategy in zip(part.layers, strategies, strict=True)
+        if strategy.activations_offloaded
+    ]
+    working = max(per_token(layer)[1] for layer in part.layers)
+    exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
+    whole = (
+        shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute == plan.precision.stored
+    )
+    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_offloaded)
+    host += part.head * every[-1].optimizer_offloaded
+    host += (part.ends - part.head) * every[0].optimizer_offloaded
+    piled = accumulate if plan.layered else 0
+    staying = LAYERS_STAYING + (plan.axis_size("pipeline") > 1)
+    once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
+    return {
+        "owned": part.sharded, "block": max(part.blocks), "ends": part.ends, "head": part.head, "shards": shard_size(plan),
+        "gathers": not whole, "kept": sum(not strategy.reshard for strategy in strategies),
+        "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
+        "reduces": not once or one_by_one(plan) or plan.layered,
+        "away": host / (sum(part.blocks) + part.ends),
+        "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-staying:]),
+        "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
+        "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled, "stays": gradients_final_in_backward(model, plan),
+        "piled_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
+        "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
+    }  # fmt: skip
+
+
+def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy]) -> float:
+    """Sums that earlier micro-batches left: each rank's shard, or its own of the whole; none in layered order or with one micro-batch."""
+    if plan.layered or plan.batch.accumulate == 1:
+        return 0
+    stored = bytes_of(plan.precision.stored)
+    if shard_size(plan) == 1:
+        return part.sharded * stored
+    whole = [strategy.gradients == "whole" for strategy in strategies]
+    blocks = zip(whole, part.blocks, part.shards, strict=True)
+    narrow, ends = bytes_of(plan.precision.reduce), part.ends
+    sums = sum(narrow * block if own else stored * shard for own, block, shard in blocks)
+    return sums + (narrow * ends if whole[-1] else stored * ends / shard_size(plan))
+
+
+def one_by_one(plan: Plan) -> bool:
+    """Whether one rank takes each micro-batch forward and back before the next."""
+    return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")

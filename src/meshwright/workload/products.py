@@ -1,0 +1,46 @@
+"""Matrix products of a model's layers with their shapes on one rank, for numbers and arrays alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from meshwright.workload.arrays import Array
+from meshwright.workload.model_shape import Shape
+from meshwright.workload.step_shape import StepShape
+
+
+@dataclass(frozen=True)
+class Product:
+    """One launch of `count` equal products (m, k) × (k, n) in a layer's forward; its backward computes both operands' gradients."""
+
+    role: Literal["linear", "router", "expert"]
+    """`linear` products have the plan's linear format, the others the compute dtype."""
+    m: Array
+    k: Array
+    n: Array
+    layers: Array
+    """Layers of the model that have it."""
+    count: Array = 1.0
+
+
+def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Product]:
+    """The products of one micro-batch in the forward of all layers on one of `width` tensor ranks."""
+    tokens, gated = step.tokens, 1 + shape.gated
+    inner = shape.attention_params / shape.hidden - shape.value_width
+    yield Product("linear", tokens, shape.hidden, inner / width, shape.attention_layers)
+    yield Product("linear", tokens, shape.value_width / width, shape.hidden, shape.attention_layers)
+    if np.any(shape.mixer_layers):
+        yield Product("linear", tokens, shape.hidden, shape.mixer_params / shape.hidden / width, shape.mixer_layers)
+    for ffn, layers in ((shape.ffn, shape.dense_layers), (shape.shared_ffn, shape.moe_layers)):
+        if np.any(ffn * layers):
+            yield Product("linear", tokens, shape.hidden, gated * ffn / width, layers)
+            yield Product("linear", tokens, ffn / width, shape.hidden, layers)
+    layers = np.where(np.asarray(shape.experts) > 0, shape.moe_layers, 0.0)
+    if np.any(layers):
+        yield Product("router", tokens / width, shape.hidden, shape.experts, layers)
+        yield Product("expert", step.expert_rows, shape.expert_in, gated * shape.expert_ffn, layers, step.experts)
+        yield Product("expert", step.expert_rows, shape.expert_ffn, shape.expert_in, layers, step.experts)

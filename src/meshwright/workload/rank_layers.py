@@ -1,0 +1,39 @@
+"""Layers of pipeline ranks: of the rank that holds the head, and the most of any other rank."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.spec.layout import balanced_stages
+from meshwright.workload.arrays import Array
+from meshwright.workload.stage_parts import StageTable
+
+MOST_STAGES = 1 << 16
+"""An upper limit of the virtual stages of one pipeline rank."""
+
+
+def table_layers(table: StageTable) -> tuple[int, int]:
+    """(layers of the fullest rank without the head, layers of the rank that holds it); the same number twice with one rank."""
+    counts = [sum(map(len, stages)) for stages in table]
+    head_rank = max(range(len(table)), key=lambda rank: max(stage.stop for stage in table[rank]))
+    head = counts.pop(head_rank)
+    return max(counts, default=head), head
+
+
+def balanced_layers(layers: int, head: float, pipeline: Array, virtual: Array, vee: Array) -> tuple[Array, Array]:
+    """`table_layers` of `spec.layout.balanced_stages` for arrays of pipelines; the head takes as long as `head` layers."""
+    ranks, stages, vees = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (pipeline, virtual, vee)))
+    codes, index = np.unique((ranks * MOST_STAGES + np.maximum(1, stages)) * 2 + (vees > 0), return_inverse=True)
+    counts = [_balanced(layers, head, *divmod(int(code) // 2, MOST_STAGES), bool(code % 2)) for code in codes]
+    fullest, with_head = np.array(counts, float).reshape(-1, 2)[index.reshape(-1)].T
+    return fullest.reshape(ranks.shape), with_head.reshape(ranks.shape)
+
+
+@lru_cache(maxsize=4096)
+def _balanced(layers: int, head: float, pipeline: int, virtual: int, vee: bool) -> tuple[int, int]:
+    if layers < pipeline * virtual:
+        even = -(-layers // pipeline)  # there is no such plan; callers with many layouts drop it
+        return even, even
+    return table_layers(balanced_stages("zbv" if vee else "interleaved", pipeline, layers, head, virtual))

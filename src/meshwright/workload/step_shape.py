@@ -1,0 +1,44 @@
+"""Sizes of one rank's step: micro-batches, sequence segments and the experts present. Today they follow from the plan alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Numbers or arrays of one length."""
+
+    micro_batches: Array
+    segments: Array
+    """Sequence segments of one micro-batch: each sequence's part on one context rank."""
+    segment_tokens: Array
+    """Tokens of each segment."""
+    experts: Array
+    """Routed experts of a layer that are present on the rank."""
+    expert_rows: Array
+    """Token copies of one micro-batch that the busiest rank's experts get, each."""
+
+    @property
+    def tokens(self) -> Array:
+        """Tokens of one micro-batch on a context rank."""
+        return self.segments * self.segment_tokens
+
+
+def step_shape(shape: Shape, layout: Layouts) -> StepShape:
+    """Sequences of one length, cut evenly over context ranks; experts spread evenly, with the layout's imbalance of tokens."""
+    tokens = layout.micro_batch * layout.seq / layout.context
+    experts = np.maximum(shape.experts, 1.0) / np.maximum(layout.expert, 1.0)
+    return StepShape(
+        micro_batches=layout.micro_batches,
+        segments=layout.micro_batch,
+        segment_tokens=layout.seq / layout.context,
+        experts=experts,
+        expert_rows=tokens / layout.tensor * shape.top_k / experts * layout.imbalance,
+    )

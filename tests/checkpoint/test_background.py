@@ -1,0 +1,156 @@
+"""Asynchronous saves of one rank, with its real writer process: what is staged is what is loaded, and what fails costs a save only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint import staging
+from meshwright.checkpoint.manifest import read_manifest, step_name
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.launch.folder import take_over
+from meshwright.spec.errors import BadInput
+from tests.checkpoint.toy import ToyRank, newest
+
+
+def until(condition: object, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_snapshots_are_committed_and_old_ones_deleted(tmp_path: Path) -> None:
+    rank = ToyRank(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        result = rank.save(step)
+        assert result.failure is None and result.path == tmp_path / "checkpoints" / step_name(step)
+        assert result.seconds is not None and set(result.seconds) == {"staging", "writing", "commit"}
+        assert newest(tmp_path) == step
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {step_name(20), step_name(30)}
+    manifest = read_manifest(result.path)
+    assert (manifest.run_id, manifest.epoch, manifest.world_size) == (rank.lease.run_id, 1, 1)
+    assert rank.saver.writer is not None and rank.saver.writer.starts == 1
+
+
+def test_a_file_is_that_of_a_synchronous_save(tmp_path: Path) -> None:
+    """Also one of several blocks, whose digests several threads take."""
+    rank = ToyRank(tmp_path / "async", scale=4000)
+    path = rank.save(7).path
+    assert path is not None
+    rank.update(7)
+    sync = CheckpointStore(tmp_path / "sync").save(7, rank.tensors, {"step": 7}, {}).path
+    names = {"tensors-00000.safetensors", "metadata.json", "state.json"}
+    assert {name: (path / name).read_bytes() == (sync / name).read_bytes() for name in names} == dict.fromkeys(
+        names, True
+    )
+    one, other = read_manifest(path), read_manifest(sync)
+    assert one.files == other.files and len(one.files["tensors-00000.safetensors"].blocks) > 2
+
+
+def test_no_update_reaches_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of the next step runs before and after the copy of every piece."""
+    rank = ToyRank(tmp_path, keep=100)
+    pieces = len(rank.tensors)
+    copy, stop_at, reached, go_on = staging._copy, [0], threading.Event(), threading.Event()
+    count = [0]
+
+    def gated(target: torch.Tensor, source: torch.Tensor) -> None:
+        if count[0] == stop_at[0]:
+            reached.set()
+            assert go_on.wait(20)
+        copy(target, source)
+        count[0] += 1
+
+    monkeypatch.setattr(staging, "_copy", gated)
+    for k in range(pieces + 1):
+        stop_at[0], count[0] = k, 0
+        reached.clear()
+        go_on.clear()
+        rank.update(k)
+        updating = threading.Thread(target=rank.begin, args=(k,))
+        updating.start()
+        if k < pieces:
+            assert reached.wait(20)
+            time.sleep(0.01)  # the update goes as far as it may
+        go_on.set()
+        updating.join(20)
+        assert rank.saver.wait(20) and newest(tmp_path) == k
+        for name, tensor in rank.tensors.items():
+            before = tensor.clone()
+            rank.update_one(name, k + 1)
+            assert torch.equal(before, tensor), "the update is complete too"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_writer_that_is_killed_or_stopped_costs_one_save(tmp_path: Path, number: signal.Signals) -> None:
+    rank = ToyRank(tmp_path, silent_seconds=1.5)
+    assert rank.save(1).failure is None
+    writer = rank.saver.writer
+    assert writer is not None and writer.pid is not None
+    os.kill(writer.pid, number)
+    failure = rank.save(2).failure
+    if number == signal.SIGSTOP:
+        assert failure is not None and "saving step 2: the writer gave no sign of life for 2 s" in str(failure)
+        until(lambda: {path.name for path in (tmp_path / "checkpoints").iterdir()} == {step_name(1)})
+    else:
+        assert failure is None, "it was replaced before the save"
+    assert writer.starts == 2 and newest(tmp_path) == (1 if failure else 2)
+    assert rank.save(3).failure is None and newest(tmp_path) == 3
+
+
+def test_a_writer_killed_in_a_save_costs_that_save(tmp_path: Path) -> None:
+    rank = ToyRank(tmp_path, scale=8000)
+    assert rank.save(1).failure is None
+    writer = rank.saver.writer
+    assert writer is not None and writer.pid is not None
+    rank.update(2)
+    rank.begin(2)
+    until(lambda: any(path.name.startswith(".step-00000002") for path in (tmp_path / "checkpoints").iterdir()))
+    os.kill(writer.pid, signal.SIGKILL)
+    assert rank.saver.wait(20)
+    result = rank.saver.result()
+    assert result is not None and "the writer was ended by signal 9; another writer was started" in str(result.failure)
+    until(lambda: {path.name for path in (tmp_path / "checkpoints").iterdir()} == {step_name(1)})
+    assert rank.save(3).failure is None and newest(tmp_path, 8000) == 3
+
+
+def test_a_writer_woken_after_another_start_took_over_commits_nothing(tmp_path: Path) -> None:
+    rank = ToyRank(tmp_path)
+    assert rank.save(1).failure is None
+    writer = rank.saver.writer
+    assert writer is not None and writer.pid is not None
+    os.kill(writer.pid, signal.SIGSTOP)
+    rank.update(2)
+    rank.begin(2)
+    take_over(tmp_path)
+    os.kill(writer.pid, signal.SIGCONT)
+    assert rank.saver.wait(20)
+    result = rank.saver.result()
+    assert (
+        result is not None
+        and isinstance(result.failure, BadInput)
+        and "was taken over by process" in str(result.failure)
+    )
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [step_name(1)]
+
+
+def test_a_save_without_its_description_is_not_committed(tmp_path: Path) -> None:
+    """The loss of its step was not finite, or the run ended before it was read."""
+    rank = ToyRank(tmp_path)
+    assert rank.save(1).failure is None
+    rank.update(2)
+    rank.saver.begin(2)
+    assert not rank.saver.wait(0.3) and rank.saver.in_flight
+    rank.saver.describe(3, dict)
+    assert not rank.saver.wait(0.1)
+    rank.update(3)
+    rank.begin(3)
+    assert rank.saver.wait(20) and newest(tmp_path) == 3
+    assert step_name(2) not in {path.name for path in (tmp_path / "checkpoints").iterdir()}

@@ -1,0 +1,74 @@
+"""Runs on several ranks that write their checkpoints beside training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.observe.metrics import read_metrics
+from tests.distributed.pool import Pool
+from tests.distributed.test_training import held, same_bits, steps_on_disk, trained
+from tests.slow import quick_first
+from tests.training.tiny import make_tiny, ranks, staged
+
+STEPS = 6
+ASYNC = "checkpoint.mode=async"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+
+
+def files(runs: Path, step: int) -> dict[str, bytes]:
+    folder = runs / "tiny" / "checkpoints" / f"step-{step:08d}"
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+PLANS = {
+    "fsdp": ranks(2),
+    "offloaded optimizer": [*ranks(2), "plan.compute=bf16", "plan.offload=optimizer"],
+    "pipeline": staged(2, "zbv"),
+    "replicas": ranks(2, replicate=2),
+}
+
+
+@pytest.mark.parametrize("name", quick_first(2, PLANS))
+def test_a_checkpoint_written_beside_training_is_that_of_a_save_that_training_waits_for(
+    pool: Pool, tiny: Path, tmp_path: Path, name: str
+) -> None:
+    """The steps that ran beside its save are the same too, and a run that continues from it ends alike."""
+    sync = trained(pool, tiny, tmp_path / "sync", *PLANS[name], "checkpoint.every=3")
+    beside = trained(pool, tiny, tmp_path / "async", *PLANS[name], "checkpoint.every=3", ASYNC)
+    assert steps_on_disk(tmp_path / "async") == [3, STEPS]
+    assert all(files(tmp_path / "async", step) == files(tmp_path / "sync", step) != {} for step in (3, STEPS))
+    assert [seen.losses for seen in beside] == [seen.losses for seen in sync] and same_bits(held(beside), held(sync))
+    events = [
+        line["text"] for line in read_metrics(tmp_path / "async" / "tiny" / "metrics.jsonl") if line["kind"] == "event"
+    ]
+    assert sum("beside training (seconds: staging" in text for text in events) == 2
+
+
+def test_a_run_that_is_asked_to_stop_waits_for_its_checkpoint(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    whole = trained(pool, tiny, tmp_path / "whole", *ranks(2))
+    first = trained(pool, tiny, tmp_path / "parts", *ranks(2), "checkpoint.every=2", ASYNC, stop_at=5)
+    assert steps_on_disk(tmp_path / "parts")[-1] == 5 and {seen.error for seen in first} == {first[0].error}
+    second = trained(pool, tiny, tmp_path / "parts", *ranks(2), "checkpoint.every=2", ASYNC)
+    assert [seen.began for seen in second] == [5, 5] and same_bits(held(second), held(whole))
+    parts = list_checkpoints(tmp_path / "parts" / "tiny")
+    assert [entry["step"] for entry in parts][-2:] == [5, STEPS] and all(entry["ok"] for entry in parts)
+
+
+def test_saves_that_are_due_while_one_is_in_flight_are_skipped_and_counted(
+    pool: Pool, tiny: Path, tmp_path: Path
+) -> None:
+    longer = [*ranks(2), "train.steps=40", "checkpoint.every=1", "checkpoint.keep=50", ASYNC]
+    seen = trained(pool, tiny, tmp_path, *longer)
+    assert [each.error for each in seen] == [None, None] and [each.last for each in seen] == [40, 40]
+    steps = steps_on_disk(tmp_path)
+    lines = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
+    texts = [line["text"] for line in lines if line["kind"] == "event" and "beside training" in line["text"]]
+    skipped = sum(int(text.rpartition("; ")[2].split()[0]) for text in texts if "skipped" in text)
+    assert steps[-1] == 40 and len(steps) == len(texts) and len(steps) + skipped == 40 and skipped > 0

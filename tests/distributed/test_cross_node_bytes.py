@@ -1,0 +1,72 @@
+"""What two ranks, each a node, really send over loopback in a step is what is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.data.loader import MicroBatch
+from meshwright.events.span import NullRecorder
+from meshwright.observe import interface_counters as traffic
+from meshwright.observe.interface_counters import Traffic
+from meshwright.parallel.apply import build_engine
+from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.world import World
+from meshwright.schedules.collective_counts import collective_counts
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import AxisName, BatchPlan, MeshAxis, Plan, Precision, ScheduleName, SchedulePlan
+from meshwright.workload.cross_node_bytes import cross_node_bytes
+from tests.distributed.pool import Pool
+
+SEQ, MICRO, ACCUMULATE = 128, 4, 4
+MODEL = ModelSpec(
+    family="llama", layers=4, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn_hidden=256, vocab_size=512, max_seq_len=SEQ, tied=True
+)  # fmt: skip
+
+
+def counted_and_predicted(world: World, chosen: Plan, tries: int) -> tuple[int, float]:
+    """Bytes over loopback in the quietest of some steps (others use loopback too), and those that are predicted."""
+    mesh = build_mesh(chosen, replace(world, node_ranks=1))
+    engine = build_engine(MODEL, chosen, mesh, loss_chunk=256, seed=1)
+    tokens = torch.arange(MICRO * SEQ).view(MICRO, SEQ) % MODEL.vocab_size
+    batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * ACCUMULATE
+    valid = torch.tensor(1000.0, dtype=torch.float64)
+    counts = []
+    for _ in range(tries):
+        dist.barrier()
+        counting = Traffic.start()
+        engine.executor.play(engine.training, batches, NullRecorder(), valid)
+        dist.barrier()
+        assert counting is not None
+        counts.append(counting.bytes())
+    found = cross_node_bytes(MODEL, chosen, mesh.layout, SEQ, collective_counts(engine.training))
+    return min(counts), found.total + found.reduce  # Gloo's reduce-scatter sends twice the bytes of NCCL's ring
+
+
+@pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
+@pytest.mark.parametrize(
+    ("axis", "schedule", "compute"),
+    [
+        ("replicate", "1f1b", "fp32"),
+        ("pipeline", "1f1b", "fp32"),
+        ("pipeline", "zbv", "fp32"),
+        ("shard", "1f1b", "bf16"),
+    ],
+)
+def test_bytes_on_the_wire_are_those_predicted(
+    pool: Pool, axis: AxisName, schedule: ScheduleName, compute: Literal["bf16", "fp32"]
+) -> None:
+    data = 2 if axis in ("replicate", "shard") else 1
+    chosen = Plan(
+        mesh=(MeshAxis(axis=axis, size=2, crosses="node"),),
+        batch=BatchPlan(global_batch=MICRO * ACCUMULATE * data, micro_batch=MICRO, accumulate=ACCUMULATE),
+        schedule=SchedulePlan(name=schedule),
+        precision=Precision(compute=compute),
+        compile=False,
+    )
+    for counted, predicted in pool.run(counted_and_predicted, 2, chosen, 5):
+        assert predicted <= counted <= 1.1 * predicted

@@ -1,0 +1,113 @@
+"""Names and docstrings in plain English: no vague identifiers, and a first line that fits on one line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "meshwright"
+VAGUE = {"one", "thing", "place", "kind", "row", "rest", "found", "said", "told", "asked", "away"}
+VAGUE |= {f"{word}s" for word in VAGUE}
+"""Identifiers that name nothing in particular. The JSON key `kind` of a written file is a string, so it is not affected."""
+FIRST_LINE = 120
+"""Characters of a docstring's first line, without indentation and quotes."""
+PENDING = (
+    "calibration", "checkpoint", "costs", "kernels", "models", "optim", "parallel", "planner", "profile", "schedules", "simulator",
+    "cli", "config", "data", "durable", "launch", "observe", "state", "training", "workload", "api.py",
+)  # fmt: skip
+"""Packages that do not follow these rules yet."""
+PENDING_TESTS = tuple(path.name for path in sorted((ROOT / "tests").iterdir()))
+"""Folders of tests that do not follow these rules yet."""
+
+
+def checked_files() -> list[Path]:
+    source = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in PENDING]
+    tests = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.relative_to(ROOT / "tests").parts[0] not in PENDING_TESTS
+    ]
+    return sorted([*source, *tests])
+
+
+def declared_names(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, name) of every function, class, parameter, module constant and field; local variables are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.lineno, node.name
+            arguments = (
+                *node.args.posonlyargs,
+                *node.args.args,
+                *node.args.kwonlyargs,
+                node.args.vararg,
+                node.args.kwarg,
+            )
+            yield from ((argument.lineno, argument.arg) for argument in arguments if argument)
+        elif isinstance(node, ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in ast.walk(ast.Tuple(node.targets if isinstance(node, ast.Assign) else [node.target])):
+                if isinstance(target, ast.Name) and not inside_function:
+                    yield target.lineno, target.id
+                if (
+                    isinstance(target, ast.Attribute)
+                    and isinstance(target.value, ast.Name)
+                    and target.value.id == "self"
+                ):
+                    yield target.lineno, target.attr
+        function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from declared_names(node, function or (inside_function and not isinstance(node, ast.ClassDef)))
+
+
+def documentation(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of every docstring, of modules, classes, functions, constants and fields."""
+    for node in ast.walk(tree):
+        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+            if (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
+            ):
+                yield statement.lineno, statement.value.value
+
+
+def test_no_vague_identifiers() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in checked_files()
+        for line, name in declared_names(ast.parse(path.read_text(encoding="utf-8")))
+        if name.strip("_").lower() in VAGUE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_first_lines_of_docstrings_are_short() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} {len(text.strip().splitlines()[0])} characters"
+        for path in checked_files()
+        for line, text in documentation(ast.parse(path.read_text(encoding="utf-8")))
+        if text.strip() and len(text.strip().splitlines()[0]) > FIRST_LINE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("def f(row, *, told): pass", ["row", "told"]),
+        ("class Place:\n    kind: int = 0\n    def __init__(self): self.rest = 1", ["Place", "kind", "rest"]),
+        ("ONES = 1\ndef f():\n    one = 1\n    return {'kind': one}", ["ONES"]),
+        ("f = lambda thing: thing", []),
+    ],
+)
+def test_declared_names_finds_vague_ones(code: str, names: list[str]) -> None:
+    assert [name for _, name in declared_names(ast.parse(code)) if name.strip("_").lower() in VAGUE] == names
+
+
+def test_documentation_finds_docstrings_of_fields() -> None:
+    code = '"""module"""\nclass C:\n    """class"""\n    x: int = 0\n    """field"""\n    def f(self):\n        """method"""'
+    assert sorted(text for _, text in documentation(ast.parse(code))) == ["class", "field", "method", "module"]
