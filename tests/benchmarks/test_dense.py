@@ -70,8 +70,8 @@ def run_line(row: str, side: str, number: int, rates: list[float]) -> dict[str, 
 
 
 def test_passes_visit_the_sides_in_turn(dense: Any, options: Namespace) -> None:
-    rows = list(dense.read_rows(options))
-    assert [(v.row.name, v.side) for v in dense.visits(rows, 1)] == [
+    rows = list(dense.read_comparisons(options))
+    assert [(v.comparison.name, v.side) for v in dense.visits(rows, 1)] == [
         ("base", "torchtitan"),
         ("base", "meshwright"),
         ("lever", "meshwright"),
@@ -80,7 +80,7 @@ def test_passes_visit_the_sides_in_turn(dense: Any, options: Namespace) -> None:
 
 
 def test_the_peer_may_run_fewer_sequences_at_a_time(dense: Any, options: Namespace) -> None:
-    base, lever = dense.read_rows(options)
+    base, lever = dense.read_comparisons(options)
     assert [way[-2:] for way in base.peer] == [
         ("--training.local_batch_size", "2"),
         ("--training.local_batch_size", "1"),
@@ -90,7 +90,7 @@ def test_the_peer_may_run_fewer_sequences_at_a_time(dense: Any, options: Namespa
 
 
 def test_what_is_there_is_not_run_again_and_what_only_failed_only_when_asked(dense: Any, options: Namespace) -> None:
-    base = next(dense.read_rows(options))
+    base = next(dense.read_comparisons(options))
     book = dense.Book(options.out)
     book.add(run_line("base", "meshwright", 1, [1.0]))
     book.add({"kind": "run", "row": "base", "side": "torchtitan", "pass": 1, "error": "out of memory"})
@@ -107,7 +107,7 @@ def test_no_run_is_begun_that_the_budget_does_not_hold(
     monkeypatch.setattr(dense, "made", None)
     monkeypatch.setattr(dense, "environment", dict)
     options.budget = 30.0
-    dense.play(list(dense.read_rows(options)), options, dense.Book(options.out))
+    dense.play(list(dense.read_comparisons(options)), options, dense.Book(options.out))
     said = capsys.readouterr().out
     assert "base is not run; the same command goes on from here" in said
     assert "cannot be imported here, so rows have our side only" in said
@@ -133,8 +133,8 @@ def test_torchtitans_log_is_read_with_the_steps_each_line_covers(
     monkeypatch.setattr("dense_runs.run_torchtitan", run)
     file = {**TABLE, "steps": 14, "skip": 5}
     options.table.write_text(yaml.safe_dump(file), encoding="utf-8")
-    base = next(dense.read_rows(options))
-    (line,) = dense.made(dense.Visit(base, "torchtitan", 2), options, 1e9)
+    base = next(dense.read_comparisons(options))
+    (line,) = dense.run_visit(dense.Visit(base, "torchtitan", 2), options, 1e9)
     assert line["rates"] == [10524] and line["counted_steps"] == 5, "the line of step 5 covers steps that do not count"
     assert (line["memory_reserved_peak_gib"], line["loss_first"], line["loss_last"]) == (96.31, 12.1934, 9.5)
     assert line["step_seconds"] == pytest.approx(2 * 16 / 10524, abs=1e-5)
@@ -153,7 +153,7 @@ def test_a_way_that_does_not_fit_gives_place_to_the_next(
         ) == 1 else "a slip of the pen"
 
     monkeypatch.setattr("dense_runs.run_torchtitan", run)
-    first, second = dense.made(dense.Visit(next(dense.read_rows(options)), "torchtitan", 2), options, 1e9)
+    first, second = dense.run_visit(dense.Visit(next(dense.read_comparisons(options)), "torchtitan", 2), options, 1e9)
     assert tries == ["2", "1"] and "out of memory" in first["error"] and second["error"] == "a slip of the pen"
 
 
@@ -197,7 +197,7 @@ def test_a_run_of_ours_and_its_device_side_by_side(
     options.only = "base"
     found = to_plain(breakdown(kernels_of(two_steps().events)))
     monkeypatch.setattr("dense_runs.read_breakdown", lambda trace, row, given: found if trace.exists() else {})
-    dense.play([row for row in dense.read_rows(options) if row.name == "base"], options, dense.Book(options.out))
+    dense.play([row for row in dense.read_comparisons(options) if row.name == "base"], options, dense.Book(options.out))
     lines = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
     assert [line["kind"] for line in lines] == ["session", "run", "breakdown", "rates", "roofline"]
     session, run, _, rates, held = lines
@@ -211,7 +211,7 @@ def test_a_run_of_ours_and_its_device_side_by_side(
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "dense").glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_tables_load(dense: Any, options: Namespace, file: Path) -> None:
     options.table, options.set = file, ["cluster.gpu=H200"]
-    rows = list(dense.read_rows(options))
+    rows = list(dense.read_comparisons(options))
     assert all(row.last - row.skip >= 20 for row in rows), "a figure needs twenty steps"
     names = {row.name for row in rows}
     assert all(row.against is None or row.against in names for row in rows)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from kernel_times import breakdown
-from kernel_trace import KINDS, kernels_of, kind_of, read_trace
+from kernel_trace import KERNEL_CLASSES, classify_kernel, kernels_of, read_trace
 
 from meshwright.spec.errors import BadInput
 
@@ -146,7 +146,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_are_known_by_their_names(name: str) -> None:
-    assert kind_of(name) == NAMES[name]
+    assert classify_kernel(name) == NAMES[name]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_kernels_are_known_by_their_names(name: str) -> None:
     ],
 )
 def test_kernels_without_a_telling_name_are_known_by_where_they_were_launched(inside: list[str], kind: str) -> None:
-    assert kind_of("void at::native::elementwise_kernel<128, 2>", inside) == kind
-    assert kind in KINDS
+    assert classify_kernel("void at::native::elementwise_kernel<128, 2>", inside) == kind
+    assert kind in KERNEL_CLASSES
 
 
 def test_traces_are_read_plain_and_compressed(tmp_path: Path) -> None:

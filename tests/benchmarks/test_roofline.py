@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kernel_times import breakdown
 from kernel_trace import kernels_of
-from roofline import bare_communication, needed, roofline, told
+from roofline import bare_communication, roofline, seconds_needed, table_lines
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.spec.errors import BadInput
@@ -52,7 +52,7 @@ def profile_for(work: Work) -> MachineProfile:
 
 def test_needed_seconds_are_the_work_over_the_rates() -> None:
     work = step_work(MODEL, TRAIN, PLAN)
-    found = needed(work, profile_for(work))
+    found = seconds_needed(work, profile_for(work))
     assert found["gemm"] == pytest.approx(work.product_flops / FLOPS)
     assert found["attention"] == pytest.approx(2 * 2 * 3e-6)
     assert found["elementwise"] == pytest.approx(work.elementwise_bytes / MEMORY)
@@ -63,7 +63,7 @@ def test_needed_seconds_are_the_work_over_the_rates() -> None:
 def test_the_same_in_fp8_takes_each_product_at_its_own_rate() -> None:
     plan = replace(PLAN, precision=Precision(linear="fp8_tensorwise"))
     work = step_work(MODEL, TRAIN, plan)
-    found = needed(work, profile_for(work))
+    found = seconds_needed(work, profile_for(work))
     assert found["gemm"] == pytest.approx(work.product_flops / FLOPS)
     assert found["quantise"] > 0
 
@@ -73,7 +73,7 @@ def test_a_rate_that_was_not_measured_is_asked_for() -> None:
     profile = profile_for(work)
     for lacking in ({"products": ()}, {"attention": ()}, {"pass_bytes_per_s": None}):
         with pytest.raises(BadInput, match="--shapes-of"):
-            needed(work, replace(profile, **lacking))
+            seconds_needed(work, replace(profile, **lacking))
 
 
 def test_collectives_are_priced_between_the_measured_sizes() -> None:
@@ -94,7 +94,7 @@ def test_lines_add_up_to_the_step_and_larger_gaps_are_explained() -> None:
     assert "8×4×16 bf16, 2 calls" in by_kind["gemm"].why
     explained = {line.kind for line in held.lines if line.why}
     assert explained >= {line.kind for line in held.lines if abs(line.gap) > 0.01 * held.seconds and line.took}
-    text = told(held)
+    text = table_lines(held)
     assert text[len(held.lines) + 1].split()[:3] == ["step", f"{1e3 * held.needed:.2f}", "0.10"]
     assert from_plain(type(held), to_plain(held)) == held
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from roofline import needed
+from roofline import seconds_needed
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.profile_file import load_profile, to_json
@@ -109,7 +109,7 @@ def test_a_runs_own_shapes_are_measured_so_that_its_work_is_priced(
                                                                              (32, 64, 192, "fp32"), (32, 96, 64, "fp32"),
                                                                              (32, 64, 128, "fp32")}  # fmt: skip
     assert [(row.seq, row.tokens, row.heads, row.window) for row in found.attention] == [(16, 32, 4, seen)]
-    seconds = needed(work, found)
+    seconds = seconds_needed(work, found)
     assert seconds["gemm"] == pytest.approx(3 * sum(row.seconds for row in found.products), rel=1e-4)
     assert all(seconds[kind] > 0 for kind in ("attention", "elementwise", "loss", "optimizer", "copies"))
 
