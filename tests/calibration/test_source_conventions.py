@@ -36,12 +36,12 @@ def test_every_convention_holds_for_rows_and_names_what_exists(runs: list[dict[s
 
 def test_cells_that_a_source_prints_stay(runs: list[dict[str, str]]) -> None:
     for record in runs:
-        cells, said = with_conventions(record)
+        cells, changes = with_conventions(record)
         changed = {key for key in cells if cells[key] != record[key]}
         read_as = {key for convention in applicable_conventions(record) for key in convention.read_as}
         assert all(not record[key] or key in read_as for key in changed)
-        assert all(any(key in words for words in said) for key in changed)
-        assert set(said) <= set(read_record(record).assumed)
+        assert all(any(key in words for words in changes) for key in changed)
+        assert set(changes) <= set(read_record(record).assumed)
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,10 @@ def test_a_pipeline_alone_gets_a_schedule_that_can_run_and_is_the_fastest_simula
     assert plan.axis_size("pipeline") == pipeline and plan.ranks == 8
     training_schedule(plan, asked.model.layers)
     table = stage_table(plan.schedule, pipeline, asked.model.layers)
-    assert sorted(layer for row in table for stage in row for layer in stage) == list(range(32))
+    assert sorted(layer for rank_stages in table for stage in rank_stages for layer in stage) == list(range(32))
     by_hand = simulate_plan(asked.model, asked.train, plan, asked.cluster).step_seconds
     assert answer.best.seconds == pytest.approx(by_hand, rel=0.01)
-    assert answer.best.seconds < 1.015 * min(one.seconds for one in answer.others if one.simulated)
+    assert answer.best.seconds < 1.015 * min(candidate.seconds for candidate in answer.others if candidate.simulated)
     assert answer.best.seconds < search(run(pipeline=pipeline, schedule="gpipe"), trainable=True).best.seconds
     assert any(reason.startswith(f"schedule {plan.schedule.name}: ") for reason in plan.why)
 
@@ -94,7 +94,7 @@ def test_a_modular_pipeline_has_a_stage_for_every_layer() -> None:
     asked = run(pipeline=4, schedule="breadth_first", recompute="full")
     plan = search(asked, trainable=True).best.plan
     table = stage_table(plan.schedule, 4, asked.model.layers)
-    assert {len(stage) for row in table for stage in row} == {1}
+    assert {len(stage) for rank_stages in table for stage in rank_stages} == {1}
     coarse = run(
         pipeline=4, schedule="breadth_first", recompute="full", stages=(("0-7",), ("8-15",), ("16-23",), ("24-31",))
     )

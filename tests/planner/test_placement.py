@@ -42,11 +42,11 @@ def cluster_of(sizes: dict[str, int], network: NetworkSpec | None) -> ClusterSpe
 def priced(order: tuple[str, ...], sizes: dict[str, int], cluster: ClusterSpec) -> list[tuple[float, ...]]:
     """What the cost model knows of each axis's groups."""
     layout, machine = Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8), machine_of(cluster)
-    found = []
+    factors = []
     for axis in sorted(sizes):
         where: Group = group(machine, K, float(layout.size(axis)), layout.stride(axis))
-        found.append((where.size, where.inside, where.domains, float(where.bandwidth) if where.size > 1 else 0.0))
-    return found
+        factors.append((where.size, where.inside, where.domains, float(where.bandwidth) if where.size > 1 else 0.0))
+    return factors
 
 
 @given(SIZES, st.sampled_from((None, PODS)))
@@ -79,8 +79,8 @@ MIXED = ClusterSpec(
 def test_stages_of_one_kind_of_node_come_first() -> None:
     sizes = {"pipeline": 2, "replicate": 2, "shard": 8}
     named = orders(MIXED, sizes)
-    laid = [Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8) for order in named]
-    mixed = [sum(len(kinds) > 1 for kinds in node_types_by_rank(MIXED, layout)) for layout in laid]
+    layouts = [Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8) for order in named]
+    mixed = [sum(len(types) > 1 for types in node_types_by_rank(MIXED, layout)) for layout in layouts]
     assert mixed == sorted(mixed) and mixed[0] == 0 and mixed[-1] == 2
 
 

@@ -84,12 +84,12 @@ def check(run: RunSpec) -> None:
     assert memory is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.planner.sweep.BATCH_POINTS", 8)  # so that what was found leaves points out
-        found = sweep(run, priced, space, HEADROOM * memory, best=1)
+        result = sweep(run, priced, space, HEADROOM * memory, best=1)
     fastest = _fastest(run, priced, space, HEADROOM * memory)
     if not np.isfinite(fastest):
-        assert len(found.seconds) == 0
+        assert len(result.seconds) == 0
         return
-    assert found.seconds[0] == pytest.approx(fastest, rel=1e-9)
+    assert result.seconds[0] == pytest.approx(fastest, rel=1e-9)
 
 
 def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float:
@@ -123,11 +123,11 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
         # Some layers moved and others not: the fewer, the longer the forward is that each copy may hide behind.
         here: Offload = "none" if offload == "activations" else "optimizer"
         for reshard, mode in product(reshards, modes):
-            kept, away = (
+            kept, offloading = (
                 LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=one)
                 for one in (here, offload)
             )
-            rich, lean = layouts(run, space, kept), layouts(run, space, away)
+            rich, lean = layouts(run, space, kept), layouts(run, space, offloading)
             legal = sharded | (not reshard) | (pins.reshard is not None)
             if gradients == "whole":
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
@@ -136,8 +136,8 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
                 moved = closed_form_seconds(priced, replace(lean, offload_activations=share))
                 seconds = (1 - share) * closed_form_seconds(priced, rich) + share * moved
                 # Two or three layers stay besides those that are kept.
-                some = peak_rank_bytes(run, replace(lean, offload_activations=1e-9))
-                memory = (1 - share) * some + share * peak_rank_bytes(run, lean)
+                vanishing = peak_rank_bytes(run, replace(lean, offload_activations=1e-9))
+                memory = (1 - share) * vanishing + share * peak_rank_bytes(run, lean)
                 best = min(best, seconds[legal & (memory <= room)].min(initial=np.inf))
     return best
 

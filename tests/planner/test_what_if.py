@@ -49,8 +49,8 @@ def test_only_what_the_cluster_has_is_doubled() -> None:
     run = ask("cluster.emulate_nodes=1", "plan.shard=4")
     names = [change.name for change in what_if(run, search(run).best.plan)]
     assert not [name for name in names if "network" in name or "reduce_replicas" in name]
-    one = ask("cluster.emulate_nodes=1", "cluster.gpus_per_node=1")
-    assert not [change for change in what_if(one, search(one).best.plan) if "links" in change.name]
+    alone = ask("cluster.emulate_nodes=1", "cluster.gpus_per_node=1")
+    assert not [change for change in what_if(alone, search(alone).best.plan) if "links" in change.name]
 
 
 def test_memory_buys_what_it_was_missing_for() -> None:
@@ -133,6 +133,6 @@ def test_the_planner_takes_fp8_only_when_asked() -> None:
         ("plan.linear=fp8_tensorwise", "plan.gather=compute"): ("fp8_tensorwise", "compute"),
         ("plan.linear=fp8_rowwise",): ("fp8_rowwise", "compute"),
     }
-    for words, wanted in asked.items():
-        found = search(ask(*PINS, *words)).best.plan.precision
-        assert (found.linear, found.gather) == wanted
+    for words, expected in asked.items():
+        precision = search(ask(*PINS, *words)).best.plan.precision
+        assert (precision.linear, precision.gather) == expected

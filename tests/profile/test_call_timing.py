@@ -35,9 +35,9 @@ class Hands:
     ],
 )
 def test_repeats_fill_the_budget_within_bounds(each: float, budget: float, inner: int, batches: int) -> None:
-    found = _cut(each, budget)
-    assert found == (inner, batches)
-    assert found[0] * each >= MIN_BATCH_SECONDS or found[0] == LARGEST_BATCH
+    cut = _cut(each, budget)
+    assert cut == (inner, batches)
+    assert cut[0] * each >= MIN_BATCH_SECONDS or cut[0] == LARGEST_BATCH
 
 
 def test_the_first_half_warms_up_and_one_outlier_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
