@@ -25,7 +25,8 @@ from meshwright.planner.explain import reason_against
 from meshwright.planner.finalists import plan_at, simplest
 from meshwright.planner.search import search
 from meshwright.planner.space import points
-from meshwright.planner.sweep import PLAIN, Strategy, layouts
+from meshwright.planner.strategies import PLAIN, Strategy
+from meshwright.planner.sweep import layouts
 from meshwright.simulator.step_simulation import host_bytes, priced_or_refused
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import MeshAxis, Offload, PlanPins

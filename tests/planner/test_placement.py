@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config.presets import MODEL_PRESETS
@@ -49,6 +49,7 @@ def priced(order: tuple[str, ...], sizes: dict[str, int], cluster: ClusterSpec) 
     return factors
 
 
+@settings(deadline=None)
 @given(SIZES, st.sampled_from((None, PODS)))
 def test_every_order_costs_what_one_of_those_named_costs(three: tuple[int, ...], network: NetworkSpec | None) -> None:
     sizes = sizes_of(three)

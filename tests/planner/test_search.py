@@ -12,7 +12,8 @@ from meshwright.planner.finalists import ALIKE, plan_at, simplest
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search, with_untrainable
 from meshwright.planner.space import points
-from meshwright.planner.sweep import End, Strategy, smallest
+from meshwright.planner.strategies import End, Strategy
+from meshwright.planner.sweep import smallest
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain

@@ -15,7 +15,8 @@ from meshwright.costs.plan_costs import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
-from meshwright.planner.sweep import PLAIN, closed_form_seconds, layouts, peak_rank_bytes, recomputes, sweep
+from meshwright.planner.strategies import PLAIN, recomputes
+from meshwright.planner.sweep import closed_form_seconds, layouts, peak_rank_bytes, sweep
 from meshwright.simulator.step_simulation import priced_or_refused
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain

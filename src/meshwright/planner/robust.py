@@ -57,6 +57,6 @@ def why_robust(best: Candidate, fragile_candidate: Candidate, loss: Loss) -> str
     """The sentence that says why an equally fast but fragile plan was not chosen."""
     behind = best.behind(fragile_candidate)
     return (
-        f"robust: another plan takes {abs(behind) / best.seconds:.1%} {'less' if behind > 0 else 'more'}, but "
+        f"robust: another plan takes {abs(behind) / best.seconds:.1%} {'less, but' if behind > 0 else 'more, and'} "
         f"{loss(fragile_candidate.plan):.0%} longer on a network that is {1 - SLOWER:.0%} slower; this one {loss(best.plan):.0%}"
     )

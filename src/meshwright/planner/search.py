@@ -41,17 +41,8 @@ from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, losses, why_robust
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
-from meshwright.planner.sweep import (
-    OFFLOAD_PAIRS,
-    PLAIN,
-    Strategy,
-    Swept,
-    leaner_than,
-    lower_bounds,
-    smallest,
-    strategies_in,
-    sweep,
-)  # fmt: skip
+from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, leaner_than
+from meshwright.planner.sweep import Swept, lower_bounds, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import priced_or_refused
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 
@@ -23,17 +22,19 @@ from meshwright.costs.step import StepCost, owned_params, step_cost
 from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
+from meshwright.planner.strategies import (
+    Strategy,
+    StrategySet,
+    gradient_modes,
+    leanest_end,
+    recomputes,
+    strategy_set_of,
+)
 from meshwright.schedules.registry import entry_of
 from meshwright.spec.layout import V_SCHEDULES
-from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
-    RECOMPUTE_MODES,
-    Gradients,
     LayerStrategy,
-    Offload,
-    PlanPins,
-    Recompute,
 )
 from meshwright.spec.run import RunSpec
 from meshwright.workload.arrays import Array
@@ -48,35 +49,6 @@ BOUND_SAFETY = 0.97
 """Factor on a lower bound, as communication may hide behind work that a strategy adds."""
 SPLIT_BACKWARD_SCHEDULES = [number for number, name in enumerate(SCHEDULES) if entry_of(name).splits_backward]
 """Indices of the schedules that defer weight gradients."""
-
-
-@dataclass(frozen=True)
-class End:
-    """Settings of a layer at one end of a strategy."""
-
-    reshard: bool
-    recompute: Recompute
-    offload: Offload = "none"
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Two settings of layers: `lean`, which saves memory, for as many layers as necessary, and `rich` for the others."""
-
-    rich: End
-    lean: End
-    gradients: Gradients = "shard"
-
-    def layer(self, end: End, text: str = "all") -> LayerStrategy:
-        """The layer strategy of one end for the range of layers `text`."""
-        return LayerStrategy(
-            range=text, reshard=end.reshard, gradients=self.gradients, recompute=end.recompute, offload=end.offload
-        )
-
-
-OFFLOAD_PAIRS: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), ("optimizer", "both"))
-"""Values of offload that differ in activations only: (without, with)."""
-PLAIN = Strategy(End(False, "none"), End(False, "none"))
 
 
 @dataclass(frozen=True)
@@ -95,7 +67,7 @@ def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: 
 
     Only points up to `reach` times the time of the fastest are returned; with a reach of 1 the fastest alone.
     """
-    bound, strategy_set = lower_bounds(run, pricing, points), _strategy_set(run, points.offloads)
+    bound, strategy_set = lower_bounds(run, pricing, points), strategy_set_of(run, points.offloads)
     order = np.argsort(bound, kind="stable")
     leaders = _Best(best, reach, _families(points))
     priced = len(points)
@@ -132,7 +104,7 @@ def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -
     best: list[Strategy | None] = [None] * len(points)
     fastest = np.full(len(points), np.inf)
     for index, strategy, seconds in zip(
-        *_best_strategies(run, pricing, points, room, _strategy_set(run, points.offloads), fastest), strict=True
+        *_best_strategies(run, pricing, points, room, strategy_set_of(run, points.offloads), fastest), strict=True
     ):
         if seconds < fastest[index]:
             best[index], fastest[index] = strategy, seconds
@@ -141,7 +113,7 @@ def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -
 
 def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy]:
     """The `count` points that need the least memory, with their leanest strategy; used in the error when nothing fits."""
-    leanest, gradients = _leanest_end(run)
+    leanest, gradients = leanest_end(run)
     ends = [replace(leanest, offload=offload) for offload in reversed(points.offloads)]
     strategies = [Strategy(end, end, gradients) for end in ends]
     strategy = strategies[0]
@@ -223,59 +195,19 @@ def lower_bounds(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
 
 def _min_bytes(run: RunSpec, points: Points) -> np.ndarray:
     """For each point, the least bytes of the fullest rank over all strategies."""
-    end, _ = _leanest_end(run)
+    end, _ = leanest_end(run)
     # No single strategy needs the least memory everywhere. Full recompute needs all activations of one block, which may be more than it
     # saves on a rank with few layers; an offloaded optimizer needs buffers for its chunks; gradients reduced in every micro-batch need
     # buffers while all activations are live.
     layer_options = [
         LayerStrategy(reshard=end.reshard, recompute=mode, gradients=gradients, offload=offload)
-        for mode, gradients, offload in product(recomputes(run), _gradient_modes(run), points.offloads)
+        for mode, gradients, offload in product(recomputes(run), gradient_modes(run), points.offloads)
     ]
     return peak_rank_bytes(run, _with_options(layouts(run, points, layer_options[0]), layer_options)).min(axis=0)
 
 
-def _leanest_end(run: RunSpec) -> tuple[End, Gradients]:
-    pins = pins_of(run)
-    return End(_reshard_modes(pins)[-1], recomputes(run)[-1]), _gradient_modes(run)[0]
-
-
-@dataclass(frozen=True)
-class _StrategySet:
-    """The strategies that are tried, and the distinct layer settings that occur in them."""
-
-    strategies: tuple[Strategy, ...]
-    options: tuple[LayerStrategy, ...]
-    rich: np.ndarray
-    """Index into `options` of each strategy's rich end."""
-    lean: np.ndarray
-    moving: np.ndarray
-    """Whether the lean end offloads activations and the rich end does not, by strategy."""
-    classes: tuple[np.ndarray, ...]
-    """Indices of strategies with the same recompute mode and offload of activations; the closed form deviates alike for them."""
-
-
-def _strategy_set(run: RunSpec, offloads: tuple[Offload, ...]) -> _StrategySet:
-    return _strategies_between(tuple(_strategy_ends(run, offloads)), _gradient_modes(run))
-
-
-@lru_cache(maxsize=8)
-def _strategies_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradients, ...]) -> _StrategySet:
-    strategies = [Strategy(rich, lean, gradients) for gradients in sums for rich, lean in pairs]
-    ends = [[strategy.layer(strategy.rich), strategy.layer(strategy.lean)] for strategy in strategies]
-    options = tuple(dict.fromkeys(option for pair in ends for option in pair))
-    option_index = {option: index for index, option in enumerate(options)}
-    rich, lean = np.array([[option_index[option] for option in pair] for pair in ends]).T
-    moving = [
-        not strategy.layer(strategy.rich).activations_offloaded and strategy.layer(strategy.lean).activations_offloaded
-        for strategy in strategies
-    ]
-    keys = [(strategy.lean.recompute, strategy.lean.offload in ("activations", "both")) for strategy in strategies]
-    classes = tuple(np.flatnonzero([key == distinct for key in keys]) for distinct in dict.fromkeys(keys))
-    return _StrategySet(tuple(strategies), options, rich, lean, np.array(moving), classes)
-
-
 def _best_strategies(
-    run: RunSpec, pricing: Pricing, points: Points, room: float, strategy_set: _StrategySet, worst: np.ndarray
+    run: RunSpec, pricing: Pricing, points: Points, room: float, strategy_set: StrategySet, worst: np.ndarray
 ) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
     """(point index, strategy, seconds) of the fastest fitting strategy of each class, where below the point's `worst` seconds."""
     plain = layouts(run, points, strategy_set.options[0])
@@ -356,7 +288,7 @@ def _memory_needs(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.n
 
 
 def _mixture_seconds(
-    run: RunSpec, priced: _UniformCosts, strategy_set: _StrategySet, room: float, moving: _ActivationOffload
+    run: RunSpec, priced: _UniformCosts, strategy_set: StrategySet, room: float, moving: _ActivationOffload
 ) -> np.ndarray:
     """Seconds by strategy and point with the fewest lean layers that fit; infinite where none fit.
 
@@ -382,7 +314,7 @@ def _mixture_seconds(
 class _ActivationOffload:
     """Costs of strategies whose lean end offloads activations: offload cost is not linear in the number of layers moved."""
 
-    def __init__(self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: _StrategySet) -> None:
+    def __init__(self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet) -> None:
         self.strategies = np.flatnonzero(strategy_set.moving)
         self._run, self._pricing, self._rich = run, pricing, strategy_set.rich[self.strategies]
         self._lean = [strategy_set.options[option] for option in strategy_set.lean[self.strategies]]
@@ -408,61 +340,6 @@ def _lean_share(rich: np.ndarray, lean: np.ndarray, room: float, layers: int) ->
     saved = np.where(rich > lean, rich - lean, 1e-9)
     share = np.where(over <= 0, 0.0, np.minimum(over / saved, 2.0))
     return np.ceil(np.minimum(share, 2.0) * layers - 1e-9) / layers
-
-
-def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End, End]]:
-    """(rich, lean) ends of all strategies: equal, or different in one of reshard, recompute and offload of activations."""
-    reshards, modes = _reshard_modes(pins_of(run)), recomputes(run)
-    pairs: list[tuple[End, End]] = []
-    for offload in offloads:
-        pairs += [(end, end) for end in (End(reshard, mode, offload) for mode in modes for reshard in reshards)]
-        pairs += [(End(False, mode, offload), End(True, mode, offload)) for mode in modes if len(reshards) == 2]
-        pairs += [
-            (End(reshard, rich, offload), End(reshard, lean, offload))
-            for reshard in reshards
-            for rich, lean in combinations(modes, 2)
-        ]
-    for without, with_activations in OFFLOAD_PAIRS:
-        if {without, with_activations} <= set(offloads):
-            pairs += [
-                (End(reshard, mode, without), End(reshard, mode, with_activations))
-                for mode in modes
-                for reshard in reshards
-            ]
-    return pairs
-
-
-def leaner_than(run: RunSpec, strategy: Strategy) -> list[Strategy]:
-    """Strategies that save more memory than this one: with reshard, or where it reshards already with more recompute."""
-    end, modes = strategy.lean, recomputes(run)
-    leaner = [replace(end, reshard=_reshard_modes(pins_of(run))[-1])]
-    if leaner == [end]:
-        leaner = [replace(end, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :]]
-    return [replace(strategy, rich=end, lean=lean) for lean in leaner]
-
-
-def _gradient_modes(run: RunSpec) -> tuple[Gradients, ...]:
-    """Values of `gradients` that are tried."""
-    pinned = pins_of(run).gradients
-    return ("shard", "whole") if pinned is None else (pinned,)
-
-
-def _reshard_modes(pins: PlanPins) -> list[bool]:
-    return [False, True] if pins.reshard is None else [pins.reshard]
-
-
-def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
-    """Recompute modes that are tried, from the least to the most memory saved."""
-    pinned = pins_of(run).recompute
-    if pinned is not None:
-        return (pinned,)
-    return tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_dominates(run))
-
-
-def _attention_dominates(run: RunSpec) -> bool:
-    """Whether the FLOPs of attention scores are at least a quarter of all others; else recomputing them costs almost nothing."""
-    others = flops_per_token(run.model, 1, causal=True)
-    return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.25 * others
 
 
 def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
