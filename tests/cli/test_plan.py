@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.plan_answer import Wishes, answer_of
+from meshwright.cli.plan_answer import PlanQuestion, answer_question
 from meshwright.cli.plan_text import two_digits
 from meshwright.cli.plan_words import facts, layers_line, machines_line
 from meshwright.config.load import load_run
@@ -125,8 +125,8 @@ def test_for_train_counts_on_this_host_where_the_cluster_is_this_machine(
     for module in (machine, prepare):
         monkeypatch.setattr(module, "host_memory_bytes", lambda: 700 << 30)
     run = load_run(None, [*ONE, f"cluster.gpu={gpu}"])
-    assert answer_of(run, Wishes(for_train=True)).run.cluster.host_memory_gib == gib
-    assert answer_of(run, Wishes()).run.cluster.host_memory_gib is None
+    assert answer_question(run, PlanQuestion(for_train=True)).run.cluster.host_memory_gib == gib
+    assert answer_question(run, PlanQuestion()).run.cluster.host_memory_gib is None
 
 
 def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_circle_of_extends_is_named_where_it_closes() -> None:
         load_run(write("a.yaml", "model: llama-nano\nextends: b.yaml"))
     (mistake,) = caught.value.mistakes
     assert (mistake.file, mistake.line, mistake.column) == ("b.yaml", 1, 10)
-    assert mistake.got == "a circle: a.yaml → b.yaml → a.yaml"
+    assert mistake.got == "a cycle: a.yaml → b.yaml → a.yaml"
 
 
 @pytest.mark.usefixtures("here")

@@ -62,7 +62,7 @@ FOUND = [
     ("model.preset", "llama3-8x", "llama3-70b", "llama3-8b"),
     ("model.hiden", "hiden", "key of model", "hidden"),
     ("model.attention_dropout", "attention_dropout", "there is no dropout", None),
-    ("model.seq_len", "seq_len", "lives at train.seq_len", "train.seq_len"),
+    ("model.seq_len", "seq_len", "its path is train.seq_len", "train.seq_len"),
     ("model.init", "scrach", "checkpoint:DIR", "scratch"),
     ("model.norm_eps", "0", "number (> 0)", None),
     ("model.moe_experts", "moe_experts", "mixture of experts", None),
@@ -263,7 +263,7 @@ def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
     ("override", "key", "expected", "nearest"),
     [
         ("train.stepz=3", "train.stepz", "key of train", "steps"),
-        ("steps=3", "steps", "lives at train.steps", "train.steps"),
+        ("steps=3", "steps", "its path is train.steps", "train.steps"),
         ("train.steps", "train.steps", "KEY=VALUE", None),
         ("=3", "", "KEY=VALUE", None),
         ("train.steps=many", "train.steps", "integer", None),

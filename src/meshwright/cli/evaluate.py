@@ -93,8 +93,8 @@ def _evaluate(
     if plan is not None:
         from meshwright.training.spread import Measurement
 
-        asked = Measurement(data=spec, seq_len=length, samples=batch * batches, micro_batch=batch)
-        measured = ask_ranks(model, plan, measurement=asked).evaluation
+        measurement = Measurement(data=spec, seq_len=length, samples=batch * batches, micro_batch=batch)
+        measured = ask_ranks(model, plan, measurement=measurement).evaluation
         assert measured is not None
         return measured
     device, dtype = device_and_dtype()

@@ -72,7 +72,7 @@ class Probe:
         return measured / predicted - 1 if measured and predicted else None
 
 
-def probed(run: RunSpec, answer: Answer, count: int, note: Note) -> tuple[Answer, tuple[Probe, ...]]:
+def measured_answer(run: RunSpec, answer: Answer, count: int, note: Note) -> tuple[Answer, tuple[Probe, ...]]:
     """`answer` with the fastest measured of its `count` leading plans as the best, and every probe, in the order they ran.
 
     Raises BadInput when the run's cluster is not this machine, and OutOfResources when none of the plans ran.
