@@ -15,7 +15,7 @@ import pytest
 from meshwright.cli.train import announce
 from meshwright.config.load import load_plan, load_run
 from meshwright.launch import machine
-from meshwright.launch.folder import held
+from meshwright.launch.folder import folder_lock
 from meshwright.launch.prepare import Prepared, on_used_devices, plan_yaml, prepare_run
 from meshwright.observe.closing import closing_lines, command_to_continue
 from meshwright.observe.metrics import read_metrics
@@ -69,7 +69,7 @@ def test_the_command_to_continue_continues_the_run(finished: Path) -> None:
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
 def test_a_run_that_another_process_trains_is_refused(tiny: Path, tmp_path: Path, launched: bool) -> None:
-    with held(tmp_path / "tiny"):
+    with folder_lock(tmp_path / "tiny"):
         answer = (
             train_here(tiny, ONE, "--runs", tmp_path) if launched else meshwright("train", tiny, "--runs", tmp_path)
         )

@@ -47,7 +47,7 @@ def find_mistakes(
 
     reading = read(words, runs)
     refusals = Refusals(reading, runs, note, known, fresh=fresh)
-    mistakes = in_reading_order([*reading.mistakes, *refusals.found], reading.shown)
+    mistakes = in_reading_order([*reading.mistakes, *refusals.refusals], reading.shown)
     return mistakes, max(EXIT_BAD_INPUT * bool(reading.mistakes), refusals.exit_code)
 
 

@@ -340,7 +340,7 @@ def _probe(probe: Probe) -> dict[str, Any]:
         "predicted_seconds": probe.predicted_seconds,
         "measured_seconds": probe.measured_seconds,
         "predicted_bytes": probe.predicted_bytes,
-        "measured_bytes": probe.found.memory_bytes if probe.found else None,
+        "measured_bytes": probe.measured.memory_bytes if probe.measured else None,
         "ended": probe.ended or None,
     }
 

@@ -132,11 +132,11 @@ def _probes(console: Console, answer: Answer) -> None:
 def _beside(probe: Probe) -> str:
     """Predicted and measured values of a probe."""
     measured_parts = [f"predicted {seconds_text(probe.predicted_seconds)}"] if probe.predicted_seconds else []
-    if probe.found is not None:
+    if probe.measured is not None:
         off = f" ({probe.error:+.0%})" if probe.error is not None else ""
-        measured_parts.append(f"measured {seconds_text(probe.found.seconds)}{off}")
+        measured_parts.append(f"measured {seconds_text(probe.measured.seconds)}{off}")
         expected = f" of {bytes_text(probe.predicted_bytes)} predicted" if probe.predicted_bytes else ""
-        measured_parts.append(f"{bytes_text(probe.found.memory_bytes)}{expected}")
+        measured_parts.append(f"{bytes_text(probe.measured.memory_bytes)}{expected}")
     return ", ".join([*measured_parts, *([probe.ended] if probe.ended else [])])
 
 

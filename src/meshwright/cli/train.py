@@ -121,7 +121,7 @@ def join_ranks(
         from meshwright.training.rank import import_all
 
         import_all(cuda=not run.cluster.is_cpu)
-        from meshwright.launch.folder import held, renamed
+        from meshwright.launch.folder import folder_lock, renamed
         from meshwright.parallel.world import join
         from meshwright.training.join import agreed_assignment
         from meshwright.training.worker import run_rank
@@ -130,7 +130,7 @@ def join_ranks(
 
         def prepare() -> Assignment | None:
             named = renamed(run, runs) if fresh else run
-            lock = held(runs / named.name)
+            lock = folder_lock(runs / named.name)
             lock.__enter__()
             life.add_cleanup(lambda: lock.__exit__(None, None, None))
             with report():
