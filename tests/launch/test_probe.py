@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.events.messages import Failure
 from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure_text, leading, too_slow, with_fastest_probe
-from meshwright.observe.prediction_account import WARM_UP, Typical
+from meshwright.observe.prediction_account import WARM_UP, TypicalStep
 from meshwright.planner.candidate import Answer, Candidate
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_NO_RESOURCES, BadInput, OutOfResources
@@ -32,7 +32,7 @@ def made(axis: str, size: int = 2, micro_batch: int = 1) -> Plan:
 def ran(plan: Plan, seconds: float) -> Probe:
     return Probe(
         plan,
-        Typical(
+        TypicalStep(
             steps=(6, 15),
             seconds=seconds,
             tokens_per_second_per_gpu=None,

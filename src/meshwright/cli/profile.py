@@ -140,10 +140,10 @@ def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | Non
 
     if not started_by_launcher():
         return _measured_here(cluster, seconds, shapes_of)
-    from meshwright.training.profiling import ProfileJob, measured_by
+    from meshwright.training.profiling import ProfileJob, run_profile_job
 
     environment = RankEnvironment.from_environment()
-    measured = measured_by(ProfileJob(cluster=cluster, seconds=seconds, run=_absolute(shapes_of)), environment)
+    measured = run_profile_job(ProfileJob(cluster=cluster, seconds=seconds, run=_absolute(shapes_of)), environment)
     if environment.rank:
         raise typer.Exit
     return measured
@@ -214,17 +214,17 @@ def _correct(folder: Path, out: Path | None) -> None:
 
 def _measured_step(folder: Path) -> float:
     """Median seconds of the run's steps after warm-up."""
-    from meshwright.observe.prediction_account import FEWEST, WARM_UP, typical
+    from meshwright.observe.prediction_account import FEWEST_STEPS, WARM_UP, typical_step
     from meshwright.observe.runfolder import read_run
 
     run = read_run(folder)
     steps = [step for step in run.steps if step["step"] > WARM_UP]
-    typical_step = typical(steps)
+    typical_step = typical_step(steps)
     if run.account is not None:
         return run.account.step_seconds.measured
-    if typical_step is None or len(steps) < FEWEST:
+    if typical_step is None or len(steps) < FEWEST_STEPS:
         raise BadInput(
-            f"{folder}: expected at least {WARM_UP + FEWEST} steps in metrics.jsonl, of which the first {WARM_UP} only warm up, got "
+            f"{folder}: expected at least {WARM_UP + FEWEST_STEPS} steps in metrics.jsonl, of which the first {WARM_UP} only warm up, got "
             f"{len(run.steps)}"
         )
     return typical_step.seconds

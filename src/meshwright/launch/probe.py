@@ -16,7 +16,14 @@ from meshwright.launch.local import rank_threads, run_ranks
 from meshwright.launch.machine import found_cluster, is_here
 from meshwright.launch.prepare import Note, plan_yaml, prepare_run
 from meshwright.observe.metrics import scan_metrics
-from meshwright.observe.prediction_account import ENOUGH, FEWEST, WARM_UP, Typical, comparable_memory, typical
+from meshwright.observe.prediction_account import (
+    COMPARED_STEPS,
+    FEWEST_STEPS,
+    WARM_UP,
+    TypicalStep,
+    comparable_memory,
+    typical_step,
+)
 from meshwright.planner.candidate import Answer, Candidate
 from meshwright.planner.finalists import kind_of, same_layout
 from meshwright.spec.cluster import ClusterSpec
@@ -33,7 +40,7 @@ from meshwright.spec.plan import Plan, Predicted
 from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import RunSpec
 
-STEPS = WARM_UP + ENOUGH
+STEPS = WARM_UP + COMPARED_STEPS
 """Steps of a probe, warm-up included."""
 ENOUGH_STEPS, LONG_SECONDS = 5, 20.0
 """Steps after warm-up that suffice if together they take this many seconds."""
@@ -46,7 +53,7 @@ class Probe:
     """A plan and the measurements of its probe."""
 
     plan: Plan
-    measured: Typical | None = None
+    measured: TypicalStep | None = None
     """Typical step after warm-up; None if the probe ended before."""
     ended: str = ""
     """Why the probe ended before its last step; empty if it did not."""
@@ -165,7 +172,7 @@ class Watch:
 
     file: Path
     predicted: Predicted | None
-    measured: Typical | None = None
+    measured: TypicalStep | None = None
     why: str = ""
     read: int = field(default=0, repr=False)
     """Size of the file in bytes when it was last read."""
@@ -178,7 +185,7 @@ class Watch:
         self.read = size
         steps = [line for line in scan_metrics(self.file)[0] if line.get("kind") == "step"]
         counted = [step for step in steps if WARM_UP < step["step"] <= STEPS]
-        self.measured = typical(counted) if len(counted) >= FEWEST else None
+        self.measured = typical_step(counted) if len(counted) >= FEWEST_STEPS else None
         if self.measured and (limit := too_slow(self.predicted)) and self.measured.seconds > limit:
             self.why = f"ended after {counted[-1]['step']} steps: more than {limit:.3g} s a step"
         long = sum(step["step_seconds"] for step in counted) >= LONG_SECONDS
