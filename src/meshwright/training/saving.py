@@ -150,7 +150,7 @@ class Saver:
             self._background.close()
 
     def _busy(self, flags: StopFlags) -> bool:
-        """Whether a save is in flight as far as all ranks know: also while the first rank's answer since the last save is on its way."""
+        """Whether a save is in flight as far as all ranks know, until the first rank has reported its end."""
         return self._background is not None and self._began > 0 and (flags.busy or flags.step <= self._began)
 
     def _make_ready(self) -> None:
