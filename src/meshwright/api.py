@@ -99,8 +99,8 @@ def train(
         run = load_run(run, overrides, runs=runs)
     elif list(overrides):
         raise BadInput("overrides are read with a run file: give them to load_run")
-    place = Path(runs)
-    run = renamed(run, place) if fresh else run
+    runs_folder = Path(runs)
+    run = renamed(run, runs_folder) if fresh else run
     failures: list[Failure] = []
 
     def listen(rank: int, message: Message) -> None:
@@ -115,13 +115,13 @@ def train(
 
     stopped = False
     try:
-        code = run_job(run, place, listener=listen)
+        code = run_job(run, runs_folder, listener=listen)
     except StopTraining:
         stopped, code = True, EXIT_PREEMPTED
     if code != EXIT_DONE and not stopped:
         text = next((failure.message for failure in failures if failure.exit_code == code), f"exit code {code}")
         raise ERROR_CLASS_BY_EXIT_CODE.get(code, MeshwrightError)(text)
-    return _result(run, place / run.name, finished=not stopped)
+    return _result(run, runs_folder / run.name, finished=not stopped)
 
 
 def _result(run: RunSpec, folder: Path, *, finished: bool) -> TrainResult:
