@@ -343,7 +343,7 @@ def test_one_plan_does_not_scale(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     meshwright("plan", *ONE, "--out", file)
     answer = meshwright("plan", *ONE, f"plan={file}", "--gpus", "2..4")
-    assert answer.code == 2 and "is one plan" in answer.err
+    assert answer.code == 2 and "is a single plan" in answer.err
 
 
 @pytest.mark.slow  # three short runs, half a minute
@@ -363,7 +363,7 @@ def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, 
     ]
     assert "measured on this machine" in out.read_text()
     text = meshwright("plan", tiny, f"plan={out}", "--probe", 2)
-    assert text.code == 2 and "is one plan" in text.err
+    assert text.code == 2 and "is a single plan" in text.err
 
 
 def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_the_header_names_nodes_that_differ(cluster: str, words: str, tmp_path: 
     file = tmp_path / "run.yaml"
     file.write_text(f"model: llama3-8b\ntrain: {{steps: 1, global_batch: 64, seq_len: 4096}}\ncluster: {cluster}\n")
     assert machines_line(load_run(file, []).cluster) == words
-    assert machines_line(ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)) == "1 × 8 H200, playing 2 nodes"
+    assert machines_line(ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)) == "1 × 8 H200, emulating 2 nodes"
 
 
 def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:

@@ -388,12 +388,12 @@ def test_a_plan_in_a_run_file_s_place_is_one_mistake(tmp_path: Path) -> None:
     assert (mistake.key, mistake.line) == ("mesh", 1) and f"plan={file}" in mistake.expected
 
 
-def test_a_key_that_is_only_alike_is_not_said_to_live_there(tmp_path: Path) -> None:
+def test_only_a_known_synonym_names_the_path_of_a_key(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("extends: llama-nano\nbatch: 3\nlr: 3\ntrain: {steps: 3, global_batch: 2}\n")
     with pytest.raises(BadConfig) as caught:
         load_run(file)
-    assert [(m.nearest, "lives at" in m.expected) for m in caught.value.mistakes] == [
+    assert [(m.nearest, "its path is" in m.expected) for m in caught.value.mistakes] == [
         (None, False),
         ("train.learning_rate", True),
     ]
