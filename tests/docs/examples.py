@@ -1,11 +1,11 @@
-"""Examples of the planner's output on the pages, made again by running the commands above them.
+"""Writes the examples of the planner's output on the pages, by running the commands above them.
 
-A block that begins with ```console output holds what the nearest bash block above it prints: on stdout, or where it refuses on stderr.
-`python -m tests.docs.examples` writes all of them anew; figures move whenever constants are fitted.
+A ```console output block holds what the nearest bash block above it prints on stdout, or on stderr where the command refuses.
+`python -m tests.docs.examples` writes all of them; figures change whenever constants are fitted.
 
-Words behind `output` shorten it. Sections stand between empty lines and are named by the beginning of their title, with dashes for spaces;
-`head` is the first one. `only=head,mesh` leaves out the others. `cut=runner-ups:2,where-the-numbers:2+1` keeps the first two entries of one
-section, and of the other the first two and the last; `…` stands for what is left out.
+Options behind `output` shorten the block. Empty lines separate sections. A section is named by the beginning of its title, with dashes for
+spaces; `head` is the first. `only=head,mesh` omits the others. `cut=runner-ups:2,where-the-numbers:2+1` keeps the first two entries of one
+section, and the first two and the last of the other. `…` stands for omitted entries.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tests.docs.pages import PAGES, ROOT, Block, blocks, text_of
 
 MARK = "output"
 WIDTH = 104
-"""Columns of the terminal that examples are printed on."""
-FOLDED = 138
-"""Columns at which the one line of a refusal is folded."""
+"""Columns of the terminal."""
+REFUSAL_WIDTH = 138
+"""Columns at which the line of a refusal is folded."""
 SECONDS = 300
 
 
 def examples() -> Iterator[tuple[Block, Block]]:
-    """(the commands, the block that shows what they print), page by page."""
+    """Yields (commands, block that shows their output), page by page."""
     for page in PAGES:
         command: Block | None = None
         for block in blocks(page):
             if block.language == "bash":
                 command = block
-            elif block.language == "console" and MARK in block.words:
-                assert command is not None, f"{block.where}: no bash block stands above it"
+            elif block.language == "console" and MARK in block.options:
+                assert command is not None, f"{block.location}: no bash block above"
                 yield command, block
 
 
 def printed(command: Block) -> str:
-    """What the commands of a block print."""
+    """Runs the commands of a block and returns their output."""
     with tempfile.TemporaryDirectory() as folder:
         tool = Path(folder) / "bin" / "meshwright"
         tool.parent.mkdir()
@@ -57,24 +57,24 @@ def printed(command: Block) -> str:
             "PYTHONPATH": str(ROOT / "src"),
         }
         environment["OMP_NUM_THREADS"] = "1"
-        answer = subprocess.run(
+        completed = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command.text],
             cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
         )  # fmt: skip
-    assert answer.returncode == 0, f"{command.where}: code {answer.returncode}\n{answer.stderr}"
-    return answer.stdout if answer.stdout.strip() else refusal(answer.stderr)
+    assert completed.returncode == 0, f"{command.location}: code {completed.returncode}\n{completed.stderr}"
+    return completed.stdout if completed.stdout.strip() else refusal(completed.stderr)
 
 
 def refusal(text: str) -> str:
-    """An error message without what is said before it, folded."""
+    """Returns the error message alone, folded."""
     lines = text[text.index("meshwright: ") :].splitlines()
-    return "\n".join(textwrap.fill(line, FOLDED, break_on_hyphens=False) for line in lines)
+    return "\n".join(textwrap.fill(line, REFUSAL_WIDTH, break_on_hyphens=False) for line in lines)
 
 
 def shorten(text: str, only: Sequence[str], cut: Mapping[str, tuple[int, int]]) -> str:
-    """`text` without the sections that `only` does not name, where it names any, and with few entries of those that `cut` names.
+    """Returns `text` with the sections of `only` (all if empty), and the first and last entries of the sections of `cut`.
 
-    Raises ValueError for a name that no section has.
+    Raises ValueError for a name without a section.
     """
     sections = "\n".join(line.rstrip() for line in text.strip("\n").splitlines()).split("\n\n")
     titles = ["head", *(section.splitlines()[0].replace(" ", "-") for section in sections[1:])]
@@ -91,7 +91,7 @@ def shorten(text: str, only: Sequence[str], cut: Mapping[str, tuple[int, int]]) 
 
 
 def _cut(section: str, first: int, last: int) -> str:
-    """A section's title with its first and last entries; an entry begins where a line is indented as its first line is."""
+    """Returns a section's title with its first and last entries; an entry begins at the smallest indent."""
     title, *lines = section.splitlines()
     indent = min(len(line) - len(line.lstrip()) for line in lines)
     starts = [at for at, line in enumerate(lines) if len(line) - len(line.lstrip()) == indent]
@@ -102,7 +102,7 @@ def _cut(section: str, first: int, last: int) -> str:
 
 
 def options(block: Block) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """What the block's words say is shown: sections, and entries at the beginning and the end of some."""
+    """Returns the block's options: sections to show, and the entries to keep at the beginning and end of a section."""
     only = (block.option("only") or "").split(",")
     cut = {}
     for part in filter(None, (block.option("cut") or "").split(",")):
@@ -112,11 +112,11 @@ def options(block: Block) -> tuple[list[str], dict[str, tuple[int, int]]]:
     return [name for name in only if name], cut
 
 
-def rewritten(text: str, made: Mapping[Block, str]) -> str:
-    """A page's text with each of these blocks of it holding what was made for it."""
+def rewritten(text: str, contents: Mapping[Block, str]) -> str:
+    """Returns a page's text with new contents in these blocks."""
     lines = text.splitlines(keepends=True)
-    for block in sorted(made, key=lambda block: -block.line):
-        lines[block.line : block.line + block.text.count("\n")] = [made[block]]
+    for block in sorted(contents, key=lambda block: -block.line):
+        lines[block.line : block.line + block.text.count("\n")] = [contents[block]]
     return "".join(lines)
 
 
@@ -124,9 +124,9 @@ if __name__ == "__main__":
     outputs: dict[str, str] = {}
     pages: dict[str, dict[Block, str]] = {}
     for command, block in examples():
-        if command.where not in outputs:
-            print(command.where, flush=True)
-            outputs[command.where] = printed(command)
-        pages.setdefault(block.page, {})[block] = shorten(outputs[command.where], *options(block))
-    for page, made in pages.items():
-        (ROOT / page).write_text(rewritten(text_of(page), made), encoding="utf-8")
+        if command.location not in outputs:
+            print(command.location, flush=True)
+            outputs[command.location] = printed(command)
+        pages.setdefault(block.page, {})[block] = shorten(outputs[command.location], *options(block))
+    for page, contents in pages.items():
+        (ROOT / page).write_text(rewritten(text_of(page), contents), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Features by features: what the equality tests try together, what is refused before a run starts, and what is left.
+"""Which features the equality tests combine, and which pairs are refused before a run starts.
 
-One table of features says what a plan that has one looks like, both to recognise it among the tests' plans and to ask for it. A new feature
-is an entry in `FEATURES` (or `ORDERS`), and its equality tests a line in `compared`; `python -m tests.docs.features` writes the page anew.
+A `Feature` recognises itself in a plan and adds itself to a plan. A new feature is an entry in `FEATURES` (or `ORDERS`), and its equality
+tests an entry in `compared`. `python -m tests.docs.features` writes the table of the page.
 """
 
 from __future__ import annotations
@@ -47,56 +47,56 @@ from meshwright.spec.plan import (
 
 PAGE = "docs/reference/features.md"
 Tested = tuple[Plan, ModelSpec]
-"""A plan that is compared with one device, and the model that it is compared on."""
+"""A plan that a test compares with one device, and the model of that test."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """How to recognise a feature in a tested plan, and how to ask for it."""
+    """Recognises a feature in a plan, and adds it to a plan."""
 
-    has: Callable[[Plan, ModelSpec], bool]
-    ask: Callable[[Plan], Plan] = lambda plan: plan
+    in_plan: Callable[[Plan, ModelSpec], bool]
+    add: Callable[[Plan], Plan] = lambda plan: plan
 
 
 def axis(name: AxisName) -> Feature:
-    def ask(plan: Plan) -> Plan:
+    def add(plan: Plan) -> Plan:
         return replace(plan, mesh=(*plan.mesh, MeshAxis(axis=name, size=2)))
 
-    return Feature(lambda plan, spec: plan.axis_size(name) > 1, ask)
+    return Feature(lambda plan, spec: plan.axis_size(name) > 1, add)
 
 
-def on_expert_ranks(plan: Plan) -> Plan:
+def add_expert_ranks(plan: Plan) -> Plan:
     return replace(
         plan, mesh=(*plan.mesh, MeshAxis(axis="shard", size=2)), experts=ExpertPlan(expert=2, expert_shard=1)
     )
 
 
 def strategy(**fields: Any) -> Feature:
-    """What a layer's strategy says."""
+    """Returns the feature of a layer whose strategy has these values."""
 
-    def has(plan: Plan, spec: ModelSpec) -> bool:
+    def in_plan(plan: Plan, spec: ModelSpec) -> bool:
         return any(all(getattr(layer, key) == value for key, value in fields.items()) for layer in plan.layers)
 
-    return Feature(has, lambda plan: replace(plan, layers=tuple(replace(layer, **fields) for layer in plan.layers)))
+    return Feature(in_plan, lambda plan: replace(plan, layers=tuple(replace(layer, **fields) for layer in plan.layers)))
 
 
-def on_host(kind: Offload) -> Feature:
-    """What waits in host memory, alone or beside the other."""
+def host_offload(content: Offload) -> Feature:
+    """Returns the feature of `content` in host memory, alone or with the other content."""
 
-    def beside(layer: LayerStrategy) -> LayerStrategy:
-        return replace(layer, offload=kind if layer.offload in ("none", kind) else "both")
+    def extend(layer: LayerStrategy) -> LayerStrategy:
+        return replace(layer, offload=content if layer.offload in ("none", content) else "both")
 
     return Feature(
-        lambda plan, spec: any(layer.offload in (kind, "both") for layer in plan.layers),
-        lambda plan: replace(plan, layers=tuple(map(beside, plan.layers))),
+        lambda plan, spec: any(layer.offload in (content, "both") for layer in plan.layers),
+        lambda plan: replace(plan, layers=tuple(map(extend, plan.layers))),
     )
 
 
 def precision(**fields: Any) -> Feature:
-    def has(plan: Plan, spec: ModelSpec) -> bool:
+    def in_plan(plan: Plan, spec: ModelSpec) -> bool:
         return all(getattr(plan.precision, key) == value for key, value in fields.items())
 
-    return Feature(has, lambda plan: replace(plan, precision=replace(plan.precision, **fields)))
+    return Feature(in_plan, lambda plan: replace(plan, precision=replace(plan.precision, **fields)))
 
 
 def uneven(plan: Plan, spec: ModelSpec) -> bool:
@@ -105,10 +105,10 @@ def uneven(plan: Plan, spec: ModelSpec) -> bool:
 
 
 def schedule(name: ScheduleName) -> Feature:
-    def ask(plan: Plan) -> Plan:
-        return replace(axis("pipeline").ask(plan), schedule=SchedulePlan(name=name))
+    def add(plan: Plan) -> Plan:
+        return replace(axis("pipeline").add(plan), schedule=SchedulePlan(name=name))
 
-    return Feature(lambda plan, spec: plan.axis_size("pipeline") > 1 and plan.schedule.name == name, ask)
+    return Feature(lambda plan, spec: plan.axis_size("pipeline") > 1 and plan.schedule.name == name, add)
 
 
 FEATURES: dict[str, Feature] = {
@@ -121,7 +121,7 @@ FEATURES: dict[str, Feature] = {
         lambda plan, spec: spec.experts > 0, lambda plan: replace(plan, experts=ExpertPlan(expert=1, expert_shard=1))
     ),
     "expert parallelism": Feature(
-        lambda plan, spec: plan.experts is not None and plan.experts.expert > 1, on_expert_ranks
+        lambda plan, spec: plan.experts is not None and plan.experts.expert > 1, add_expert_ranks
     ),
     "`reshard: false`": strategy(reshard=False),
     "`gradients: whole`": strategy(gradients="whole"),
@@ -133,12 +133,12 @@ FEATURES: dict[str, Feature] = {
     ),
     "`tensor_engine: copy`": Feature(
         lambda plan, spec: plan.tensor_engine == "copy",
-        lambda plan: replace(axis("tensor").ask(plan), tensor_engine="copy"),
+        lambda plan: replace(axis("tensor").add(plan), tensor_engine="copy"),
     ),
-    "`offload: activations`": on_host("activations"),
-    "`offload: optimizer`": on_host("optimizer"),
+    "`offload: activations`": host_offload("activations"),
+    "`offload: optimizer`": host_offload("optimizer"),
     "`linear: fp8_tensorwise`": Feature(
-        lambda plan, spec: plan.precision.linear != "compute", precision(linear="fp8_tensorwise").ask
+        lambda plan, spec: plan.precision.linear != "compute", precision(linear="fp8_tensorwise").add
     ),
     "`gather: fp8`": precision(linear="fp8_tensorwise", gather="fp8"),
     "`reduce_replicas: bf16`": precision(reduce_replicas="bf16"),
@@ -159,12 +159,14 @@ NOTHING = {
     ("mixture of experts", "expert parallelism"), ("`linear: fp8_tensorwise`", "`gather: fp8`"),
     *combinations(("`recompute: selective`", "`recompute: all_but_attention`", "`recompute: full`"), 2),
 }  # fmt: skip
-"""Pairs of which there is nothing to combine."""
+"""Pairs that have no combination."""
 
 
 def compared(*, slow: bool = True) -> Iterator[Tested]:
-    """Every plan whose training is compared with one device's, in fp8 with one rank's, or bit for bit with the same without offload;
-    without `slow` only by tests of every run."""
+    """Yields every plan that a test compares with one device, in fp8 with one rank, or bit for bit with the plan without offload.
+
+    Without `slow` only the plans of the tests of `make test`.
+    """
     given_to = partial(parametrized, slow=slow)
     for given in given_to(test_equality.test_float64_equals_one_device):
         yield test_equality.PLANS[given["name"]], given["spec"]
@@ -227,7 +229,7 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
 
 
 def parametrized(test: Callable[..., None], *, slow: bool) -> Iterator[dict[str, Any]]:
-    """The arguments a test function is run with, those of cases that are marked slow among them or not."""
+    """Yields the arguments of a test function; without `slow` not those of cases marked slow."""
     marked = getattr(test, "pytestmark", [])
     marks = [mark for mark in marked if mark.name == "parametrize"]
     for values in product(*(mark.args[1] for mark in marks)):
@@ -247,33 +249,33 @@ def parametrized(test: Callable[..., None], *, slow: bool) -> Iterator[dict[str,
 BASE = Plan(
     mesh=(), batch=BatchPlan(global_batch=8, micro_batch=1, accumulate=8), layers=(LayerStrategy(),), compile=False
 )
-"""A plan on one rank, not compiled, that features are asked of."""
+"""A plan on one rank, not compiled, to which features are added."""
 
 
-def refused(row: str, column: str) -> bool:
+def refused(first: str, second: str) -> bool:
     """Whether a plan with both features is refused before a run starts."""
-    return untrainable(FEATURES[column].ask((ORDERS | FEATURES)[row].ask(BASE))) is not None
+    return untrainable(FEATURES[second].add((ORDERS | FEATURES)[first].add(BASE))) is not None
 
 
 def expected() -> list[dict[str, str]]:
     """Entries of the page's table: by feature, the others that are refused, that have no combination, and that no test combines."""
     plans, entries = list(compared()), []
     for name, feature in (ORDERS | FEATURES).items():
-        with_feature = [plan for plan in plans if feature.has(*plan)]
+        with_feature = [plan for plan in plans if feature.in_plan(*plan)]
         others: dict[str, list[str]] = {"refused with": [], "no combination with": [], "untested with": []}
         for other_name, other in FEATURES.items():
             if name == other_name:
                 continue
             if (other_name, name) in NOTHING or (name, other_name) in NOTHING:
                 others["no combination with"].append(other_name)
-            elif not any(other.has(*plan) for plan in with_feature):
+            elif not any(other.in_plan(*plan) for plan in with_feature):
                 others["refused with" if refused(name, other_name) else "untested with"].append(other_name)
         entries.append({"feature": name, **{column: ", ".join(names) or "–" for column, names in others.items()}})
     return entries
 
 
 def lines() -> list[str]:
-    """The table as the page should have it."""
+    """Returns the lines of the table."""
     entries = expected()
     head = list(entries[0])
     cells = [[entry[column] for column in head] for entry in entries]
@@ -281,7 +283,7 @@ def lines() -> list[str]:
 
 
 def rewritten(text: str) -> str:
-    """The page's text with the table made anew."""
+    """Returns the page's text with a new table."""
     old = text.splitlines()
     start = next(index for index, line in enumerate(old) if line.startswith("| feature | refused"))
     end = next(index for index in range(start, len(old)) if not old[index].startswith("|"))

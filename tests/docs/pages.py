@@ -1,4 +1,4 @@
-"""The pages of the documentation taken apart: fenced blocks, inline code, links, tables."""
+"""Parses the documentation pages: fenced blocks, inline code, links, tables."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: the language, what else stands behind it, and where it begins."""
+    """A fenced block: its page and first line, its language, and the options behind the language."""
 
     page: str
     line: int
     language: str
-    words: tuple[str, ...]
+    options: tuple[str, ...]
     text: str
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"{self.page}:{self.line}"
 
     @property
@@ -32,8 +32,8 @@ class Block:
         return self.text.splitlines()[0]
 
     def option(self, name: str) -> str | None:
-        """VALUE of `name=VALUE` behind the language."""
-        return next((word.partition("=")[2] for word in self.words if word.startswith(f"{name}=")), None)
+        """Returns VALUE of the option `name=VALUE`, or None."""
+        return next((text.partition("=")[2] for text in self.options if text.startswith(f"{name}=")), None)
 
 
 def text_of(page: str) -> str:
@@ -41,15 +41,15 @@ def text_of(page: str) -> str:
 
 
 def blocks(page: str) -> list[Block]:
-    text, found = text_of(page), []
+    text, result = text_of(page), []
     for match in _FENCE.finditer(text):
-        language, *words = match[1].split() or [""]
-        found.append(Block(page, text.count("\n", 0, match.start()) + 1, language, tuple(words), match[2]))
-    return found
+        language, *options = match[1].split() or [""]
+        result.append(Block(page, text.count("\n", 0, match.start()) + 1, language, tuple(options), match[2]))
+    return result
 
 
 def prose(page: str) -> str:
-    """The page without its fenced blocks."""
+    """Returns the page without its fenced blocks."""
     return _FENCE.sub("", text_of(page))
 
 
@@ -62,13 +62,13 @@ def links(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    heads = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    """Returns the anchors of a page's headings in GitHub's form."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def table(page: str, first_head: str) -> list[dict[str, str]]:
-    """The rows of the table whose first column is headed `first_head`, by column; escaped bars are kept apart."""
+    """Returns the rows, by column, of the first table whose first column is headed `first_head`. An escaped bar ends no cell."""
     lines = iter(prose(page).splitlines())
     head = next(line for line in lines if line.startswith(f"| {first_head} |"))
     next(lines)
@@ -81,7 +81,7 @@ def table(page: str, first_head: str) -> list[dict[str, str]]:
 
 
 def codes(cell: str) -> list[str]:
-    """The inline code in a cell."""
+    """Returns the inline code in a cell."""
     return re.findall(r"`([^`]+)`", cell)
 
 

@@ -1,6 +1,6 @@
-"""Looks for the seeds of `tests/distributed/test_drawn.py`: few whose plans together have every pair of features that any plan has.
+"""Chooses the seeds of `tests/distributed/test_drawn.py`: few plans that together have every pair of features that any plan has.
 
-`python -m tests.docs.seeds` prints them, those first that add most. They are looked for anew when what is drawn from changes.
+`python -m tests.docs.seeds` prints them, the ones that add most pairs first. Run it again when the choices of `drawn` change.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from tests.distributed.drawn import Drawn, drawn
 from tests.distributed.test_drawn import FLOAT64, LOW, NARROW
 from tests.docs.features import FEATURES, ORDERS
 
-LOOKED_AT = 4000
+CANDIDATE_SEEDS = 4000
 
 
-def pairs(one: Drawn) -> set[tuple[str, str]]:
-    """Features that meet in the plan."""
-    held = [name for name, feature in (ORDERS | FEATURES).items() if feature.has(one.plan, one.spec)]
-    return set(combinations(held, 2))
+def pairs(case: Drawn) -> set[tuple[str, str]]:
+    """Returns the pairs of features in the plan."""
+    names = [name for name, feature in (ORDERS | FEATURES).items() if feature.in_plan(case.plan, case.spec)]
+    return set(combinations(names, 2))
 
 
-def covering(found: dict[int, set[tuple[str, str]]]) -> list[int]:
-    """Seeds that have every pair of all, the next one always that which has most of those left."""
-    left, chosen = set().union(*found.values()), []
-    while left:
-        chosen.append(max(found, key=lambda seed: len(found[seed] & left)))
-        left -= found[chosen[-1]]
+def covering(pairs_of: dict[int, set[tuple[str, str]]]) -> list[int]:
+    """Returns seeds that cover all pairs; each next seed covers most of the uncovered pairs."""
+    uncovered, chosen = set().union(*pairs_of.values()), []
+    while uncovered:
+        chosen.append(max(pairs_of, key=lambda seed: len(pairs_of[seed] & uncovered)))
+        uncovered -= pairs_of[chosen[-1]]
     return chosen
 
 
@@ -36,5 +36,5 @@ if __name__ == "__main__":
         ("_LOW", LOW, False),
         ("_NARROW", NARROW, False),
     ):
-        found = {seed: pairs(drawn(seed, precision, compile=compile)) for seed in range(LOOKED_AT)}
-        print(f"SEEDS{name} = {covering(found)}")
+        pairs_of = {seed: pairs(drawn(seed, precision, compile=compile)) for seed in range(CANDIDATE_SEEDS)}
+        print(f"SEEDS{name} = {covering(pairs_of)}")

@@ -135,7 +135,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def runnable(page: str) -> list[Block]:
     """What a reader would run or apply, in the order of the page."""
-    found = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.words]
+    found = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.options]
     return [block for block in found if block.text.strip() != ONCE]
 
 
@@ -152,27 +152,27 @@ def test_the_commands_of_a_page_run(page: str, workshop: Workshop, tmp_path: Pat
     folder = workshop.folder(tmp_path, page)
     for block in runnable(page):
         if file := block.option("file"):
-            assert not (folder / file).exists(), f"{block.where}: {file} is there already"
+            assert not (folder / file).exists(), f"{block.location}: {file} is there already"
             (folder / file).write_text(block.text, encoding="utf-8")
         elif block.language == "diff":
             (folder / "change.diff").write_text(block.text, encoding="utf-8")
-            workshop.run(["git", "apply", "-C1", "change.diff"], folder, block.where)
+            workshop.run(["git", "apply", "-C1", "change.diff"], folder, block.location)
         elif block.language == "python":
-            workshop.run([sys.executable, "-c", block.text], folder, block.where)
+            workshop.run([sys.executable, "-c", block.text], folder, block.location)
         else:
-            workshop.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.where)
+            workshop.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.location)
 
 
 def test_what_does_not_run_is_listed_and_has_no_slip_of_the_pen() -> None:
-    marked = [block for page in PAGES for block in blocks(page) if "norun" in block.words]
+    marked = [block for page in PAGES for block in blocks(page) if "norun" in block.options]
     assert {(block.page, block.first_line) for block in marked} == NOT_RUN
     for block in marked:
         answer = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
-        assert not answer.stderr, f"{block.where}: {answer.stderr}"
+        assert not answer.stderr, f"{block.location}: {answer.stderr}"
 
 
 def test_no_block_avoids_being_run_by_its_language() -> None:
-    wrong = [block.where for page in PAGES for block in blocks(page) if block.language not in LANGUAGES]
+    wrong = [block.location for page in PAGES for block in blocks(page) if block.language not in LANGUAGES]
     assert not wrong
 
 
@@ -191,7 +191,7 @@ def test_links_and_pictures_are_there(page: str) -> None:
 def commands(page: str) -> Iterator[tuple[str, list[str]]]:
     """(where, words behind `meshwright`) of every command on a page, in blocks and in the text."""
     lines = [
-        (block.where, block.text.replace("\\\n", " "))
+        (block.location, block.text.replace("\\\n", " "))
         for block in blocks(page)
         if block.language in ("bash", "console")
     ]
@@ -262,7 +262,7 @@ def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "block", [b for page in PAGES for b in blocks(page) if b.language == "yaml"], ids=lambda b: b.where
+    "block", [b for page in PAGES for b in blocks(page) if b.language == "yaml"], ids=lambda b: b.location
 )
 def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "page.yaml"
@@ -314,17 +314,17 @@ def test_chips_are_those_of_the_code() -> None:
 
 
 def test_rooms_are_those_of_the_house() -> None:
-    rows = {codes(row["room"])[0]: row for row in table("docs/design/architecture.md", "floor")}
-    assert {name: int(row["floor"]) for name, row in rows.items()} == FLOORS
+    rows = {codes(row["package"])[0]: row for row in table("docs/design/architecture.md", "layer")}
+    assert {name: int(row["layer"]) for name, row in rows.items()} == FLOORS
     for name, row in rows.items():
         answer = subprocess.run(
             ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
         )
         there = bool(answer.stdout)  # what is not committed is not in the house yet
-        assert row["holds"].startswith("planned") != there, (
-            f"docs/design/architecture.md says of {name}: {row['holds']}"
+        assert row["responsibility"].startswith("planned") != there, (
+            f"docs/design/architecture.md says of {name}: {row['responsibility']}"
         )
-        assert ("*" in row["room"]) == (name in TORCH_FREE), name
+        assert ("*" in row["package"]) == (name in TORCH_FREE), name
 
 
 def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Workshop) -> None:
@@ -339,8 +339,12 @@ def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Worksh
     assert {*STEP_KEYS, *OPTIONAL_STEP_KEYS} <= shown
 
 
+RESULT_PAGES = ("docs/results.md", "benchmarks/results/README.md")
+"""The current results, and the index of all raw files."""
+
+
 def test_every_kept_result_has_its_row() -> None:
-    page = text_of("docs/results.md")
+    page = "".join(map(text_of, RESULT_PAGES))
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(file.read_text())
         if result.get("benchmark") != "dense_8b":
@@ -351,17 +355,19 @@ def test_every_kept_result_has_its_row() -> None:
             if side in result
         ]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"docs/results.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        assert not missing, (
+            f"benchmarks/results/README.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        )
 
 
 def test_every_kept_table_has_its_rows() -> None:
-    page = text_of("docs/results.md")
+    page = "".join(map(text_of, RESULT_PAGES))
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         sides = {(line["row"], line["side"]) for line in lines if line["kind"] == "run" and "error" not in line}
         rates = [f"{side_of(lines, row, side)['rate']:,.0f}" for row, side in sorted(sides)]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"docs/results.md: no {', '.join(missing)} of {file.name}"
+        assert not missing, f"benchmarks/results/README.md: no {', '.join(missing)} of {file.name}"
 
 
 def test_the_front_page_is_short_and_its_picture_light() -> None:

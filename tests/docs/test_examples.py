@@ -1,4 +1,4 @@
-"""The examples of the planner's output: where they stand, what they show, and how they are shortened."""
+"""Tests of the examples of the planner's output: their commands, and how they are shortened."""
 
 from __future__ import annotations
 
@@ -32,50 +32,50 @@ runner-ups, and why they lost
         (["plan"], {"plan": (1, 1)}, "plan\n  batch   8\n  layers  all\n"),
     ],
 )
-def test_sections_and_entries_are_left_out(only: list[str], cut: dict[str, tuple[int, int]], expected: str) -> None:
+def test_sections_and_entries_are_omitted(only: list[str], cut: dict[str, tuple[int, int]], expected: str) -> None:
     assert shorten(TEXT, only, cut) == expected
 
 
-def test_a_section_that_is_not_there_is_a_mistake() -> None:
+def test_an_unknown_section_is_an_error() -> None:
     with pytest.raises(ValueError, match="no section memory; there are head, plan, runner-ups"):
         shorten(TEXT, ["memory"], {})
 
 
-def test_a_refusal_begins_with_the_programs_name() -> None:
+def test_a_refusal_begins_with_the_program_name() -> None:
     assert refusal("no run file: assumed\nmeshwright: no plan fits\nWhat makes it fit\n") == (
         "meshwright: no plan fits\nWhat makes it fit"
     )
 
 
-def test_examples_are_replaced_where_they_stand() -> None:
+def test_examples_are_replaced_in_place() -> None:
     text = "before\n```console output\nold\nold\n```\nbetween\n```console output\nold\n```\nafter\n"
     first, second = Block("p", 2, "console", ("output",), "old\nold\n"), Block("p", 7, "console", ("output",), "old\n")
-    made = "before\n```console output\n1\n```\nbetween\n```console output\n2\n3\n```\nafter\n"
-    assert rewritten(text, {first: "1\n", second: "2\n3\n"}) == made
+    expected = "before\n```console output\n1\n```\nbetween\n```console output\n2\n3\n```\nafter\n"
+    assert rewritten(text, {first: "1\n", second: "2\n3\n"}) == expected
 
 
-def test_every_output_of_the_planner_stands_under_a_command_that_makes_it() -> None:
+def test_every_output_follows_the_command_that_prints_it() -> None:
     shown = list(examples())
     assert {"docs/how-to/choose-a-plan.md", "docs/reference/cluster-file.md", "docs/how-to/simulate.md"} <= {
         block.page for _, block in shown
     }
     for command, block in shown:
-        assert "norun" not in command.words and "meshwright " in command.text, command.where
+        assert "norun" not in command.options and "meshwright " in command.text, command.location
         shorten(block.text, *options(block)) if not block.option("only") else options(block)
-        assert max(map(len, block.text.splitlines())) <= max(WIDTH, 138), block.where
+        assert max(map(len, block.text.splitlines())) <= max(WIDTH, 138), block.location
 
 
-def test_what_looks_like_an_answer_is_marked_as_one() -> None:
-    """A headline with a step's band is printed by nothing else."""
-    bare = [
-        b.where
+def test_planner_output_is_marked_as_output() -> None:
+    """Only the planner prints a headline with the band of a step."""
+    unmarked = [
+        b.location
         for page in PAGES
         for b in blocks(page)
-        if b.language == "console" and "output" not in b.words and "(80%" in b.text
+        if b.language == "console" and "output" not in b.options and "(80%" in b.text
     ]
-    assert not bare, "`console output` blocks are brought up to date by `make examples`"
+    assert not unmarked, "mark the block as `console output`; `make examples` updates it"
 
 
-def test_the_words_of_a_block() -> None:
+def test_the_options_of_a_block() -> None:
     block = Block("p", 1, "console", ("output", "only=head,plan", "cut=plan:2+1,why:3"), "")
     assert options(block) == (["head", "plan"], {"plan": (2, 1), "why": (3, 0)})

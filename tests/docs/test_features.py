@@ -1,4 +1,4 @@
-"""The tables of docs/reference/features.md: what goes together is what the equality tests try, what is refused is refused."""
+"""Tests of the tables of docs/reference/features.md against the equality tests and the refusals."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ BASE = [
 ]  # fmt: skip
 
 
-def test_what_goes_together_is_what_the_equality_tests_try() -> None:
-    assert text_of(PAGE) == rewritten(text_of(PAGE)), f"`make features` brings {PAGE} up to date"
+def test_the_table_of_pairs_agrees_with_the_equality_tests() -> None:
+    assert text_of(PAGE) == rewritten(text_of(PAGE)), f"`make features` updates {PAGE}"
 
 
-def test_every_run_of_the_tests_compares_axes_two_and_three_at_a_time() -> None:
+def test_quick_tests_combine_axes_two_and_three_at_a_time() -> None:
     axes = {
         name: FEATURES[name]
         for name in ("shard (FSDP)", "replicate (HSDP)", "tensor", "context ring", "Ulysses", "expert parallelism")
     }
     axes["pipeline"] = Feature(lambda plan, spec: plan.axis_size("pipeline") > 1)
-    together = {frozenset(name for name in axes if axes[name].has(*one)) for one in compared(slow=False)}
-    assert not [pair for pair in combinations(axes, 2) if not any(set(pair) <= found for found in together)]
-    assert len([found for found in together if len(found) >= 3]) >= 6
+    together = {frozenset(name for name in axes if axes[name].in_plan(*case)) for case in compared(slow=False)}
+    assert not [pair for pair in combinations(axes, 2) if not any(set(pair) <= names for names in together)]
+    assert len([names for names in together if len(names) >= 3]) >= 6
 
 
 @pytest.mark.parametrize("row", table(PAGE, "asked"), ids=lambda row: codes(row["asked"])[0])
-def test_what_is_refused_is_refused_before_the_start(row: dict[str, str]) -> None:
+def test_refused_values_are_refused_before_the_start(row: dict[str, str]) -> None:
     training_plan(load_run(None, [*BASE, "plan.pipeline=2"]), print)
     with pytest.raises(BadInput):
         training_plan(load_run(None, [*BASE, *codes(row["asked"])[0].split()]), print)
