@@ -98,7 +98,7 @@ def test_anchors_expand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "said"),
+    ("text", "line", "column", "output"),
     [
         ("a: [1\nb: 2\n", 2, 2, "flow"),
         ("a: b: c", 1, 5, "mapping values"),
@@ -114,10 +114,10 @@ def test_anchors_expand() -> None:
         ("a: " + "[" * 5000, 1, 4 + MAX_DEPTH - 1, "levels of nesting"),
     ],
 )
-def test_what_cannot_be_read_is_one_placed_mistake(text: str, line: int, column: int, said: str) -> None:
+def test_what_cannot_be_read_is_one_placed_mistake(text: str, line: int, column: int, output: str) -> None:
     (mistake,) = parse_yaml(text, "f").mistakes
     assert (mistake.file, mistake.line, mistake.column) == ("f", line, column)
-    assert said in mistake.got
+    assert output in mistake.got
 
 
 def test_a_billion_laughs_stop_early() -> None:

@@ -20,7 +20,10 @@ PENDING = (
     "durable", "state", "workload", "cli/checkpoint.py",
 )  # fmt: skip
 """Packages and files that do not follow these rules yet."""
-PENDING_TESTS = tuple(path.name for path in sorted((ROOT / "tests").iterdir()))
+PENDING_TESTS = (
+    "benchmarks", "calibration", "checkpoint", "costs", "distributed", "docs", "gpu", "kernels", "models", "optim", "parallel", "planner",
+    "profile", "schedules", "simulator",
+)  # fmt: skip
 """Folders of tests that do not follow these rules yet."""
 
 

@@ -215,8 +215,8 @@ def test_parts_with_hostile_names_are_only_shown(folder):
 
 def test_on_a_gpu_allocated_memory_is_compared_without_the_framework_s(folder):
     kinds = {"weights": 8 << 30, "framework": 1 << 30}
-    said = {"memory_peak_bytes": 9 << 30, "memory_bytes": kinds}
-    (folder / "plan.yaml").write_text(yaml.safe_dump(plan(predicted=said)))
+    output = {"memory_peak_bytes": 9 << 30, "memory_bytes": kinds}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan(predicted=output)))
     write_metrics(folder, 5, memory_allocated_peak_bytes=6 << 30)
     assert "6.44 GB (-25.0%), 8.59 GB reserved" in page_of(folder).text
 

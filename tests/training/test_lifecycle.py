@@ -234,10 +234,10 @@ def test_signals_set_a_flag_and_are_answered_by_a_thread_of_their_own() -> None:
         stop = StopRequest(lambda text: shown.put((text, threading.current_thread().name)))
         stop.listen()
         assert stop.flag == NO_REQUEST
-        for number, flag, said in [(signal.SIGHUP, PREEMPT, "SIGHUP"), (signal.SIGINT, INTERRUPT, "Ctrl-C")]:
+        for number, flag, output in [(signal.SIGHUP, PREEMPT, "SIGHUP"), (signal.SIGINT, INTERRUPT, "Ctrl-C")]:
             os.kill(os.getpid(), number)
             text, thread = shown.get(timeout=20)
-            assert text.startswith(f"{said}: ending after the running step") and thread == "stop"
+            assert text.startswith(f"{output}: ending after the running step") and thread == "stop"
             assert stop.flag == flag
         stop._receive(signal.SIGTERM)
         assert stop.flag == INTERRUPT and shown.empty()
