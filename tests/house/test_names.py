@@ -22,7 +22,7 @@ PENDING = (
 """Packages and files that do not follow these rules yet."""
 PENDING_TESTS = (
     "benchmarks", "calibration", "checkpoint", "costs", "distributed", "docs", "gpu", "kernels", "models", "optim", "parallel", "planner",
-    "profile", "schedules", "simulator",
+    "profile", "schedules", "simulator", "workload",
 )  # fmt: skip
 """Folders of tests that do not follow these rules yet."""
 
