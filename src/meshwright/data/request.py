@@ -85,8 +85,9 @@ def finished_manifests(preparation: Preparation) -> dict[str, Manifest]:
 
 
 def begin(preparation: Preparation, files: list[InputFile], request: dict[str, Any]) -> None:
-    """Write down what is being made. An earlier attempt at the same is continued; one at something else is refused once
-    it has finished a shard, and forgotten before.
+    """Store the request in `out`, and continue an earlier attempt at the same request.
+
+    An attempt at another request raises BadInput if it has finished a shard, and is removed otherwise.
     """
     newest = max(file.path.stat().st_mtime_ns for file in files)
     full = {**request, "newest_input_ns": newest}

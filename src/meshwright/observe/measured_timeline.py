@@ -70,16 +70,18 @@ def _end(span: Span) -> float:
 
 def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> list[Record]:
     """Each part of each action with its span.
-    Neighbouring spans of one name, such as a backward and its gradient accumulation, are joined."""
+
+    Neighbouring spans of one name, such as a backward and its gradient accumulation, are joined.
+    """
     joined: list[tuple[str, float, float]] = []
     for span in spans:
         first = joined.pop()[1] if joined and joined[-1][0] == span.name else span.start
         joined.append((span.name, first, _end(span)))
     wanted = [part for act in actions for part in act.parts if act.op in COMPUTE or act.op in ("norm_barrier", "optim")]
-    for place, part in enumerate(wanted):
-        got = joined[place][0] if place < len(joined) else "nothing"
+    for index, part in enumerate(wanted):
+        got = joined[index][0] if index < len(joined) else "nothing"
         if got != part.label:
-            raise ValueError(f"pipeline rank {rank} ran {got} where its schedule says {part.label} (action {place})")
+            raise ValueError(f"pipeline rank {rank} ran {got} where its schedule says {part.label} (action {index})")
     if len(joined) > len(wanted):
         raise ValueError(f"pipeline rank {rank} ran {joined[len(wanted)][0]} after the end of its schedule")
     return [(rank, "compute", part, start, end) for part, (_, start, end) in zip(wanted, joined, strict=True)]

@@ -92,7 +92,7 @@ def _token_tile(run: RunFolder) -> Tile:
 def _time_tile(run: RunFolder) -> Tile:
     in_steps = sum(value for value in column(run.steps, "step_seconds") if value is not None)
     wall = number(run.summary.get("wall_seconds"))
-    # The wall time is the last attempt's: when steps of earlier ones exceed it, it says nothing of the run.
+    # The wall time is the last attempt's: when steps of earlier ones exceed it, it is left out.
     if wall and in_steps <= wall:
         return "Wall time", figures.duration(wall), f"{figures.percent(in_steps / wall)} in training steps"
     return ("Training time", figures.duration(in_steps), "sum of all steps") if in_steps else None
@@ -375,5 +375,5 @@ def config(run: RunFolder) -> str:
 
 def notes(run: RunFolder) -> str:
     """The missing or unreadable files of the folder."""
-    rows = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
-    return f'<section class="missing"><h2>Not in this report</h2><ul>{rows}</ul></section>' if rows else ""
+    items = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+    return f'<section class="missing"><h2>Not in this report</h2><ul>{items}</ul></section>' if items else ""

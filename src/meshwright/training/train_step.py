@@ -75,7 +75,7 @@ def train_step(
 def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor:
     """[valid tokens, sum of token ids] summed over all ranks, float64; ranks with the same samples count them once."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    if not any(place for axis, place in mesh.coordinates.items() if axis not in DATA_AXES):
+    if not any(index for axis, index in mesh.coordinates.items() if axis not in DATA_AXES):
         sums[0] = sum(batch.valid_tokens for batch in micro_batches)
         for batch in micro_batches:
             sums[1] += batch.tokens.sum()
