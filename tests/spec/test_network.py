@@ -52,7 +52,7 @@ def test_emulated_nodes_are_hosts_of_their_own_to_nccl() -> None:
     ("cluster", "expected_text"),
     [
         ("{gpus_per_node: 6, emulate_nodes: 4}", r"a divisor of cluster\.gpus_per_node = 6"),
-        ("{gpus_per_node: 8, nodes: 2, emulate_nodes: 2}", "one host plays nodes"),
+        ("{gpus_per_node: 8, nodes: 2, emulate_nodes: 2}", "one host emulates nodes"),
         ("{gpus_per_node: 8, emulate_nodes: 0}", "emulate_nodes"),
         ("{gpus_per_node: 8, network: {retries: 8}}", "retries"),
     ],

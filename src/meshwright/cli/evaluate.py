@@ -82,7 +82,7 @@ def _evaluate(
     config = model / "config.yaml"
     run = load_resolved(config) if config.exists() else None
     if run is None and data is None:
-        raise BadInput(f"{model} does not say what it was trained on; give --data DIR")
+        raise BadInput(f"{model} has no record of its training data; give --data DIR")
     spec = run.data if run else DataSpec()
     if data is not None:
         spec = replace(spec, validation=data)

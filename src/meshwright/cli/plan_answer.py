@@ -89,7 +89,7 @@ class PlanQuestion:
                     if name == "--critical-batch"
                     else "--gpus, --objective cost or --objective training"
                 )
-                raise BadInput(f"{name} says nothing about the time of a step; it needs {needed}")
+                raise BadInput(f"{name} does not affect the time of a step; it needs {needed}")
             if value is not None and not value > 0:
                 raise BadInput(f"{name} {value:g}: expected a number above 0")
         if probe and (gpus or objective != "time"):

@@ -47,8 +47,8 @@ def remarks(run: RunSpec) -> Iterator[str]:
         )
     if chip and chip.per_node > 1 and many > chip.domain and not (network and network.domain):
         yield (
-            f"{many} {chip.name} a node: {chip.per_node} share a host as it is sold, and all {many} are taken to see each other at "
-            "link speed; cluster.network.domain says how many do"
+            f"{many} {chip.name} a node: {chip.per_node} share a host in vendors' systems; all {many} are assumed to be connected at "
+            "link speed; cluster.network.domain sets how many are"
         )
 
 

@@ -101,7 +101,7 @@ def profile(
         raise BadInput("--out FILE is missing: where to write what is measured, e.g. --out machine.json")
     check_writable("--out", out)
     if shapes_of is not None and words:
-        raise BadInput(f"{words[0]}: with --shapes-of the run says what is measured; leave it out")
+        raise BadInput(f"{words[0]}: with --shapes-of the run determines what is measured; leave it out")
     cluster = _cluster(words) if shapes_of is None else _cluster_of(shapes_of)
     measured = _measured(cluster, seconds, shapes_of)
     from meshwright.config.profile_file import to_json

@@ -87,7 +87,7 @@ def _beside(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     for entry in profile.interference:
         cost = (entry.together_seconds - entry.compute_seconds) / entry.other_seconds
         where = f" over {entry.nodes} nodes" if entry.nodes > 1 else ""
-        yield f"products beside {entry.op}{where}", f"{100 * cost:.0f}% of its time added to theirs"
+        yield f"products with {entry.op}{where}", f"{100 * cost:.0f}% of its time added to theirs"
 
 
 def _fits(profile: MachineProfile) -> Sequence[tuple[str, str]]:

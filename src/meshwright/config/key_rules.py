@@ -273,7 +273,7 @@ def _emulated(run: RunValues) -> Iterator[Mistake]:
     if not emulated or emulated == 1:
         return
     if nodes and nodes > 1:
-        yield run.mistake("cluster.emulate_nodes", f"1, as the cluster has {nodes} hosts: one host plays nodes", "1")
+        yield run.mistake("cluster.emulate_nodes", f"1, as the cluster has {nodes} hosts: one host emulates nodes", "1")
     elif per_node and per_node % emulated:
         near = str(nearest_divisor(per_node, emulated))
         yield run.mistake("cluster.emulate_nodes", f"a divisor of cluster.gpus_per_node = {per_node}", near)

@@ -50,12 +50,12 @@ def check_devices(cluster: ClusterSpec) -> None:
     if count == 0 and (hidden or not any(list(Path("/dev").glob(name)) for name in _DEVICE_NODES)):
         why = " (CUDA_VISIBLE_DEVICES is empty)" if hidden else ""
         raise BadInput(
-            f"cluster.gpu is {cluster.gpu} and this host has no GPU{why}; say cluster=auto to train on what it has, or cluster.gpu=cpu; "
+            f"cluster.gpu is {cluster.gpu} and this host has no GPU{why}; set cluster=auto to train on what it has, or cluster.gpu=cpu; "
             "`meshwright plan` needs no GPU"
         )
     if 0 < count < cluster.gpus_per_node:
         raise BadInput(
-            f"cluster.gpus_per_node is {cluster.gpus_per_node} and this host shows {count} GPU{'s' * (count > 1)}; say "
+            f"cluster.gpus_per_node is {cluster.gpus_per_node} and this host shows {count} GPU{'s' * (count > 1)}; set "
             f"cluster.gpus_per_node={count}, or cluster=auto to take what is here"
         )
 

@@ -107,7 +107,7 @@ def check_here(cluster: ClusterSpec, detected: dict[str, object] | None = None) 
         return
     raise BadInput(
         f"--probe runs plans on this machine, which is {here['gpus_per_node']} {here['gpu']}; the cluster says {cluster.gpus_per_node} "
-        f"{cluster.gpu}; leave `cluster` out, or say cluster=auto, to plan for this machine"
+        f"{cluster.gpu}; leave `cluster` out, or set cluster=auto, to plan for this machine"
     )
 
 
