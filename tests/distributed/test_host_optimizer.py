@@ -84,7 +84,7 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
 
     mesh = build_mesh(chosen, world)
     engine = build_engine(spec, chosen, mesh, loss_chunk=5, seed=0)
-    optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.away)
+    optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     optimizer.leave_device()
     share = BATCH // mesh.data_ranks
     left: dict[str, torch.Tensor] = {}

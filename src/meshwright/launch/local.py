@@ -36,6 +36,8 @@ from meshwright.spec.rank_environment import stop_signals
 KILL_SECONDS = 30.0
 """Seconds that the kernel may take to end a killed process."""
 POLL_SECONDS = 0.05
+WRITER_SECONDS = 60.0
+"""How long the launcher waits for processes that still write a checkpoint when their ranks have ended."""
 Listener = Callable[[int, Message], None]
 """A function that receives a rank and its message."""
 
@@ -127,6 +129,7 @@ class Ranks:
         self._read(listener)
         for line in () if quiet else outcome_lines(self._states, logs):
             write_line(line if line.startswith("  ") else f"meshwright: {line}")
+        self._await_writers(listener)
         return job_code(exit_codes(self._states))
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -186,6 +189,16 @@ class Ranks:
             elif enough is not None and enough():
                 return
             self._await_message()
+
+    def _await_writers(self, listener: Listener | None) -> None:
+        """Wait for the checkpoint writers of ranks that have ended, at most `WRITER_SECONDS`; a writer keeps its rank's pipe open."""
+        deadline = time.monotonic() + WRITER_SECONDS
+        while any(reader.open for reader in self._readers):
+            if time.monotonic() > deadline:
+                write_line("meshwright: a checkpoint is still being written; it becomes visible once it is complete")
+                return
+            self._await_message()
+            self._read(listener)
 
     def _await_message(self) -> None:
         """Return when a rank has written a message, at the latest after `POLL_SECONDS`."""

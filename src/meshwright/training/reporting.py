@@ -65,6 +65,11 @@ class Reporter:
         except (OSError, MeshwrightError) as error:
             self.failure = self.failure or as_meshwright_error(error)
 
+    @property
+    def channel_descriptors(self) -> list[int]:
+        """The descriptor of the pipe to the launcher, where there is one: while a process has it open, the launcher waits."""
+        return self._channel.descriptors
+
     def fail(self, failure: MeshwrightError) -> None:
         """End the run after the step, on all ranks, for a failure that is not this rank's own."""
         self.failure = self.failure or failure

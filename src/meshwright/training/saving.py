@@ -79,6 +79,7 @@ class Saver:
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
             local_ranks=session.world.environment.local_ranks, parent=session.step or None,
+            kept_open=reporter.channel_descriptors,
         )  # fmt: skip
         obstacle = memory_obstacle(background.layout, ranks, session.world.environment.local_ranks)
         if obstacle is not None:

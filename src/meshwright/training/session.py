@@ -77,7 +77,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
-    optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.away)
+    optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.host_offloaded)
     clock.end("optimizer")
     recorder = (StepRecorder if run.observe.phases else DetailRecorder)(world.device, world.rank)
     session = Session(

@@ -63,7 +63,7 @@ def train_step(
 
     closing: Closing = {"norm_barrier": measure, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)
-    routing = engine.executor.routing
+    routing = engine.executor.rank_model.routing
     routed = [] if routing is None else [routing.sums.flatten()]
     sums = mesh.sum_over_all(torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], *routed]))
     if routing is None:
