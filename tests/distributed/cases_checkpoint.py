@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from meshwright.checkpoint.storage import PiecePlanner
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.parallel.world import World
 from meshwright.spec.errors import MeshwrightError
+from tests.checkpoint.reads import counted_reads
 
 LAYOUTS: dict[str, tuple[int, tuple[int, ...], tuple[Any, ...]]] = {
     "one": (1, (1,), (Shard(0),)),
@@ -75,6 +77,34 @@ def load(world: World, folder: str, layout: str) -> dict[str, Any]:
         "seed": state["seed"],
         "equal": all(_same(found[name], expected[name]) for name in expected),
         "whole": whole,
+    }
+
+
+LARGE = {"model.wide": (2600, 4100), "optimizer.exp_avg.wide": (2600, 4100), "model.tall": (2_000_003, 2)}
+"""Shapes of 42 and 16 MB: blocks of 16 MiB cut their rows."""
+
+
+def large_values() -> dict[str, torch.Tensor]:
+    return {name: torch.arange(math.prod(shape)).reshape(shape).float() for name, shape in LARGE.items()}
+
+
+def save_large(world: World, folder: str, layout: str, step: int = 1) -> str:
+    store = CheckpointStore(Path(folder), group=world.control)
+    return str(store.save(step, laid_out(layout, large_values()), {}, {}).path)
+
+
+def load_large(world: World, folder: str, layout: str) -> dict[str, Any]:
+    """What of several large files this rank got right, and how many bytes it read of each."""
+    store = CheckpointStore(Path(folder), group=world.control)
+    found = laid_out(layout, {name: torch.zeros(shape) for name, shape in LARGE.items()})
+    with counted_reads() as read:
+        loaded = store.load_newest(found)
+    expected = laid_out(layout, large_values())
+    assert loaded is not None
+    return {
+        "path": loaded[0].name,
+        "equal": all(_same(found[name], expected[name]) for name in LARGE),
+        "read": dict(read),
     }
 
 

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from meshwright.checkpoint import shards
 from meshwright.checkpoint.manifest import step_of
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
@@ -29,6 +28,7 @@ from meshwright.parallel.world import World
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.layout import shard_rows
 from meshwright.spec.model import ModelSpec, parameters
+from tests.checkpoint.reads import counted_reads
 
 LAYERS = 4
 MOMENTS = ("optimizer.exp_avg", "optimizer.exp_avg_sq")
@@ -148,30 +148,20 @@ def save_model(world: World, folder: str, spec: ModelSpec, config: str) -> str:
 
 
 def load(world: World, path: str, layout: str) -> dict[str, Any]:
-    """Whether this rank got exactly its rows, and how many bytes of tensors it holds and read."""
+    """Whether this rank got exactly its rows, and how many bytes it read of each file."""
     store = CheckpointStore(Path(path).parent, group=world.control)
     found = held(world, layout, {name: torch.full_like(tensor, torch.nan) for name, tensor in values(0).items()})
     seed = step_of(Path(path).name) or 0
     expected = {name: rows(values(seed)[name], tensor.device_mesh) for name, tensor in found.items()}
-    read, real = [0], shards.read_range
-
-    def counted(descriptor: int, data: Any, offset: int, where: Path) -> None:
-        read[0] += len(data)
-        real(descriptor, data, offset, where)
-
-    shards.read_range = counted
-    try:
+    with counted_reads() as read:
         assert store.load(Path(path), found) == {"seed": seed}
-    finally:
-        shards.read_range = real
     with CheckpointReader(Path(path)) as reader:
         whole = set(reader.names()) == set(values(seed))
         whole &= all(torch.equal(reader.read(name), tensor) for name, tensor in values(seed).items())
     return {
         "equal": all(torch.equal(local(found[name]), local(expected[name])) for name in expected),
         "whole": whole,
-        "held": sum(local(tensor).nbytes for tensor in found.values()),
-        "read": read[0],
+        "read": dict(read),
     }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.checkpoint.contents import read_checkpoint
+from meshwright.checkpoint.files import BLOCK_BYTES
 from tests.distributed import cases_checkpoint as cases
 from tests.distributed.pool import Pool
 
@@ -131,3 +133,30 @@ def test_the_first_rank_deletes_and_all_know(pool: Pool, tmp_path: Path):
 @pytest.mark.parametrize(("ranks", "hidden"), [(2, 7), (4, 2)])
 def test_fsdp_parameters_and_moments_come_back_exactly(pool: Pool, tmp_path: Path, ranks: int, hidden: int):
     assert pool.run(cases.fsdp, ranks, str(tmp_path), hidden) == [True] * ranks
+
+
+@pytest.mark.parametrize(("written", "read"), [("rows2", "copies2"), ("one", "grid2x2"), ("columns4", "hsdp2x2")])
+def test_every_byte_of_files_of_several_blocks_is_read_once_and_passed_on(
+    pool: Pool, tmp_path: Path, written: str, read: str
+):
+    (path, *_) = pool.run(cases.save_large, cases.LAYOUTS[written][0], str(tmp_path), written)
+    answers = pool.run(cases.load_large, cases.LAYOUTS[read][0], str(tmp_path), read)
+    assert all(answer["equal"] for answer in answers)
+    total = sum((Counter(answer["read"]) for answer in answers), Counter())
+    assert total == {file.name: file.stat().st_size for file in Path(path).iterdir()}
+    shares = [sum(answer["read"].values()) for answer in answers]
+    assert max(shares) - min(shares) <= 3 * BLOCK_BYTES  # files, not only blocks, are shared out
+
+
+@pytest.mark.parametrize("offset", [100, 20 << 20, 40 << 20])
+def test_damage_that_one_rank_reads_turns_all_ranks_to_the_older_one(pool: Pool, tmp_path: Path, offset: int):
+    for step in (1, 2):
+        pool.run(cases.save_large, 2, str(tmp_path), "rows2", step)
+    file = tmp_path / "step-00000002" / "tensors-00001.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)
+        stream.seek(offset)
+        stream.write(bytes([byte[0] ^ 4]))
+    answers = pool.run(cases.load_large, 2, str(tmp_path), "copies2")
+    assert [(answer["path"], answer["equal"]) for answer in answers] == [("step-00000001", True)] * 2

@@ -69,10 +69,15 @@ def read_contents(vouched: Vouched) -> Contents:
     where = vouched.path / CONTENTS
     if CONTENTS not in vouched.manifest.files:
         raise Damaged(f"{vouched.path} has no {CONTENTS}")
-    data = parse_json(vouched.small(CONTENTS, _CONTENTS_LIMIT), where)
+    return parse_contents(vouched.small(CONTENTS, _CONTENTS_LIMIT), where, vouched.manifest)
+
+
+def parse_contents(text: bytes, where: Path, manifest: Manifest) -> Contents:
+    """The tensors in `text`, which is the file `where` of a checkpoint with this manifest; raises Damaged."""
+    data = parse_json(text, where)
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("tensors"), dict):
         raise Damaged(f"{where}: not a table of tensors of format {FORMAT}")
-    return {name: _record(name, row, where, vouched.manifest) for name, row in data["tensors"].items()}
+    return {name: _record(name, row, where, manifest) for name, row in data["tensors"].items()}
 
 
 def check_record(name: str, record: TensorRecord, where: Path) -> None:

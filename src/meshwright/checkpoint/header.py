@@ -78,20 +78,31 @@ def read_header(descriptor: int, path: Path, vouch: Callable[[int, int], None]) 
     `vouch(start, end)` is called before bytes are used, and raises when they are known to be wrong.
     """
     size = os.fstat(descriptor).st_size
-    prefix = bytearray(8)
     vouch(0, min(8, size))
+    return parse_header(header_bytes(descriptor, path, lambda length: vouch(8, length)), size, path)
+
+
+def header_bytes(descriptor: int, path: Path, vouch: Callable[[int], None] = lambda length: None) -> bytes:
+    """Everything before the first tensor's bytes. `vouch` is called with the length before more than the first 8 bytes are read."""
+    size = os.fstat(descriptor).st_size
+    prefix = bytearray(8)
     read_range(descriptor, prefix, 0, path)
     length = int.from_bytes(prefix, "little")
     if length > min(HEADER_LIMIT, size - 8):
         raise Damaged(f"{path}: a header of {length} bytes does not fit (file: {size} bytes, limit: {HEADER_LIMIT})")
-    vouch(8, 8 + length)
+    vouch(8 + length)
     text = bytearray(length)
     read_range(descriptor, text, 8, path)
-    table = parse_json(bytes(text), path)
+    return bytes(prefix + text)
+
+
+def parse_header(head: bytes, size: int, path: Path) -> dict[str, Entry]:
+    """The table in `head`, the `header_bytes` of a file of `size` bytes; raises Damaged when any of it is not as the format says."""
+    table = parse_json(head[8:], path)
     if not isinstance(table, dict) or len(table) > ENTRY_LIMIT:
         raise Damaged(f"{path}: the header is not a table of at most {ENTRY_LIMIT} tensors")
-    entries = {key: _entry(key, row, 8 + length, path) for key, row in table.items() if key != "__metadata__"}
-    _check_offsets(entries, 8 + length, size, path)
+    entries = {key: _entry(key, row, len(head), path) for key, row in table.items() if key != "__metadata__"}
+    _check_offsets(entries, len(head), size, path)
     return entries
 
 

@@ -129,6 +129,11 @@ def read_manifest(path: Path) -> Manifest:
     Raises DamagedCheckpoint when COMMITTED or manifest.json is missing, unreadable, or one does not match the other,
     and BadInput when `path` is no folder.
     """
+    return parse_manifest(path, read_committed(path))
+
+
+def read_committed(path: Path) -> bytes:
+    """The bytes of `manifest.json`, which COMMITTED vouches for; raises as `read_manifest` does."""
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; expected a checkpoint such as RUN/checkpoints/{step_name(100)}")
     commit = _read(path, COMMITTED, 64, "commit")
@@ -137,6 +142,11 @@ def read_manifest(path: Path) -> Manifest:
         raise DamagedCheckpoint(path, [Damage(COMMITTED, 0, "commit", "is not a digest")])
     if commit != commit_line(data):
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", "does not match COMMITTED")])
+    return data
+
+
+def parse_manifest(path: Path, data: bytes) -> Manifest:
+    """The manifest in `data`, which is `manifest.json` of the folder `path`; raises DamagedCheckpoint."""
     try:
         manifest = _parse(parse_json(data, path / MANIFEST), path / MANIFEST)
     except Damaged as error:
@@ -156,10 +166,15 @@ def read_own_manifest(path: Path, run_id: str | None) -> Manifest:
     runs had ids) passes, and so does every manifest when `run_id` is None.
     """
     manifest = read_manifest(path)
+    check_run(path, manifest, run_id)
+    return manifest
+
+
+def check_run(path: Path, manifest: Manifest, run_id: str | None) -> None:
+    """Raise DamagedCheckpoint, with damage `foreign`, when the manifest names another run than `run_id`."""
     if run_id is not None and manifest.run_id not in (None, run_id):
         note = f"it was written by run {manifest.run_id}, this folder is that of run {run_id}"
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "foreign", note)])
-    return manifest
 
 
 def _read(path: Path, name: str, limit: int, kind: Kind) -> bytes:

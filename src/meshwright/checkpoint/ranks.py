@@ -75,6 +75,10 @@ class Ranks:
             failures = {rank: _failure(each[0], doing) for rank, each in sorted(error.failures.items())}
             raise self._error(failures) from error
 
+    def communicate(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work`, which sends to other ranks and receives from them; a lost rank is a CommunicationFailure."""
+        return self._collective(doing, work)
+
     def _collective(self, doing: str, work: Callable[[], T]) -> T:
         """Run `work`, which communicates. `as_meshwright_error` turns a RuntimeError into lost peers or this rank's own failure."""
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -103,11 +103,7 @@ class ShardFile:
 
     def entry(self, key: str, dtype: str, shape: tuple[int, ...]) -> Entry:
         """The entry under `key`, which must be of this dtype and shape."""
-        found = self.entries.get(key)
-        if found is None or found.dtype != dtype or found.shape != shape:
-            held = "nothing" if found is None else f"{found.dtype} {found.shape}"
-            raise Damaged(f"{self.path}: {key!r:.80} should be {dtype} of shape {shape}, the file holds {held}")
-        return found
+        return entry_of(self.entries, key, dtype, shape, self.path)
 
     def read_box(self, entry: Entry, offsets: Sequence[int], target: Tensor) -> None:
         """Fill `target`, of any device, dtype and stride, with the box of `entry` that starts at `offsets` and has its
@@ -136,6 +132,15 @@ class ShardFile:
         self._vouch(start, start + buffer.numel())
         read_range(self._descriptor, buffer.numpy().data, start, self.path)
         return buffer.view(DTYPES[entry.dtype]).view(shape)
+
+
+def entry_of(entries: Mapping[str, Entry], key: str, dtype: str, shape: tuple[int, ...], path: Path) -> Entry:
+    """The entry under `key` of the file `path`, which must be of this dtype and shape."""
+    entry = entries.get(key)
+    if entry is None or entry.dtype != dtype or entry.shape != shape:
+        held = "nothing" if entry is None else f"{entry.dtype} {entry.shape}"
+        raise Damaged(f"{path}: {key!r:.80} should be {dtype} of shape {shape}, the file holds {held}")
+    return entry
 
 
 def _checked(row: Row, tensor: Tensor) -> Tensor:

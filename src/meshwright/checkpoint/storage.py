@@ -14,36 +14,27 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from meshwright.checkpoint.boxed import Boxed
@@ -51,11 +42,9 @@ from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord, room_for
 from meshwright.checkpoint.header import Row
 from meshwright.checkpoint.pieces import Piece, share_out
-from meshwright.checkpoint.shards import DTYPES, ShardFile, dtype_name, write_shard
-from meshwright.checkpoint.verify import Vouched
+from meshwright.checkpoint.shards import dtype_name, write_shard
 from meshwright.spec.errors import BadInput, OutOfResources
 
-READ_THREADS = 4
 FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 """Tensors are passed by name in one flat mapping; DCP need not look for nested ones."""
 
@@ -86,24 +75,6 @@ class PiecePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = _box_of(self.state_dict, index)
         return super().lookup_object(index) if found is None else found
-
-
-class BoxPlanner(DefaultLoadPlanner):
-    """Plans a load into tensors that ranks hold in whatever way."""
-
-    def __init__(self) -> None:
-        super().__init__(**FLAT)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Without torch's search for tensors that have no memory yet, which knows its own kinds only."""
-        self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found = _box_of(self.state_dict, index)
-        return super().lookup_tensor(index) if found is None else found
 
 
 class ShardWriter(StorageWriter):
@@ -200,61 +171,6 @@ def results_of(items: Sequence[WriteItem], rows: Sequence[Row], file: str) -> li
     return [WriteResult(item.index, row.bytes, (file, row.key)) for item, row in zip(items, rows, strict=True)]
 
 
-class BoxReader(StorageReader):
-    """Fills the boxes a load plan asks for from the files of a committed checkpoint, several at a time."""
-
-    def __init__(self, vouched: Vouched, contents: Contents, device: torch.device) -> None:
-        self.contents = contents
-        self.failure: Exception | None = None
-        self._vouched, self._device = vouched, device
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a reader serves one load."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({name: _stored(record) for name, record in self.contents.items()})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: files are opened when a box in them is read."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        try:
-            self._read(plan.items, planner)
-        except Exception as error:
-            self.failure = error
-        return _done(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Torch never picks this reader by itself."""
-        return False
-
-    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        chunks = {(name, chunk.offsets): chunk for name, record in self.contents.items() for chunk in record.chunks}
-        wanted = [chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())] for item in items]
-        with ExitStack() as stack:
-            names = sorted({chunk.file for chunk in wanted})
-            files = {name: stack.enter_context(self._open(name)) for name in names}
-
-            def read(item: ReadItem, chunk: Chunk) -> None:
-                entry = files[chunk.file].entry(chunk.key, self.contents[item.storage_index.fqn].dtype, chunk.sizes)
-                target = planner.resolve_tensor(item)
-                files[chunk.file].read_box(entry, tuple(item.storage_offsets), target.detach())
-                planner.commit_tensor(item, target)
-
-            with ThreadPoolExecutor(READ_THREADS, initializer=_use, initargs=(self._device,)) as pool:
-                list(pool.map(read, items, wanted))
-
-    def _open(self, name: str) -> ShardFile:
-        return ShardFile(self._vouched.path / name, partial(self._vouched.need, name))
-
-
 def _box_of(tensors: dict[str, Any], index: MetadataIndex) -> torch.Tensor | None:
     tensor = tensors[index.fqn]
     return tensor.parts.piece(index.offset or ()) if isinstance(tensor, Boxed) else None
@@ -295,18 +211,7 @@ def _row(item: WriteItem) -> Row:
     return Row(key, dtype_name(data.properties.dtype), tuple(chunk.sizes))
 
 
-def _stored(record: TensorRecord) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in record.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[record.dtype]), torch.Size(record.shape), chunks)
-
-
 def _done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-def _use(device: torch.device) -> None:
-    """A new thread starts on device 0; make it use the rank's own, so that no stray context appears there."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from meshwright.checkpoint.attempt import Attempt, candidates, delete_beyond, new_attempt, recover, remove_stale
 from meshwright.checkpoint.boxed import Boxed
-from meshwright.checkpoint.contents import Contents, read_contents
+from meshwright.checkpoint.contents import Contents
 from meshwright.checkpoint.files import FileRecord
-from meshwright.checkpoint.fit import check_complete, check_fit, check_storable
+from meshwright.checkpoint.fit import check_storable
+from meshwright.checkpoint.load import device_of, load_tensors, open_checkpoint
 from meshwright.checkpoint.manifest import (
     COMMITTED,
-    STATE,
     Damage,
     DamagedCheckpoint,
     has_commit,
@@ -36,12 +36,12 @@ from meshwright.checkpoint.manifest import (
     steps_in,
 )
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.state import decode_state, encode_plain
-from meshwright.checkpoint.storage import BoxPlanner, BoxReader, PiecePlanner, ShardWriter
-from meshwright.checkpoint.verify import Vouched, blocks_to_check, check_blocks, check_sizes, verify
+from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.storage import PiecePlanner, ShardWriter
+from meshwright.checkpoint.verify import blocks_to_check, check_blocks, check_sizes, verify
 from meshwright.durable.lease import check_lease
 from meshwright.events.span import NullRecorder, Recorder
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.run import Lease
 from meshwright.state.parts import StateParts
 
@@ -169,23 +169,30 @@ class CheckpointStore:
         BadInput when it does not fit the tensors.
         """
         doing = f"loading {path}"
-        opened: list[_Opened] = []
+        opened = open_checkpoint(self._ranks, path, None, doing)
+        load_tensors(self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, doing=doing)
+        return opened.state
 
-        def check() -> set[str]:
-            opened.append(_Opened.at(path))
-            return check_fit(opened[0].contents, tensors, prefix, convert)
+    def load_newest(self, tensors: Mapping[str, Held]) -> tuple[Path, dict[str, Any]] | None:
+        """Fill `tensors` from the newest good checkpoint; return its path and state, or None when there is no checkpoint at all.
 
-        given = set().union(*self._ranks.together(doing, check))
-        here = opened[0]
-        check_complete(here.contents, given, prefix, doing)
-        reader = BoxReader(here.vouched, {name: here.contents[name] for name in tensors}, _device(tensors))
-        with self._recorder.span("read", lane="checkpoint"):
-            self._plan_and(
-                doing,
-                lambda options: dcp.load(_detached(tensors), storage_reader=reader, planner=BoxPlanner(), **options),
-            )
-            self._ranks.together(doing, lambda: _reraise(reader.failure))
-        return here.state
+        Every byte is read once and verified on the way. On damage all ranks turn to the next older checkpoint together, after one
+        warning with file and byte offset. Raises Damaged when all are damaged; then the tensors hold values of none.
+        """
+        looking = f"looking for checkpoints in {self.folder}"
+        names = self._ranks.from_first(looking, lambda: [path.name for path in candidates(self.folder)])
+        for path in (self.folder / name for name in names):
+            doing = f"loading {path}"
+            try:
+                opened = open_checkpoint(self._ranks, path, self._run_id, doing)
+                load_tensors(self._ranks, opened, tensors, self._recorder, prefix="", convert=False, doing=doing)
+            except Damaged as error:
+                if self._ranks.first:
+                    log.warning("%s; trying the next older one", error)
+                continue
+            self._good.add(path)
+            return path, opened.state
+        return None
 
     def retain(self, keep: int) -> list[Path]:
         """Delete and return the committed checkpoints older than the newest `keep`; clear up after dead attempts.
@@ -223,7 +230,7 @@ class CheckpointStore:
     ) -> tuple[dict[str, FileRecord], Contents]:
         """Make every rank's tensors durable: the files of all ranks, and (on the first rank) what they hold."""
         writer = ShardWriter(
-            attempt.folder, self._ranks.rank, pinned=_device(tensors).type == "cuda", progress=self._progress
+            attempt.folder, self._ranks.rank, pinned=device_of(tensors).type == "cuda", progress=self._progress
         )
         self._plan_and(
             doing,
@@ -287,33 +294,9 @@ class CheckpointStore:
         return deleted
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint's plain parts, read on every rank."""
-
-    vouched: Vouched
-    contents: Contents
-    state: dict[str, Any]
-
-    @classmethod
-    def at(cls, path: Path) -> _Opened:
-        manifest = read_manifest(path)
-        damage = check_sizes(path, manifest)
-        if damage:
-            raise DamagedCheckpoint(path, damage)
-        vouched = Vouched(path, manifest)
-        return cls(vouched, read_contents(vouched), decode_state(vouched.small(STATE, _STATE_LIMIT), path / STATE))
-
-
 def _detached(tensors: Mapping[str, Held]) -> dict[str, Any]:
     """The same memory without gradients, so that filling it in place is no operation of autograd's."""
     return {name: tensor.detach() if isinstance(tensor, Tensor) else Boxed(tensor) for name, tensor in tensors.items()}
-
-
-def _device(tensors: Mapping[str, Held]) -> torch.device:
-    """Where most of the bytes are: this rank's GPU if any tensor is on it."""
-    devices = (tensor.device for tensor in tensors.values())
-    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 
 def _reraise(failure: Exception | None) -> None:

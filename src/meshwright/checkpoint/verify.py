@@ -195,8 +195,29 @@ class Vouched:
 
     def small(self, file: str, limit: int) -> bytes:
         """All of a small file, verified."""
-        self.need(file, 0, self.manifest.files[file].bytes)
-        return read_small(self.path / file, limit)
+        return read_verified(self.path, self.manifest, file, limit)
+
+
+def read_verified(path: Path, manifest: Manifest, file: str, limit: int) -> bytes:
+    """All of a small file, read once; raises DamagedCheckpoint unless it is what was written, and Damaged above `limit` bytes."""
+    try:
+        data = read_small(path / file, limit)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(path, [Damage(file, None, "missing")]) from error
+    except OSError as error:
+        if not unreadable(error):
+            raise
+        raise DamagedCheckpoint(path, [Damage(file, 0, "digest", f"unreadable: {error.strerror}")]) from error
+    record = manifest.files[file]
+    if len(data) != record.bytes:
+        raise DamagedCheckpoint(
+            path, [Damage(file, min(len(data), record.bytes), "truncated", "changed while it was read")]
+        )
+    for index, digest in enumerate(record.blocks):
+        start = index * BLOCK_BYTES
+        if xxhash.xxh3_64(memoryview(data)[start : start + BLOCK_BYTES]).hexdigest() != digest:
+            raise DamagedCheckpoint(path, [Damage(file, start, "digest")])
+    return data
 
 
 def _check_block(path: Path, manifest: Manifest, block: Block) -> Damage | None:

@@ -116,11 +116,11 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
 
 
 def _resume(session: Session) -> bool:
-    newest = session.store.newest_good()
-    if newest is None:
+    loaded = session.store.load_newest(session.state())
+    if loaded is None:
         _refuse_if_all_damaged(session.folder)
         return False
-    state = session.store.load(newest, session.state())
+    newest, state = loaded
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.optimizer.set_steps(session.step)
     log.info("resumed from %s", newest)

@@ -1,0 +1,235 @@
+"""Fill the tensors of all ranks from one checkpoint: every byte is read once, by one of the ranks that need it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.checkpoint.block_reader import BlockFiles, BlockReader
+from meshwright.checkpoint.contents import Contents, parse_contents
+from meshwright.checkpoint.files import BLOCK_BYTES
+from meshwright.checkpoint.fill import Destination, boxes_in
+from meshwright.checkpoint.fit import check_complete, check_fit
+from meshwright.checkpoint.header import Entry, header_bytes, parse_header
+from meshwright.checkpoint.manifest import (
+    COMMITTED,
+    CONTENTS,
+    MANIFEST,
+    STATE,
+    DamagedCheckpoint,
+    Manifest,
+    check_run,
+    commit_line,
+    parse_manifest,
+    read_committed,
+)
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.read_plan import BlockTransfer, header_readers, merge_ranges, plan_transfers
+from meshwright.checkpoint.shards import entry_of
+from meshwright.checkpoint.state import decode_state
+from meshwright.checkpoint.verify import check_sizes, read_verified
+from meshwright.events.span import Recorder
+from meshwright.spec.errors import BadInput, Damaged
+from meshwright.state.parts import StateParts
+
+PLAIN_LIMIT = 1 << 30
+"""Bytes of a file that is not one of tensors."""
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """What a checkpoint says about itself, as the first rank read it; equal on all ranks."""
+
+    path: Path
+    manifest: Manifest
+    contents: Contents
+    state: dict[str, Any]
+
+
+def open_checkpoint(ranks: Ranks, path: Path, run_id: str | None, doing: str) -> OpenCheckpoint:
+    """Read and verify everything but the tensors on the first rank, and give it to all ranks. Collective.
+
+    Raises Damaged when any of it is not what was written or another run's (`run_id`), and BadInput when a rank sees another folder.
+    """
+    plain = ranks.from_first(doing, lambda: _read_plain(path, run_id))
+
+    def parse() -> OpenCheckpoint:
+        if not ranks.first:
+            _check_same_folder(path, plain[MANIFEST], ranks.rank)
+        manifest = parse_manifest(path, plain[MANIFEST])
+        contents = parse_contents(plain[CONTENTS], path / CONTENTS, manifest)
+        return OpenCheckpoint(path, manifest, contents, decode_state(plain[STATE], path / STATE))
+
+    mine: list[OpenCheckpoint] = []
+    ranks.together(doing, lambda: mine.append(parse()))
+    return mine[0]
+
+
+def load_tensors(
+    ranks: Ranks,
+    opened: OpenCheckpoint,
+    tensors: Mapping[str, Tensor | StateParts],
+    recorder: Recorder,
+    *,
+    prefix: str,
+    convert: bool,
+    doing: str,
+) -> None:
+    """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does."""
+    contents = opened.contents
+    given = set().union(*ranks.together(doing, lambda: check_fit(contents, tensors, prefix, convert)))
+    check_complete(contents, given, prefix, doing)
+    files = BlockFiles(opened.path, opened.manifest)
+    try:
+        pieces: list[_Piece] = []
+        ranks.together(doing, lambda: pieces.extend(_pieces(contents, tensors)))
+        entries, headers = _read_headers(ranks, files, sorted({piece.file for piece in pieces}), doing)
+        destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
+
+        def place() -> dict[str, list[tuple[int, int]]]:
+            ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+            for piece in pieces:
+                entry = entry_of(entries[piece.file], piece.key, piece.dtype, piece.shape, opened.path / piece.file)
+                destination = Destination(entry, piece.offsets, piece.target)
+                ranges[piece.file].append((destination.start, destination.end))
+                for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
+                    destinations[piece.file, index].append(destination)
+            return {file: merge_ranges(needed) for file, needed in ranges.items()}
+
+        transfers = plan_transfers(ranks.together(doing, place), headers)
+
+        def fill(file: str, index: int, block: Tensor) -> None:
+            for destination in destinations.get((file, index), ()):
+                destination.fill(block, index * BLOCK_BYTES)
+
+        reader = BlockReader(files, ranks, device_of(tensors), fill)
+        with recorder.span("read", lane="checkpoint"), torch.no_grad():
+            _run(ranks, reader, transfers, doing)
+    finally:
+        files.close()
+
+
+def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:
+    """Where most of the bytes are: this rank's GPU if any tensor is on it."""
+    devices = (tensor.device for tensor in tensors.values())
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Part of a stored chunk, and the local elements that it fills."""
+
+    file: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    target: Tensor
+
+
+def _pieces(contents: Contents, tensors: Mapping[str, Tensor | StateParts]) -> Iterator[_Piece]:
+    for name, tensor in tensors.items():
+        record = contents[name]
+        for offsets, elements in _local_boxes(tensor):
+            for chunk in record.chunks:
+                meeting = boxes_in(chunk, offsets, tuple(elements.shape))
+                if meeting is not None:
+                    in_chunk, in_box, sizes = meeting
+                    target = elements
+                    for dim, (first, size) in enumerate(zip(in_box, sizes, strict=True)):
+                        target = target.narrow(dim, first, size)
+                    yield _Piece(chunk.file, chunk.key, record.dtype, chunk.sizes, in_chunk, target)
+
+
+def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...], Tensor]]:
+    """Where each piece that this rank holds of a tensor begins, and its elements, without gradients."""
+    if isinstance(tensor, StateParts):
+        return ((box.offsets, elements.detach()) for box, elements in tensor.pieces())
+    if isinstance(tensor, DTensor):
+        (chunk,) = tensor.__create_chunk_list__()
+        return [(tuple(chunk.offsets), tensor.to_local().detach())]
+    return [((0,) * tensor.dim(), tensor.detach())]
+
+
+def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:
+    """The manifest and every file but those of tensors; raises DamagedCheckpoint with all that names and sizes and these files show."""
+    data = read_committed(path)
+    manifest = parse_manifest(path, data)
+    check_run(path, manifest, run_id)
+    damage = check_sizes(path, manifest)
+    plain = {MANIFEST: data}
+    for name in sorted(manifest.files.keys() - {each.file for each in damage}):
+        if not name.endswith(".safetensors"):
+            try:
+                plain[name] = read_verified(path, manifest, name, PLAIN_LIMIT)
+            except DamagedCheckpoint as error:
+                damage += error.damage
+    if damage:
+        raise DamagedCheckpoint(path, damage)
+    for name in (CONTENTS, STATE):
+        if name not in plain:
+            raise Damaged(f"{path} has no {name}")
+    return {name: plain[name] for name in (MANIFEST, CONTENTS, STATE)}
+
+
+def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
+    """Raise BadInput when this rank sees no such checkpoint, or another one. Reads COMMITTED, 33 bytes, again."""
+    try:
+        same = (path / COMMITTED).read_bytes() == commit_line(manifest)
+    except OSError:
+        same = False
+    if not same:
+        raise BadInput(
+            f"rank {rank} does not see the {path} that rank 0 sees; the run folder must be on storage that all hosts share"
+        )
+
+
+def _read_headers(
+    ranks: Ranks, files: BlockFiles, needed: list[str], doing: str
+) -> tuple[dict[str, dict[str, Entry]], dict[str, tuple[int, int]]]:
+    """The entries of the files that this rank needs, and for each file of the load the rank that read its header and the header's bytes.
+
+    A header is verified with its block, before the load ends.
+    """
+    files_of_ranks = ranks.together(doing, lambda: needed)
+    readers = header_readers(files_of_ranks)
+    shared = {file for file in readers if sum(file in theirs for theirs in files_of_ranks) > 1}
+    heads: dict[str, bytes] = {}
+
+    def read() -> dict[str, tuple[int, bytes | None]]:
+        for file in needed:
+            if readers[file] == ranks.rank:
+                heads[file] = files.read_head(file, header_bytes)
+        return {file: (len(head), head if file in shared else None) for file, head in heads.items()}
+
+    headers: dict[str, tuple[int, int]] = {}
+    for rank, answers in enumerate(ranks.together(doing, read)):
+        for file, (size, head) in answers.items():
+            headers[file] = (rank, size)
+            if head is not None:
+                heads[file] = head
+
+    def parse() -> dict[str, dict[str, Entry]]:
+        manifest = files.manifest
+        return {file: parse_header(heads[file], manifest.files[file].bytes, files.path / file) for file in needed}
+
+    entries: list[dict[str, dict[str, Entry]]] = []
+    ranks.together(doing, lambda: entries.append(parse()))
+    return entries[0], headers
+
+
+def _run(ranks: Ranks, reader: BlockReader, transfers: list[BlockTransfer], doing: str) -> None:
+    ranks.communicate(doing, lambda: reader.run(transfers))
+
+    def report() -> None:
+        if reader.failure is not None:
+            raise reader.failure
+
+    ranks.together(doing, report)

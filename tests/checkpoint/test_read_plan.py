@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.checkpoint import digests
+from meshwright.checkpoint.digests import BlockDigest
+from meshwright.checkpoint.files import BLOCK_BYTES
+from meshwright.checkpoint.fill import Destination
+from meshwright.checkpoint.header import Entry
+from meshwright.checkpoint.read_plan import header_readers, merge_ranges, plan_transfers
+
+BLOCKS = 12
+needs_of_ranks = st.lists(
+    st.dictionaries(
+        st.sampled_from(["a", "b", "c"]),
+        st.lists(
+            st.tuples(st.integers(0, BLOCKS * BLOCK_BYTES - 1), st.integers(1, 3 * BLOCK_BYTES)), min_size=1, max_size=4
+        ),
+        max_size=3,
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(needs_of_ranks)
+def test_every_needed_block_is_read_once_by_a_rank_that_needs_it_and_reaches_all_that_do(drawn) -> None:
+    needs = [
+        {file: merge_ranges([(start, start + size) for start, size in ranges]) for file, ranges in each.items()}
+        for each in drawn
+    ]
+    readers = header_readers([sorted(each) for each in needs])
+    plan = plan_transfers(needs, {file: (rank, 100) for file, rank in readers.items()})
+    expected: dict[tuple[str, int], set[int]] = {(file, 0): {rank} for file, rank in readers.items()}
+    for rank, each in enumerate(drawn):
+        for file, ranges in each.items():
+            for start, size in ranges:
+                for index in range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES)):
+                    expected.setdefault((file, index), set()).add(rank)
+    assert len(plan) == len({(each.file, each.index) for each in plan})
+    assert {(each.file, each.index): {each.reader, *each.receivers} for each in plan} == expected
+    for each in plan:
+        assert len({each.reader, *each.receivers}) == 1 + len(each.receivers)
+        assert each.index > 0 or each.reader == readers[each.file]
+    for rank in range(len(needs)):
+        for file in "abc":
+            mine = [each.index for each in plan if (each.reader, each.file) == (rank, file)]
+            assert mine == sorted(mine)
+
+
+def test_replicas_share_the_blocks_of_a_file_in_equal_runs() -> None:
+    needs = [{"a": [(0, BLOCKS * BLOCK_BYTES)]}] * 4
+    plan = plan_transfers(needs, {"a": (2, 100)})
+    assert {rank: sum(each.reader == rank for each in plan) for rank in range(4)} == pytest.approx(
+        {0: 3, 1: 3, 2: 3, 3: 3}, abs=1
+    )
+    assert [each.reader for each in plan[:4]] == [0, 1, 2, 3]  # all read from the start
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_cut_of_an_entry_fills_any_box_of_it(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    dtype, name = data.draw(st.sampled_from([(torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.int64, "I64")]))
+    wanted = data.draw(st.sampled_from([dtype, torch.float64]))
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape).to(dtype)
+    stored = whole.reshape(-1).view(torch.uint8)
+    start = data.draw(st.sampled_from([0, 8, 3]))  # 3: not aligned to its elements
+    item = dtype.itemsize
+    target = torch.full(sizes[::-1], -1, dtype=wanted).permute(
+        tuple(range(len(sizes)))[::-1]
+    )  # with strides of its own
+    box = whole
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        box = box.narrow(dim, offset, size)
+    destination = Destination(Entry(name, shape, start, start + len(stored)), offsets, target)
+    cuts = sorted({0, len(stored), *(item * data.draw(st.integers(0, len(stored) // item)) for _ in range(3))})
+    pieces = list(itertools.pairwise(cuts))
+    for first, last in data.draw(st.permutations(pieces)):
+        destination.fill(stored[first:last].clone(), start + first)
+    assert torch.equal(target, box.to(wanted))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_block_digest_is_xxh3_64_however_it_is_cut(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(digests, "_library", lambda: None)
+    data = bytearray(range(256)) * 50
+    digest = BlockDigest()
+    for start in range(0, len(data), 999):
+        digest.update(memoryview(data)[start : start + 999])
+    digest.update(memoryview(bytearray()))
+    assert digest.hexdigest() == xxhash.xxh3_64(data).hexdigest()
+    assert (digests._library() is not None) == compiled
