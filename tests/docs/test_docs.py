@@ -314,17 +314,17 @@ def test_chips_are_those_of_the_code() -> None:
 
 
 def test_rooms_are_those_of_the_house() -> None:
-    rows = {codes(row["room"])[0]: row for row in table("docs/design/architecture.md", "floor")}
-    assert {name: int(row["floor"]) for name, row in rows.items()} == FLOORS
+    rows = {codes(row["package"])[0]: row for row in table("docs/design/architecture.md", "layer")}
+    assert {name: int(row["layer"]) for name, row in rows.items()} == FLOORS
     for name, row in rows.items():
         answer = subprocess.run(
             ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
         )
         there = bool(answer.stdout)  # what is not committed is not in the house yet
-        assert row["holds"].startswith("planned") != there, (
-            f"docs/design/architecture.md says of {name}: {row['holds']}"
+        assert row["responsibility"].startswith("planned") != there, (
+            f"docs/design/architecture.md says of {name}: {row['responsibility']}"
         )
-        assert ("*" in row["room"]) == (name in TORCH_FREE), name
+        assert ("*" in row["package"]) == (name in TORCH_FREE), name
 
 
 def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Workshop) -> None:
@@ -339,8 +339,12 @@ def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Worksh
     assert {*STEP_KEYS, *OPTIONAL_STEP_KEYS} <= shown
 
 
+RESULT_PAGES = ("docs/results.md", "benchmarks/results/README.md")
+"""The current results, and the index of all raw files."""
+
+
 def test_every_kept_result_has_its_row() -> None:
-    page = text_of("docs/results.md")
+    page = "".join(map(text_of, RESULT_PAGES))
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(file.read_text())
         if result.get("benchmark") != "dense_8b":
@@ -351,17 +355,19 @@ def test_every_kept_result_has_its_row() -> None:
             if side in result
         ]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"docs/results.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        assert not missing, (
+            f"benchmarks/results/README.md: no row for {file.name} with {', '.join(rates)} tokens/s per GPU"
+        )
 
 
 def test_every_kept_table_has_its_rows() -> None:
-    page = text_of("docs/results.md")
+    page = "".join(map(text_of, RESULT_PAGES))
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         sides = {(line["row"], line["side"]) for line in lines if line["kind"] == "run" and "error" not in line}
         rates = [f"{side_of(lines, row, side)['rate']:,.0f}" for row, side in sorted(sides)]
         missing = [text for text in (file.name, *rates) if text not in page]
-        assert not missing, f"docs/results.md: no {', '.join(missing)} of {file.name}"
+        assert not missing, f"benchmarks/results/README.md: no {', '.join(missing)} of {file.name}"
 
 
 def test_the_front_page_is_short_and_its_picture_light() -> None:
