@@ -23,7 +23,7 @@ import pytest
 import typer
 from benchmarks.dense_table import side_of
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, codes, inline_code, links, table, text_of
-from tests.house.test_laws import FLOORS, TORCH_FREE
+from tests.house.test_architecture import LAYERS, TORCH_FREE
 
 from meshwright.cli.main import app_for
 from meshwright.config.load import load_plan, load_run
@@ -317,7 +317,7 @@ def test_chips_are_those_of_the_code() -> None:
 
 def test_packages_and_layers_are_those_of_the_code() -> None:
     rows = {codes(row["package"])[0]: row for row in table("docs/design/architecture.md", "layer")}
-    assert {name: int(row["layer"]) for name, row in rows.items()} == FLOORS
+    assert {name: int(row["layer"]) for name, row in rows.items()} == LAYERS
     for name, row in rows.items():
         listed = subprocess.run(
             ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
