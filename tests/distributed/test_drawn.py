@@ -32,16 +32,15 @@ LOW = Precision(compute="fp32", linear="fp8_tensorwise", gather="fp8")
 NARROW = Precision(compute="fp32", reduce_replicas="bf16")
 NARROW_LOW = replace(LOW, reduce_replicas="bf16")
 SEEDS = [
-    3367, 1397, 566, 2448, 2781, 813, 1432, 3164, 1111, 177, 2096, 676, 2021, 152, 163, 376, 688, 150, 257, 426, 857, 71, 101, 724, 3, 7,
-    27, 43, 47, 115,
+    1861, 3897, 2369, 539, 152, 3836, 129, 1185, 2505, 910, 2435, 136, 142, 1708, 3629, 151, 452, 103, 631, 20, 54, 363, 365, 544, 85,
 ]  # fmt: skip
-SEEDS_COMPILED = [2931, 2137, 51, 2766, 166, 190, 2548, 3178, 3795, 564, 1128, 3417]
+SEEDS_COMPILED = [492, 2220, 98, 129, 180, 710, 3832, 2382, 1410, 394, 388, 342]
 SEEDS_RESUMED = range(0, 24, 3)
 SEEDS_LOW = [
-    148, 272, 2567, 2173, 1810, 123, 1011, 405, 677, 910, 5, 15, 1251, 1783, 2648, 2764, 112, 257, 347, 4, 13, 19, 61, 64,
+    275, 481, 1251, 3289, 2499, 418, 115, 672, 1593, 264, 1247, 27, 174, 278, 331, 494, 857, 1783, 0, 2, 43, 82, 130, 143,
 ]  # fmt: skip
 SEEDS_NARROW = [
-    390, 3429, 2179, 2358, 3365, 1000, 1410, 3289, 936, 917, 676, 2009, 251, 873, 3907, 658, 788, 2543, 8, 33, 96, 107,
+    259, 1809, 3725, 2065, 2138, 152, 2760, 651, 280, 395, 415, 310, 681, 1082, 1228, 388, 631, 1526, 59, 76, 176, 3998,
 ]  # fmt: skip
 """Such as `tests.docs.seeds` finds them: their plans have, but for the lists' ends, every pair of features that goes together."""
 FP8 = [*((seed, False) for seed in SEEDS_LOW), *((seed, True) for seed in range(4))]
@@ -67,7 +66,7 @@ def test_compiled(pool: Pool, seed: int) -> None:
     compare(results, one_device(spec, masked)[:STEPS], 1e-9)
 
 
-@pytest.mark.parametrize(("seed", "compile"), quick_first(2, FP8, rows=True))
+@pytest.mark.parametrize(("seed", "compile"), quick_first(2, FP8, unpack=True))
 def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
     """Of as many sequences a micro-batch: their activations have one scale. Context ranks, and a compiler, sum in another order, which may
     make of an activation the next fp8 number."""
@@ -79,7 +78,7 @@ def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
     compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), as_truth(one), bound, weights=False)
 
 
-@pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(2, SUMS, rows=True))
+@pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(2, SUMS, unpack=True))
 def test_sums_over_replicas_in_bf16_round_and_nothing_else(
     pool: Pool, seed: int, precision: Precision, compile: bool
 ) -> None:

@@ -8,10 +8,10 @@ from tests.docs.pages import PAGES, prose, text_of
 MAX_COLUMNS = 120
 MAX_PAGE_WORDS = 2_500
 MAX_README_WORDS = 1_200
-MAX_TOTAL_WORDS = 80_000
+MAX_TOTAL_WORDS = 50_000
 GENERATED_REFERENCE = "docs/reference/run-file.md"
 NOT_COUNTED = {"docs/log.md", GENERATED_REFERENCE}
-NOT_REWRITTEN = {page for page in PAGES if page.startswith("docs/design/")} | {"docs/log.md", "docs/results.md"}
+NOT_REWRITTEN = {"docs/log.md", "docs/results.md", "docs/design/planner.md", "docs/design/cost-model.md"}
 """Pages that may still be longer and wider; each leaves this set when it is rewritten."""
 
 
