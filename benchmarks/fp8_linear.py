@@ -1,6 +1,7 @@
-"""Linear layers in bf16 and in fp8 on one GPU: TFLOP/s of forward and backward together, compiled, at the shapes of an 8B model; and the
-bandwidth of the kernels that round. `python benchmarks/fp8_linear.py [--tokens 16384] [--out FILE]` takes about a minute and writes one
-JSON line a figure, with the relative error of the layer's output against fp32 beside its speed.
+"""Times linear layers in bf16 and fp8 on a GPU, compiled, at the shapes of an 8B model, and the kernels that round to fp8.
+
+Forward and backward together, in TFLOP/s; the rounding kernels in GB/s. `python benchmarks/fp8_linear.py [--tokens 16384] [--out FILE]`
+takes about a minute and writes one JSON line a figure, with the relative error of the layer's output against fp32 beside its speed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Normed(nn.Module):
 
 
 class Network(nn.Module):
-    """The feed-forward network of one block."""
+    """The feed-forward network of a block."""
 
     def __init__(self, scaling: Any, came_low: bool, together: bool) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ def _set(layer: Linear, scaling: Any, came_low: bool) -> None:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Median device seconds of one call."""
+    """Median device seconds of a call."""
     for _ in range(WARM_UP):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS)]
@@ -109,7 +110,7 @@ def networks(tokens: int) -> Iterator[dict[str, Any]]:
 
 
 def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, Any]:
-    torch.compiler.reset()  # else what was compiled for the last layer counts as compiled anew for this one
+    torch.compiler.reset()  # else the graph of the last layer would count against the recompile limit
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
 
     def step() -> None:
@@ -131,7 +132,7 @@ def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, 
 
 
 def pieces(tokens: int) -> Iterator[dict[str, Any]]:
-    """The kernels one by one: GB/s of those that round, TFLOP/s of the bare products."""
+    """Single kernels: GB/s of those that round, TFLOP/s of the products alone."""
     from meshwright.kernels.fp8_triton import round_both, round_turned, turn
     from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
 

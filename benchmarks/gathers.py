@@ -58,7 +58,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Line:
-    """One way, one collective, one size."""
+    """A measurement: a family of implementations, a collective and a size."""
 
     family: str
     way: str
@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_family(family: str, gpus: int, options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    """The lines its processes wrote, and what is to be said of them."""
+    """Run a family in its own processes; returns their lines and a note."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, __file__, "--family", family, "--folder", name, "--gpus", str(gpus)]
@@ -133,7 +133,7 @@ def run_family(family: str, gpus: int, options: argparse.Namespace) -> tuple[lis
 
 
 def finish(ranks: list[subprocess.Popen[bytes]]) -> str:
-    """Wait for processes; end those left when one failed or the time is over."""
+    """Wait for processes; end the others when one fails or at the time limit."""
     end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end:
         codes = [rank.poll() for rank in ranks]
@@ -151,7 +151,7 @@ def finish(ranks: list[subprocess.Popen[bytes]]) -> str:
 
 
 def chosen(folder: Path) -> Iterator[str]:
-    """What NCCL's own log says that it chose, counted."""
+    """Counts of the algorithms that NCCL chose, from its log."""
     text = "\n".join(file.read_text(errors="replace") for file in folder.glob("nccl.*"))
     found = re.findall(r"(AllGather|ReduceScatter)[^\n]*?(\[Copy Engine\]|\[Symmetric\]|Algo \w+ proto \w+)", text)
     for what in sorted(set(found)):
@@ -187,11 +187,11 @@ def be_rank(options: argparse.Namespace) -> None:
                 line = Line(options.family, way.name, op, dtype, megabytes)
                 bench.write(bench.measured(way, line))
     torch.cuda.synchronize()
-    os._exit(0)  # what failed may have left a communicator that cannot be taken down
+    os._exit(0)  # after a failure the communicator may not shut down
 
 
 class Bench:
-    """One rank's products and clocks."""
+    """Products and timers of a rank."""
 
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> None:
         self.options, self.rank, self.ranks, self.device = options, rank, ranks, device
@@ -223,7 +223,7 @@ class Bench:
                 both = self.timed(count, call)
                 together.append(both[0])
                 under.append(both[1])
-            # Each difference is of neighbours in time: clocks drift.
+            # Each difference is of measurements next to each other in time, as clocks drift.
             added = statistics.median(b - a for a, b in zip(products, together, strict=True))
             width = dtype.itemsize + (2 if line.op == "both" else 0)
             moved = entries * width * (self.ranks - 1) / self.ranks
@@ -247,15 +247,15 @@ class Bench:
         return statistics.median(call() for _ in range(self.options.rounds))
 
     def timed(self, count: int, call: Call | None) -> tuple[float, float]:
-        """Milliseconds of `count` products on the compute stream and, begun with them, of `call` on the other.
+        """Milliseconds of `count` products on the compute stream and of `call`, started with them on another stream.
 
-        The products of the slowest rank, the call of the one that began last.
+        The products' time is of the slowest rank, the call's of the rank that started last.
         """
         current = torch.cuda.current_stream()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         torch.cuda.synchronize()
         dist.barrier(self.hosts)
-        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host gives out the rest
+        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host queues the work
         events[0].record()
         self.aside.wait_stream(current)
         with torch.cuda.stream(self.aside):
@@ -273,23 +273,23 @@ class Bench:
         return float(both[0]), -float(both[1])
 
     def share(self, count: int, dtype: torch.dtype, owner: int | None = None) -> Tensor:
-        """Random numbers that every rank can make of every rank."""
+        """Random numbers of a rank that every rank can reproduce."""
         generator = torch.Generator(self.device).manual_seed(1 + (self.rank if owner is None else owner))
         return torch.randn(count, device=self.device, generator=generator).to(dtype)
 
     def says(self, ours: Tensor, theirs: Tensor) -> str:
-        """How a result compares with NCCL's, over all ranks."""
+        """Whether a result equals NCCL's on all ranks."""
         worst = ((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max()).cpu()
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.hosts)
         return "equal" if worst == 0 else f"off by {float(worst):.1e} of the largest"
 
 
 class Way:
-    """One way to gather and to reduce; each gives the call, and a check of its last result."""
+    """An implementation of gather and reduce; each method returns the call and a check of its last result."""
 
     only: tuple[str, ...] = ()
     beside: Way | None = None
-    """What reduces while this one gathers; none for itself."""
+    """The family that reduces while this one gathers; None for the same family."""
 
     def __init__(self, bench: Bench, name: str, group: dist.ProcessGroup | None = None) -> None:
         self.bench, self.name, self.group = bench, name, group
@@ -319,7 +319,7 @@ class Way:
         return lambda: dist.reduce_scatter_tensor(part, whole, group=self.group), lambda: self.compare_sum(part, whole)
 
     def both(self, entries: int, dtype: torch.dtype) -> tuple[Call, Callable[[], str]]:
-        """A gather and, on a stream beside it, a reduction."""
+        """A gather and a concurrent reduction on another stream."""
         gather, gathered = self.all_gather(entries, torch.bfloat16)
         reduce, reduced = (self.beside or self).reduce_scatter(entries, dtype)
         other = torch.cuda.Stream(self.bench.device, priority=-1)
@@ -369,7 +369,7 @@ def zero_pool(bench: Bench) -> Iterator[Way]:
 
 
 class PoolWay(Way):
-    """Buffers of NCCL's allocator, registered as symmetric windows when all that a collective needs are there."""
+    """Buffers of NCCL's allocator, registered as symmetric windows once all buffers of a collective exist."""
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor:
         backend = self.group._get_backend(self.bench.device)
@@ -382,7 +382,7 @@ class PoolWay(Way):
 
 
 kept: list[Any] = []
-"""Pools whose memory stays registered."""
+"""Memory pools that stay registered."""
 
 
 def zero_symm(bench: Bench) -> Iterator[Way]:
@@ -409,7 +409,7 @@ def kernels(bench: Bench) -> Iterator[Way]:
 
 
 class BarrierWay(SymmetricWay):
-    """Copies between two barrier kernels, as torch's low-contention collectives do it."""
+    """Copies between two barrier kernels, as in torch's low-contention collectives."""
 
     def gathering(self, output: Tensor, part: Tensor) -> Call:
         from torch.distributed import _symmetric_memory as symmetric
@@ -488,7 +488,7 @@ class PeerWay(Way):
         whole.copy_(values)
 
         def call() -> None:
-            # With one slot every use has the same memory, and the numbers laid there stay.
+            # With one slot every use has the same memory, so the numbers written there stay.
             again = (
                 whole if reduce._given is not None else reduce.allocate((entries,), dtype=dtype, device=whole.device)
             )

@@ -39,17 +39,17 @@ PRODUCTS = {
     "gate_up": ("gathered", 28672),
     "down": ("scattered", 14336),
 }
-"""What lies around the product, and its width beside the hidden one."""
+"""Products of a layer: whether tokens are gathered before or summed after it, and its width beside the hidden size."""
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 LIMIT_SECONDS = 400
 CALLS = 8
-"""In a row, as in a step: the host runs ahead of the device."""
+"""Calls in a row per sample, so that the host runs ahead of the device as in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One product in one direction."""
+    """A product in one direction."""
 
     product: str
     width: int
@@ -59,7 +59,7 @@ class Line:
     products_ms: float
     exchange_ms: float
     error: float
-    """Largest difference between the two ways, over the largest number."""
+    """Largest difference between the two results, relative to the largest value."""
 
     def text(self) -> str:
         beside = "  ".join(
@@ -172,7 +172,7 @@ class Bench:
         )  # fmt: skip
 
     def gathered(self, out: int) -> Any:
-        """(forward, backward) of the whole operator, of its products alone, and of its exchanges alone."""
+        """(forward, backward) calls of the whole operator, of its products alone, and of its exchanges alone."""
         from meshwright.parallel import products as ops
 
         x, weight, grad = self.part(HIDDEN), self.normal(out, HIDDEN), self.all(out)
@@ -192,7 +192,7 @@ class Bench:
         )
 
     def scattered(self, wide: int) -> Any:
-        """The same; the weight's gradient belongs to backward."""
+        """The same for the scattered operator; the weight gradient belongs to backward."""
         from meshwright.parallel import products as ops
 
         x, weight, grad = self.all(wide), self.normal(HIDDEN, wide), self.part(HIDDEN)
@@ -218,7 +218,7 @@ class Bench:
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call, on the slowest rank."""
+        """Median seconds of a call on the slowest rank."""
         for _ in range(3):
             call()
         found = []

@@ -66,7 +66,7 @@ def named(value: ModelSpec | Case) -> str:
     return str(value) if isinstance(value, Case) else value.family
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, rows=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, unpack=True), ids=named)
 def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
 

@@ -56,7 +56,7 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize(("case", "stages"), quick_first(2, BESIDE, rows=True), ids=str)
+@pytest.mark.parametrize(("case", "stages"), quick_first(2, BESIDE, unpack=True), ids=str)
 def test_beside_other_axes(pool: Pool, case: Case, stages: tuple[int, ...]) -> None:
     check(pool, by_range(case, stages), tied=True)
 

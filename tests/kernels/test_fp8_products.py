@@ -206,7 +206,7 @@ def step(compiler: str | None, mode: Recompute, scaling: Any, *, split: bool, de
 MODES = [(scaling, mode) for mode in get_args(Recompute) for scaling in SCALINGS]
 
 
-@pytest.mark.parametrize(("scaling", "mode"), quick_first(1, MODES[::-1], rows=True))
+@pytest.mark.parametrize(("scaling", "mode"), quick_first(1, MODES[::-1], unpack=True))
 @pytest.mark.parametrize("compiler", SLOWLY)
 def test_compiled_recomputed_and_split_give_the_same(scaling: Any, compiler: str | None, mode: Recompute) -> None:
     plain = step(None, "none", scaling, split=False, deferred=False)
