@@ -14,7 +14,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -26,6 +26,9 @@ test: $(VENV)/.installed-test lint
 test-all: $(VENV)/.installed-test lint
 	$(PYTEST) $(TOGETHER) $(addprefix --ignore=,$(ALONE))
 	$(PYTEST) $(ALONE)
+
+test-crash: $(VENV)/.installed-test
+	$(PYTEST) -m crash tests/checkpoint
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests benchmarks

@@ -134,7 +134,7 @@ class Check:
 def main() -> None:
     options = arguments()
     rows = [row for row in own_rows() if fnmatch.fnmatchcase(row.name, options.only)]
-    checks = [check(measured_by(row, options.profile) if options.profile else row) for row in rows]
+    checks = [check(run_profile_job(row, options.profile) if options.profile else row) for row in rows]
     if options.json:
         print(json.dumps({"constants": STACK, "rows": [one.as_plain() for one in checks], **summary(checks)}, indent=1))
     else:
@@ -160,7 +160,7 @@ def own_rows(folder: Path = RESULTS) -> list[Row]:
     return layouts + [row for file in sorted(folder.glob("*.jsonl")) for row in _dense_rows(file)]
 
 
-def measured_by(row: Row, profiles: Sequence[Path]) -> Row:
+def run_profile_job(row: Row, profiles: Sequence[Path]) -> Row:
     """`row` on a machine with the rates that `meshwright profile` measured: the first file's, or the second's on several nodes."""
     file = profiles[row.run.cluster.emulate_nodes * row.run.cluster.nodes > 1]
     return replace(row, run=replace(row.run, cluster=replace(row.run.cluster, profile=str(file))))

@@ -1,4 +1,4 @@
-"""Fixtures every room's tests share."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 LONG = ("distributed", "docs", "training", "tests", "cli", "planner", "kernels")
-"""Rooms whose tests take long, the longest first: of several workers none is left alone with one of them at the end."""
+"""Folders whose tests take long, the longest first, so that no worker runs one of them alone at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """pytest-xdist 3.8 marks groups in a place that pytest 9.2 does not read: a file would be spread over the workers, each with a pool of
-    ranks of its own."""
+    """Reject pytest 9.2, which ignores the groups of pytest-xdist 3.8.
+
+    Without groups a file would be spread over the workers, each with its own pool of ranks.
+    """
     if config.getoption("dist", "no") == "loadgroup" and pytest.version_tuple >= (9, 2):
         raise pytest.UsageError(
             f"pytest {pytest.__version__} keeps no groups of tests; expected the one of constraints.txt"
@@ -33,11 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file stay in one worker, and so do all that share the pool of ranks."""
 
-    def place(item: pytest.Item) -> int:
-        room = item.path.parent.name
-        return LONG.index(room) if room in LONG else len(LONG)
+    def order(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return LONG.index(folder) if folder in LONG else len(LONG)
 
-    items.sort(key=place)
+    items.sort(key=order)
     for item in items:
         shared = "pool" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("pool" if shared else str(item.path)))

@@ -1,4 +1,4 @@
-"""Which cases of a long list every run of the tests tries, and which only `make test-all`."""
+"""Marks the later cases of a long list as slow, so that only `make test-all` runs them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 
-def quick_first(count: int, cases: Iterable[Any], *, rows: bool = False) -> list[Any]:
-    """`cases` for `parametrize`, those behind the first `count` marked slow; `rows` are the values of several arguments each."""
+def quick_first(count: int, cases: Iterable[Any], *, unpack: bool = False) -> list[Any]:
+    """`cases` for `parametrize`; those after the first `count` are marked slow. `unpack`: a case has several arguments."""
     return [
-        case if place < count else pytest.param(*(case if rows else (case,)), marks=pytest.mark.slow)
-        for place, case in enumerate(cases)
+        case if index < count else pytest.param(*(case if unpack else (case,)), marks=pytest.mark.slow)
+        for index, case in enumerate(cases)
     ]

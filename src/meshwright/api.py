@@ -25,7 +25,7 @@ class StopTraining(Exception):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a call of `train` left behind."""
+    """The result of `train`."""
 
     folder: Path
     """The run's folder: checkpoints/, metrics.jsonl, report.html, …"""
@@ -42,7 +42,7 @@ class TrainResult:
 def load_run(
     file: str | PathLike[str] | None = None, overrides: Iterable[str] = (), *, runs: str | PathLike[str] = "runs"
 ) -> RunSpec:
-    """The run that a run file and `KEY=VALUE` overrides describe, as the command line would read them.
+    """The run of a run file and `KEY=VALUE` overrides, read as on the command line.
 
     `runs` is the folder in which `model.init: checkpoint:NAME` looks for runs. Raises BadConfig with every mistake.
     """
@@ -57,17 +57,17 @@ def load_run(
 def plan(run: RunSpec) -> Plan:
     """The plan that `train` would follow, with predicted step time and memory; needs no torch and no GPU.
 
-    On one host it may use fewer ranks than the cluster has devices, where that is faster or nothing else is possible.
+    On one host it may use fewer ranks than the cluster has devices, if that is faster or the only possibility.
 
-    Raises BadInput for pins that contradict one another, OutOfResources when nothing fits.
+    Raises BadInput for contradictory pins, OutOfResources when no plan fits.
     """
     from meshwright.launch.prepare import on_used_devices, training_plan, with_vocabulary
 
-    return training_plan(on_used_devices(with_vocabulary(run), _silent), _silent)
+    return training_plan(on_used_devices(with_vocabulary(run), _ignore_note), _ignore_note)
 
 
-def _silent(text: str) -> None:
-    """Take a note that nobody reads."""
+def _ignore_note(text: str) -> None:
+    """Ignore a note."""
 
 
 def train(
@@ -80,14 +80,14 @@ def train(
     on_validation: OnValidation | None = None,
     on_checkpoint: OnCheckpoint | None = None,
 ) -> TrainResult:
-    """Train on this host's devices, or continue the run of this name, and return when it ends.
+    """Train on this host's devices, or resume the run of this name, and return when it ends.
 
     `run` is what `load_run` returned, or a run file that is read with `overrides`. `fresh` starts beside an earlier run of the name, as
     NAME-2, NAME-3, …. The run's ranks are processes of their own; callbacks run in the calling thread, in the order of events:
     `on_step(figures)` with the keys of `metrics.jsonl`'s step lines (`step`, `loss`, `tokens`, `tokens_per_second`, `lr`, …),
     `on_validation(step, loss)`, and `on_checkpoint(step, folder)` once the checkpoint is durable. A slow callback does not slow the run
-    down; steps that it falls far behind are left out. What a callback raises stops the run after the running step, with a checkpoint,
-    and is raised then; `StopTraining` is not.
+    down; if it falls far behind, steps are left out. An exception of a callback stops the run after the running step, with a checkpoint,
+    and is raised then, except `StopTraining`.
 
     Raises the MeshwrightError of the run's exit code: BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure, Preempted,
     Interrupted.
@@ -99,8 +99,8 @@ def train(
         run = load_run(run, overrides, runs=runs)
     elif list(overrides):
         raise BadInput("overrides are read with a run file: give them to load_run")
-    place = Path(runs)
-    run = renamed(run, place) if fresh else run
+    runs_folder = Path(runs)
+    run = renamed(run, runs_folder) if fresh else run
     failures: list[Failure] = []
 
     def listen(rank: int, message: Message) -> None:
@@ -115,13 +115,13 @@ def train(
 
     stopped = False
     try:
-        code = run_job(run, place, listener=listen)
+        code = run_job(run, runs_folder, listener=listen)
     except StopTraining:
         stopped, code = True, EXIT_PREEMPTED
     if code != EXIT_DONE and not stopped:
         text = next((failure.message for failure in failures if failure.exit_code == code), f"exit code {code}")
         raise ERROR_CLASS_BY_EXIT_CODE.get(code, MeshwrightError)(text)
-    return _result(run, place / run.name, finished=not stopped)
+    return _result(run, runs_folder / run.name, finished=not stopped)
 
 
 def _result(run: RunSpec, folder: Path, *, finished: bool) -> TrainResult:

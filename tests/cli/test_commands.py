@@ -24,7 +24,7 @@ from meshwright.data.source import open_data
 from meshwright.launch.prepare import prepare_run
 from meshwright.training.generate import _Text
 from tests.cli.command import meshwright
-from tests.cli.conftest import ONE
+from tests.cli.conftest import ONE_RANK
 from tests.training.tiny import WORDS
 
 
@@ -46,7 +46,7 @@ WITH_JSON = {
     name for name, command in COMMANDS.items() if any("--json" in getattr(p, "opts", ()) for p in command.params)
 }
 Words = Callable[[Path, Path, Path], list[object]]
-ASKED: dict[str, tuple[Words, set[str]]] = {
+JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "plan": (lambda tiny, run, tmp: [tiny], {"name", "plan", "predicted", "alternatives", "search_seconds", "sources"}),
     "simulate": (
         lambda tiny, run, tmp: [tiny, "cluster.gpu=H100", "--trace", tmp / "trace.json"],
@@ -80,22 +80,22 @@ ASKED: dict[str, tuple[Words, set[str]]] = {
     "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
-ASKED_ELSEWHERE = {"predict"}
+JSON_COMMANDS_ELSEWHERE = {"predict"}
 
 
 def test_every_command_with_json_is_asked() -> None:
-    assert set(ASKED) <= WITH_JSON <= set(ASKED) | ASKED_ELSEWHERE
+    assert set(JSON_COMMANDS) <= WITH_JSON <= set(JSON_COMMANDS) | JSON_COMMANDS_ELSEWHERE
 
 
-@pytest.mark.parametrize("name", sorted(ASKED))
+@pytest.mark.parametrize("name", sorted(JSON_COMMANDS))
 def test_json_is_one_object_on_stdout(name: str, tiny: Path, finished: Path, tmp_path: Path) -> None:
-    words, keys = ASKED[name]
+    words, keys = JSON_COMMANDS[name]
     answer = meshwright(*name.split(), *words(tiny, finished, tmp_path), "--json")
     assert answer.code == 0, answer.err
     assert set(answer.json) == keys
 
 
-@pytest.mark.parametrize("name", sorted(set(ASKED) - {"data prepare", "tokenizer train"}))
+@pytest.mark.parametrize("name", sorted(set(JSON_COMMANDS) - {"data prepare", "tokenizer train"}))
 def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(finished, tmp_path / "runs" / "tiny")
     shutil.copy(finished.parent / "tiny" / "config.yaml", tmp_path / "runs" / "tiny.yaml")
@@ -138,22 +138,22 @@ def test_check_lists_every_mistake(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_check_accepts_what_train_would_run(tiny: Path, finished: Path) -> None:
-    for words in ([tiny], [tiny, ONE, "--runs", finished.parent]):
+    for words in ([tiny], [tiny, ONE_RANK, "--runs", finished.parent]):
         answer = meshwright("check", *words, "--json")
         assert (answer.code, answer.json) == (0, {"ok": True, "errors": []})
 
 
 def test_check_finds_what_only_the_disk_knows(tiny: Path, finished: Path, tmp_path: Path) -> None:
-    answer = meshwright("check", tiny, ONE, "train.seq_len=8", "--runs", finished.parent, "--json")
+    answer = meshwright("check", tiny, ONE_RANK, "train.seq_len=8", "--runs", finished.parent, "--json")
     assert answer.code == 2 and [error["key"] for error in answer.json["errors"]] == ["name"]
     assert "train.seq_len" in answer.json["errors"][0]["got"]
-    answer = meshwright("check", tiny, ONE, f"data.mix={tmp_path}", "--runs", finished.parent, "--json")
+    answer = meshwright("check", tiny, ONE_RANK, f"data.mix={tmp_path}", "--runs", finished.parent, "--json")
     assert answer.code == 2 and [error["key"] for error in answer.json["errors"]] == [f"data.mix.{tmp_path}"]
     damaged = tmp_path / "damaged"
     shutil.copytree(tiny.parent / "data", damaged)
     (shard,) = (damaged / "train").glob("*.bin")
     shard.write_bytes(shard.read_bytes()[:-2])
-    answer = meshwright("check", tiny, ONE, f"data.mix={damaged}", "--runs", tmp_path, "--json")
+    answer = meshwright("check", tiny, ONE_RANK, f"data.mix={damaged}", "--runs", tmp_path, "--json")
     assert answer.code == 4 and [error["key"] for error in answer.json["errors"]] == [f"data.mix.{damaged}"]
     assert shard.name in answer.json["errors"][0]["got"]
 
@@ -186,11 +186,11 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
     )
     words = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
     checked, planned = (meshwright(*which, f"plan={file}") for which in (("check", *words), ("plan", *words[:2])))
-    said = [line for line in planned.err.splitlines() if "gains nothing" in line]
+    output = [line for line in planned.err.splitlines() if "gains nothing" in line]
     idle = {"schedule = gpipe": "pipeline rank", "gradients = whole": "shard", "gather_engine = copy": "shard",
             "reduce_replicas = fp32": "replica", "tensor_engine = copy": "tensor rank"}  # fmt: skip
-    assert said == [f"plan.{key} gains nothing: one {axis}" for key, axis in idle.items()]
-    assert checked.code == 0 and [*checked.err.splitlines()] == [*said, "ok"]
+    assert output == [f"plan.{key} gains nothing: one {axis}" for key, axis in idle.items()]
+    assert checked.code == 0 and [*checked.err.splitlines()] == [*output, "ok"]
     pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *words[2:])
     assert pinned.code == 0 and pinned.err == f"{copies}ok\n", "two shards, and one copy of them"
     heard: list[str] = []

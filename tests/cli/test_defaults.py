@@ -18,7 +18,7 @@ from meshwright.models.families import to_hf_config
 from meshwright.spec.errors import BadInput
 from meshwright.spec.run import RunSpec
 from tests.cli.command import meshwright, train_here
-from tests.cli.conftest import ONE
+from tests.cli.conftest import ONE_RANK
 from tests.models.tiny import LLAMA
 
 GPUS = ["NVIDIA H100 80GB HBM3"] * 2
@@ -88,19 +88,19 @@ def test_a_family_without_its_dimensions_is_refused_with_all_that_is_missing() -
 
 def test_a_model_that_no_folder_of_its_family_can_hold_is_named_at_the_start(tiny: Path, tmp_path: Path) -> None:
     checked = meshwright("check", tiny, "model.qk_norm=true", "--runs", tmp_path)
-    assert checked.code == 0 and f"cannot be exported to a Hugging Face folder: {CANNOT}\n" in checked.err
+    assert checked.code == 0 and f"not exported to a Hugging Face folder: {CANNOT}\n" in checked.err
     heard: list[str] = []
     assert prepare_run(load_run(tiny, ["model.qk_norm=true"]), tmp_path, profile=None, note=heard.append)
     assert any(CANNOT in text for text in heard)
     assert "cannot be exported" not in meshwright("check", tiny, "--runs", tmp_path / "other").err
 
 
-def refused(tiny: Path, runs: Path, key: str, said: str, *words: str, code: int = 2) -> None:
+def refused(tiny: Path, runs: Path, key: str, output: str, *words: str, code: int = 2) -> None:
     """`check` and `train` refuse the run with the same words, and no folder is made."""
-    checked = meshwright("check", tiny, ONE, *words, "--runs", runs, "--json")
+    checked = meshwright("check", tiny, ONE_RANK, *words, "--runs", runs, "--json")
     (mistake,) = checked.json["errors"]
-    assert (checked.code, mistake["key"]) == (code, key) and said in mistake["got"]
-    trained = train_here(tiny, ONE, *words, "--runs", runs)
+    assert (checked.code, mistake["key"]) == (code, key) and output in mistake["got"]
+    trained = train_here(tiny, ONE_RANK, *words, "--runs", runs)
     assert trained.code == code and mistake["got"] in trained.err and not runs.exists()
 
 
@@ -114,8 +114,8 @@ def test_validation_data_is_found_before_a_start(tiny: Path, tmp_path: Path) -> 
         tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()), indent=3))
         record["tokenizer"]["digest"] = digest(tokenizer.read_bytes())
         manifest.write_text(json.dumps(record))
-    said = "was prepared with another tokenizer than"
-    refused(tiny, tmp_path / "runs", "data.validation", said, f"data.validation={other}")
+    output = "was prepared with another tokenizer than"
+    refused(tiny, tmp_path / "runs", "data.validation", output, f"data.validation={other}")
     assert meshwright("check", tiny, f"data.validation={tiny.parent / 'data'}", "--runs", tmp_path / "runs").code == 0
 
 

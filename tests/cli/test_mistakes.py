@@ -1,4 +1,4 @@
-"""Mistakes as a person meets them: keys, data, weights and plan in one report, each at its position, from `check` and from `train`."""
+"""Mistakes in keys, data, weights and plan, reported at their positions by `check` and `train`."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def nano(tmp_path: Path) -> Path:
 
 def test_mistakes_of_keys_data_weights_and_plan_are_one_report(broken: Path) -> None:
     answer = meshwright("check", broken, "--json")
-    found = [(error["key"], error["line"], error["column"]) for error in answer.json["errors"]]
-    assert answer.code == 2 and found == [position[:3] for position in POSITIONS]
-    for error, (*_, said) in zip(answer.json["errors"], POSITIONS, strict=True):
-        assert said in error["got"] and error["file"] == "broken.yaml"
+    result = [(error["key"], error["line"], error["column"]) for error in answer.json["errors"]]
+    assert answer.code == 2 and result == [position[:3] for position in POSITIONS]
+    for error, (*_, output) in zip(answer.json["errors"], POSITIONS, strict=True):
+        assert output in error["got"] and error["file"] == "broken.yaml"
 
 
 def test_train_refuses_with_the_report_of_check(broken: Path) -> None:
@@ -97,12 +97,12 @@ def test_data_is_not_written_below_a_file(nano: Path) -> None:
 
 
 def test_variables_of_a_launcher_that_are_wrong_end_train(nano: Path) -> None:
-    for env, said in (
+    for env, output in (
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'"),
     ):
         answer = meshwright("train", nano, env=env)
-        assert answer.code == 2 and said in answer.err and "Traceback" not in answer.err
+        assert answer.code == 2 and output in answer.err and "Traceback" not in answer.err
 
 
 @pytest.mark.parametrize("key", [*COUNTS, *RATES])

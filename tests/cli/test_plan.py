@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.plan_answer import Wishes, answer_of
+from meshwright.cli.plan_answer import PlanQuestion, answer_question
 from meshwright.cli.plan_text import two_digits
 from meshwright.cli.plan_words import facts, layers_line, machines_line
 from meshwright.config.load import load_run
@@ -24,30 +24,30 @@ from tests.cli.command import meshwright
 from tests.training.tiny import cpu_profile
 
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
-ONE = [*MODEL, "cluster.gpus_per_node=2"]
+ONE_RANK = [*MODEL, "cluster.gpus_per_node=2"]
 TCP = [*MODEL, "cluster.gpus_per_node=4", "cluster.emulate_nodes=2"]
 KEYS = {"name", "plan", "predicted", "alternatives", "search_seconds", "sources"}
 
 
 def test_json_has_exactly_the_answer() -> None:
-    found = meshwright("plan", *ONE, "--json").json
-    assert set(found) == KEYS
-    assert found["predicted"] == found["plan"]["predicted"] and found["predicted"]["step_seconds"] > 0
-    assert found["search_seconds"] > 0 and found["sources"]
-    assert found["name"].endswith(f"micro-batch {found['plan']['batch']['micro_batch']}")
-    seconds = [other["plan"]["predicted"]["step_seconds"] for other in found["alternatives"]]
-    assert found["predicted"]["step_seconds"] <= 1.01 * min(seconds)  # of plans as fast, the simplest
+    result = meshwright("plan", *ONE_RANK, "--json").json
+    assert set(result) == KEYS
+    assert result["predicted"] == result["plan"]["predicted"] and result["predicted"]["step_seconds"] > 0
+    assert result["search_seconds"] > 0 and result["sources"]
+    assert result["name"].endswith(f"micro-batch {result['plan']['batch']['micro_batch']}")
+    seconds = [other["plan"]["predicted"]["step_seconds"] for other in result["alternatives"]]
+    assert result["predicted"]["step_seconds"] <= 1.01 * min(seconds)  # of plans as fast, the simplest
     assert all(
         set(other) == {"name", "fits", "trainable", "why_not", "plan"} and other["why_not"]
-        for other in found["alternatives"]
+        for other in result["alternatives"]
     )
 
 
 def test_explained_json_adds_limits_and_changes() -> None:
-    found = meshwright("plan", *ONE, "--json", "--explain").json
-    assert set(found) == KEYS | {"limits", "changes"}
-    assert found["limits"][0]["seconds"] <= found["predicted"]["step_seconds"]
-    assert {"name", "seconds", "tokens_per_second", "gain", "note"} == set(found["changes"][0])
+    result = meshwright("plan", *ONE_RANK, "--json", "--explain").json
+    assert set(result) == KEYS | {"limits", "changes"}
+    assert result["limits"][0]["seconds"] <= result["predicted"]["step_seconds"]
+    assert {"name", "seconds", "tokens_per_second", "gain", "note"} == set(result["changes"][0])
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -67,10 +67,10 @@ def test_the_text_answers_every_question_within_the_terminal(columns: int, monke
 
 def test_bars_are_the_memory_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "104")
-    out = meshwright("plan", *ONE, "plan.shard=2").out
-    (bar, told) = re.search(r"every rank +([A-Z·]+) +([\d.]+) GB", out).groups()  # type: ignore[union-attr]
+    out = meshwright("plan", *ONE_RANK, "plan.shard=2").out
+    (bar, texts) = re.search(r"every rank +([A-Z·]+) +([\d.]+) GB", out).groups()  # type: ignore[union-attr]
     assert len(bar) == 60
-    assert len(bar.rstrip("·")) == pytest.approx(60 * float(told) / 85.9, abs=1)
+    assert len(bar.rstrip("·")) == pytest.approx(60 * float(texts) / 85.9, abs=1)
 
 
 def test_layers_with_a_number_format_of_their_own_say_so() -> None:
@@ -90,21 +90,21 @@ def test_many_layer_ranges_are_a_row_for_each_strategy() -> None:
     plan = Plan(
         mesh=(MeshAxis(axis="shard", size=2),), batch=BatchPlan(global_batch=2, micro_batch=1, accumulate=1), layers=tuple(kinds)
     )  # fmt: skip
-    told = [text for key, text in facts(load_run(None, [*ONE, "model.layers=8"]), plan) if key == "layers"]
-    assert told == ["0, 4-5, 7: recompute full, reshard", "1-3, 6: recompute none, reshard"]
+    texts = [text for key, text in facts(load_run(None, [*ONE_RANK, "model.layers=8"]), plan) if key == "layers"]
+    assert texts == ["0, 4-5, 7: recompute full, reshard", "1-3, 6: recompute none, reshard"]
     alike = replace(plan, layers=(LayerStrategy(range="0-3"), LayerStrategy(range="4-7")))
-    assert ("layers", "recompute none, reshard") in facts(load_run(None, [*ONE, "model.layers=8"]), alike)
+    assert ("layers", "recompute none, reshard") in facts(load_run(None, [*ONE_RANK, "model.layers=8"]), alike)
 
 
 def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path) -> None:
     late = ["plan.offload=both", "plan.pipeline=2", "plan.schedule=zbv"]
-    pinned = meshwright("plan", *ONE, *late, "--out", tmp_path / "host.yaml")
+    pinned = meshwright("plan", *ONE_RANK, *late, "--out", tmp_path / "host.yaml")
     assert pinned.code == 0 and "planned only: this release cannot train offload both under zbv" in " ".join(
         pinned.out.split()
     )
-    refused = meshwright("plan", *ONE, f"plan={tmp_path / 'host.yaml'}", "--for", "train")
+    refused = meshwright("plan", *ONE_RANK, f"plan={tmp_path / 'host.yaml'}", "--for", "train")
     assert refused.code == 2 and "cannot train offload both under zbv" in refused.err
-    half = meshwright("plan", *ONE, "cluster.gpu=V100", "plan.compute=fp16", "--for", "train")
+    half = meshwright("plan", *ONE_RANK, "cluster.gpu=V100", "plan.compute=fp16", "--for", "train")
     assert half.code == 2 and "plan.compute=fp32" in half.err
     answers = meshwright("plan", *TCP, "--json").json
     assert all(other["trainable"] for other in answers["alternatives"])
@@ -124,19 +124,19 @@ def test_for_train_counts_on_this_host_where_the_cluster_is_this_machine(
     monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * 2)
     for module in (machine, prepare):
         monkeypatch.setattr(module, "host_memory_bytes", lambda: 700 << 30)
-    run = load_run(None, [*ONE, f"cluster.gpu={gpu}"])
-    assert answer_of(run, Wishes(for_train=True)).run.cluster.host_memory_gib == gib
-    assert answer_of(run, Wishes()).run.cluster.host_memory_gib is None
+    run = load_run(None, [*ONE_RANK, f"cluster.gpu={gpu}"])
+    assert answer_question(run, PlanQuestion(for_train=True)).run.cluster.host_memory_gib == gib
+    assert answer_question(run, PlanQuestion()).run.cluster.host_memory_gib is None
 
 
 def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
-    chosen = meshwright("plan", *ONE, "--for", "train", "--out", tmp_path / "plan.yaml", "--json").json
-    again = meshwright("plan", *ONE, f"plan={tmp_path / 'plan.yaml'}", "--json").json
+    chosen = meshwright("plan", *ONE_RANK, "--for", "train", "--out", tmp_path / "plan.yaml", "--json").json
+    again = meshwright("plan", *ONE_RANK, f"plan={tmp_path / 'plan.yaml'}", "--json").json
     edited = {"why": [f"as {os.path.relpath(tmp_path / 'plan.yaml')} says"]}  # it may have been
     assert again["plan"] == chosen["plan"] | edited and again["alternatives"] == []
-    slower = meshwright("plan", *ONE, "cluster.gpu=A100", f"plan={tmp_path / 'plan.yaml'}", "--json").json
+    slower = meshwright("plan", *ONE_RANK, "cluster.gpu=A100", f"plan={tmp_path / 'plan.yaml'}", "--json").json
     assert slower["predicted"]["step_seconds"] > chosen["predicted"]["step_seconds"]
-    text = meshwright("plan", *ONE, f"plan={tmp_path / 'plan.yaml'}").out
+    text = meshwright("plan", *ONE_RANK, f"plan={tmp_path / 'plan.yaml'}").out
     assert f"the plan of {tmp_path / 'plan.yaml'}" in text.replace("\n", "") or "priced on this cluster" in text
 
 
@@ -148,7 +148,7 @@ def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
     ],
 )
 def test_pinned_stages_leave_the_schedule_to_the_planner(stages: str, schedules: set[str]) -> None:
-    answer = meshwright("plan", *ONE, f"plan.stages={stages}", "--json")
+    answer = meshwright("plan", *ONE_RANK, f"plan.stages={stages}", "--json")
     assert answer.code == 0, answer.err
     plans = [answer.json["plan"], *(other["plan"] for other in answer.json["alternatives"])]
     assert {plan["schedule"]["name"] for plan in plans} <= schedules
@@ -166,14 +166,14 @@ def test_a_plan_file_s_borders_are_those_of_the_cluster(tmp_path: Path) -> None:
     )
     mesh = meshwright("plan", *TCP, f"plan={file}", "--json").json["plan"]["mesh"]
     assert [axis["crosses"] for axis in mesh] == ["node", "device"]
-    said = re.search(r"pipeline 2 .*", meshwright("plan", *TCP, f"plan={file}").out)
-    assert said and "between nodes" in said[0]
+    output = re.search(r"pipeline 2 .*", meshwright("plan", *TCP, f"plan={file}").out)
+    assert output and "between nodes" in output[0]
 
 
 def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> None:
     file, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
     file.write_text("mesh: [{axis: replicate, size: 2}]\nbatch: {global_batch: 16, micro_batch: 8, accumulate: 1}\n")
-    words = [*ONE, f"plan={file}", "cluster.memory_gib=20"]
+    words = [*ONE_RANK, f"plan={file}", "cluster.memory_gib=20"]
     over = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB over the 21.5 that may be used"
     text, plain = meshwright("plan", *words, "--html", page), meshwright("plan", *words, "--json")
     assert (text.code, plain.code) == (0, 0)
@@ -187,13 +187,13 @@ def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path)
     ):
         refused = meshwright(*command)
         assert refused.code == 3 and re.search(rf"{file}: {over}", refused.err)
-    assert "does_not_fit" not in meshwright("plan", *ONE, f"plan={file}", "--json").json
+    assert "does_not_fit" not in meshwright("plan", *ONE_RANK, f"plan={file}", "--json").json
 
 
 def test_what_does_not_fit_ends_with_3_and_its_fixes() -> None:
     answer = meshwright(
         "plan",
-        *ONE,
+        *ONE_RANK,
         "cluster.memory_gib=10",
         "train.seq_len=8192",
         "plan.micro_batch=8",
@@ -248,10 +248,10 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
 
 
 def test_scaling_by_doubling(tmp_path: Path) -> None:
-    words = [*ONE, "train.steps=100", "--gpus", "1..4", "--objective", "cost", "--price", 2, "--tokens", "1e9"]
-    found = meshwright("plan", *words, "--html", tmp_path / "scaling.html", "--json").json
-    assert set(found) == KEYS | {"objective"}
-    points = found["objective"]["points"]
+    words = [*ONE_RANK, "train.steps=100", "--gpus", "1..4", "--objective", "cost", "--price", 2, "--tokens", "1e9"]
+    result = meshwright("plan", *words, "--html", tmp_path / "scaling.html", "--json").json
+    assert set(result) == KEYS | {"objective"}
+    points = result["objective"]["points"]
     assert [point["gpus"] for point in points] == [1, 2, 4]
     known = [point for point in points if point["step_seconds"]]
     assert all(point["cost"] == pytest.approx(2 * point["gpu_hours"]) for point in known)
@@ -259,15 +259,15 @@ def test_scaling_by_doubling(tmp_path: Path) -> None:
         point["gpu_hours"] == pytest.approx(point["gpus"] * 1e9 / point["tokens_per_second"] / 3600) for point in known
     )
     least = min(point["gpu_hours"] for point in known)
-    (taken,) = (point for point in known if point["gpus"] == found["objective"]["gpus"])
+    (taken,) = (point for point in known if point["gpus"] == result["objective"]["gpus"])
     assert taken["gpu_hours"] <= 1.001 * least
     text = (tmp_path / "scaling.html").read_text()
     assert Page(text).open == [] and "Throughput" in text and "Efficiency" in text
-    shown = meshwright("plan", *ONE, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
+    shown = meshwright("plan", *ONE_RANK, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
     assert re.search(r"^ 2 +(shard|replicate) 2.* [\d.]+ m?s ", shown, re.MULTILINE) and "◀" in shown
     assert "GPU-hours need the tokens of the whole training" in " ".join(shown.split())
-    asked = meshwright("plan", *ONE, "--gpus", "2", "--tokens", "1e12", "--json").json["objective"]["points"][0]
-    shown = meshwright("plan", *ONE, "--gpus", "2", "--tokens", "1e12").out
+    asked = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12", "--json").json["objective"]["points"][0]
+    shown = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12").out
     assert two_digits(asked["gpu_hours"]) in shown and two_digits(asked["days"]) in shown
 
 
@@ -277,28 +277,37 @@ def test_a_prediction_has_two_digits(number: float, text: str) -> None:
 
 
 def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
-    words = [*ONE, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
-    found = meshwright("plan", *words, "--json").json
+    words = [*ONE_RANK, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
+    result = meshwright("plan", *words, "--json").json
     plain = meshwright("plan", *words[:-1], "--json").json
-    assert found["plan"]["schedule"]["name"] == plain["plan"]["schedule"]["name"] and "untrainable" not in plain
-    other = found["untrainable"]
+    assert result["plan"]["schedule"]["name"] == plain["plan"]["schedule"]["name"] and "untrainable" not in plain
+    other = result["untrainable"]
     assert "cannot train" in other["cannot_train"]
-    assert other["plan"]["predicted"]["step_seconds"] < found["predicted"]["step_seconds"]
+    assert other["plan"]["predicted"]["step_seconds"] < result["predicted"]["step_seconds"]
     assert "cannot train" in " ".join(meshwright("plan", *words).out.split())
 
 
 def test_idle_devices_are_named() -> None:
     words = [*MODEL, "cluster.gpus_per_node=7", "train.global_batch=8"]
-    found, text = meshwright("plan", *words, "--json").json, " ".join(meshwright("plan", *words).out.split())
-    assert set(found) == KEYS | {"idle"} and found["idle"]["used"] < found["idle"]["devices"] == 7
-    assert "on 1 × 7 H100" in text and f"uses {found['idle']['used']} of 7 devices" in text
+    result, text = meshwright("plan", *words, "--json").json, " ".join(meshwright("plan", *words).out.split())
+    assert set(result) == KEYS | {"idle"} and result["idle"]["used"] < result["idle"]["devices"] == 7
+    assert "on 1 × 7 H100" in text and f"uses {result['idle']['used']} of 7 devices" in text
 
 
 def test_the_shortest_training() -> None:
-    words = [*ONE, "cluster.gpus_per_node=1", "--objective", "training", "--critical-batch", "2e5", "--tokens", "1e9"]
+    words = [
+        *ONE_RANK,
+        "cluster.gpus_per_node=1",
+        "--objective",
+        "training",
+        "--critical-batch",
+        "2e5",
+        "--tokens",
+        "1e9",
+    ]
     answer = meshwright("plan", *words, "--json").json
-    found, rows = answer["objective"], answer["objective"]["trainings"]
-    assert found["name"] == "training" and found["tokens"] == 1e9
+    result, rows = answer["objective"], answer["objective"]["trainings"]
+    assert result["name"] == "training" and result["tokens"] == 1e9
     assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
     assert answer["plan"]["batch"]["global_batch"] == rows[0]["global_batch"]
 
@@ -318,9 +327,9 @@ def test_the_shortest_training() -> None:
         (["cluster.gpu=cpu", "--gpus", "2..4"], "CPU"),
     ],
 )  # fmt: skip
-def test_options_that_do_not_go_together_are_refused(options: list[str], said: str) -> None:
-    answer = meshwright("plan", *ONE, *options)
-    assert answer.code == 2 and said in answer.err
+def test_options_that_do_not_go_together_are_refused(options: list[str], output: str) -> None:
+    answer = meshwright("plan", *ONE_RANK, *options)
+    assert answer.code == 2 and output in answer.err
 
 
 @pytest.mark.parametrize("words", [("plan", "--out"), ("plan", "--html"), ("simulate", "--trace")])
@@ -330,40 +339,40 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(
     command, option = words
     (tmp_path / "plans").mkdir()
     monkeypatch.setattr("meshwright.planner.fixes.search", pytest.fail)
-    for file, said in (
+    for file, output in (
         ("plan/x", f"there is no folder {tmp_path}/plan; nearest: {tmp_path}/plans"),
         ("plans", "a file"),
     ):
-        answer = meshwright(command, *ONE, option, tmp_path / file, "--json")
-        assert answer.code == 2 and f"{option} {tmp_path / file}: " in answer.err and said in answer.err
+        answer = meshwright(command, *ONE_RANK, option, tmp_path / file, "--json")
+        assert answer.code == 2 and f"{option} {tmp_path / file}: " in answer.err and output in answer.err
         assert "Traceback" not in answer.err and answer.json["ok"] is False
 
 
 def test_one_plan_does_not_scale(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    meshwright("plan", *ONE, "--out", file)
-    answer = meshwright("plan", *ONE, f"plan={file}", "--gpus", "2..4")
-    assert answer.code == 2 and "is one plan" in answer.err
+    meshwright("plan", *ONE_RANK, "--out", file)
+    answer = meshwright("plan", *ONE_RANK, f"plan={file}", "--gpus", "2..4")
+    assert answer.code == 2 and "is a single plan" in answer.err
 
 
 @pytest.mark.slow  # three short runs, half a minute
 def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, tmp_path: Path) -> None:
     """Two ranks of two plans, for real."""
     out = tmp_path / "plan.yaml"
-    found = meshwright("plan", tiny, "--probe", 2, "--out", out, "--json").json
-    assert set(found) == KEYS | {"probes"}
-    ran = {probe["measured_seconds"]: probe for probe in found["probes"]}
+    result = meshwright("plan", tiny, "--probe", 2, "--out", out, "--json").json
+    assert set(result) == KEYS | {"probes"}
+    ran = {probe["measured_seconds"]: probe for probe in result["probes"]}
     assert len(ran) == 2 and all(seconds > 0 for seconds in ran)
     assert all(probe["predicted_seconds"] is None and probe["measured_bytes"] > 0 for probe in ran.values())
     fastest = ran[min(ran)]["plan"]
-    assert all(found["plan"][key] == fastest[key] for key in ("mesh", "batch", "schedule", "layers"))
-    assert found["plan"]["why"][0].startswith(f"measured on this machine: {min(ran):.3g} s a step")
-    assert [other["why_not"] for other in found["alternatives"] if other["why_not"] != "not measured"] == [
+    assert all(result["plan"][key] == fastest[key] for key in ("mesh", "batch", "schedule", "layers"))
+    assert result["plan"]["why"][0].startswith(f"measured on this machine: {min(ran):.3g} s a step")
+    assert [other["why_not"] for other in result["alternatives"] if other["why_not"] != "not measured"] == [
         f"measured: {max(ran):.3g} s a step"
     ]
     assert "measured on this machine" in out.read_text()
     text = meshwright("plan", tiny, f"plan={out}", "--probe", 2)
-    assert text.code == 2 and "is one plan" in text.err
+    assert text.code == 2 and "is a single plan" in text.err
 
 
 def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path: Path) -> None:
@@ -384,19 +393,19 @@ def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path
 
 
 def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: Path) -> None:
-    words = [*ONE, "cluster.gpu=X9000", "cluster.memory_gib=40"]
+    words = [*ONE_RANK, "cluster.gpu=X9000", "cluster.memory_gib=40"]
     shown = meshwright("plan", *words, "--html", tmp_path / "plan.html")
-    said = " ".join(shown.out.split())
+    output = " ".join(shown.out.split())
     assert (
         shown.code == 0
-        and "no step time: rates of X9000 are not known" in said
-        and "GB of 43 GB on the fullest" in said
+        and "no step time: rates of X9000 are not known" in output
+        and "GB of 43 GB on the fullest" in output
     )
-    assert " a step" not in said and "tokens/s" not in said and not re.search(r"\d m?s longer", said)
-    found = meshwright("plan", *words, "--json", "--explain").json
-    assert found["predicted"]["memory_peak_bytes"] > 0 and found["predicted"]["step_seconds"] is None
-    assert found["sources"]["matrix products"].startswith("guess") and found["changes"] == []
-    too_small = meshwright("plan", *ONE, "cluster.gpu=X9000", "cluster.memory_gib=4", "plan.offload=none")
+    assert " a step" not in output and "tokens/s" not in output and not re.search(r"\d m?s longer", output)
+    result = meshwright("plan", *words, "--json", "--explain").json
+    assert result["predicted"]["memory_peak_bytes"] > 0 and result["predicted"]["step_seconds"] is None
+    assert result["sources"]["matrix products"].startswith("guess") and result["changes"] == []
+    too_small = meshwright("plan", *ONE_RANK, "cluster.gpu=X9000", "cluster.memory_gib=4", "plan.offload=none")
     assert too_small.code == 3 and "no plan fits" in too_small.err
 
 
@@ -413,12 +422,12 @@ def test_a_chip_without_bf16_is_planned_in_fp32_and_in_fp16_only_planned() -> No
 
 @pytest.mark.parametrize("more", [["--gpus", "2..4"], ["--objective", "cost"]])
 def test_probes_measure_seconds_of_one_step_only(more: list[str]) -> None:
-    answer = meshwright("plan", *ONE, "--probe", 2, *more)
+    answer = meshwright("plan", *ONE_RANK, "--probe", 2, *more)
     assert answer.code == 2 and "--probe measures seconds of a step" in answer.err
 
 
 def test_another_machine_is_not_probed() -> None:
-    answer = meshwright("plan", *ONE, "--probe", 2)
+    answer = meshwright("plan", *ONE_RANK, "--probe", 2)
     assert answer.code == 2 and "the cluster says 2 H100" in answer.err
 
 
@@ -435,7 +444,7 @@ def test_the_header_names_nodes_that_differ(cluster: str, words: str, tmp_path: 
     file = tmp_path / "run.yaml"
     file.write_text(f"model: llama3-8b\ntrain: {{steps: 1, global_batch: 64, seq_len: 4096}}\ncluster: {cluster}\n")
     assert machines_line(load_run(file, []).cluster) == words
-    assert machines_line(ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)) == "1 × 8 H200, playing 2 nodes"
+    assert machines_line(ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)) == "1 × 8 H200, emulating 2 nodes"
 
 
 def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:
@@ -453,19 +462,19 @@ def test_what_is_not_priced_is_said_beside_the_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # simulate leaves its timeline where it is called
     for word in ("true", "false"):
-        said = meshwright(command, *ONE, f"data.document_mask={word}").out
-        assert ("data.document_mask is not priced" in said) is (word == "true")
+        output = meshwright(command, *ONE_RANK, f"data.document_mask={word}").out
+        assert ("data.document_mask is not priced" in output) is (word == "true")
 
 
 def test_a_node_that_is_not_sold_is_remarked_upon() -> None:
-    for words, said in (([], True), (["cluster.network.domain=8"], False)):
+    for words, output in (([], True), (["cluster.network.domain=8"], False)):
         answer = meshwright("plan", *MODEL, "cluster.gpus_per_node=16", *words, "--json")
-        assert ("16 H100 a node: 8 share a host" in answer.err) is said
+        assert ("16 H100 a node: 8 share a host" in answer.err) is output
 
 
 def test_tcp_without_a_rate_is_priced_by_a_guess() -> None:
-    found = meshwright("plan", *ONE, "cluster.nodes=2", "cluster.network.fabric=tcp", "--json").json
-    assert found["sources"]["network"].startswith("guess") and "port_gb_per_s" in found["sources"]["network"]
+    result = meshwright("plan", *ONE_RANK, "cluster.nodes=2", "cluster.network.fabric=tcp", "--json").json
+    assert result["sources"]["network"].startswith("guess") and "port_gb_per_s" in result["sources"]["network"]
 
 
 def test_small_memory_is_told_in_its_own_unit_and_every_letter_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> N
         "products fp32" in answer.out and "matrix products" in answer.out and "cluster.profile=here.json" in answer.err
     )
     assert "interference" in capfd.readouterr().err, "the ranks say how far they are"
-    found = load_profile("here.json")
-    assert found.gpu == "cpu" and {"meshwright", "torch", "python"} <= set(found.versions)
-    assert len(found.products) == 8 and not found.collectives
+    result = load_profile("here.json")
+    assert result.gpu == "cpu" and {"meshwright", "torch", "python"} <= set(result.versions)
+    assert len(result.products) == 8 and not result.collectives
     question = [
         "simulate",
         "model=llama-nano",
@@ -50,7 +50,7 @@ def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         ([], "--out FILE is missing"),
         (["--out", "not/there.json"], "there is no folder not"),
@@ -60,9 +60,9 @@ def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> N
         (["--from-run", "."], "config.yaml"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_measured(words: list[str], said: str) -> None:
+def test_mistakes_are_said_before_anything_is_measured(words: list[str], output: str) -> None:
     answer = meshwright("profile", *words)
-    assert answer.code == 2 and said in answer.err
+    assert answer.code == 2 and output in answer.err
 
 
 def finished_run(folder: Path, seconds: float) -> None:
@@ -89,8 +89,8 @@ def test_a_run_corrects_its_machine_and_predictions_meet_it(tmp_path: Path) -> N
     answer = meshwright("profile", "--from-run", "runs/mine", "--out", "h200.json")
     assert answer.code == 0, answer.err
     assert "device time × 1.300" in answer.out
-    found = load_profile("h200.json")
-    assert [row.run for row in found.corrections] == ["mine"] and found.products
+    result = load_profile("h200.json")
+    assert [row.run for row in result.corrections] == ["mine"] and result.products
     (tmp_path / "run.yaml").write_text(resolved_yaml(replace(RUN, plan=str(tmp_path / "runs" / "mine" / "plan.yaml"))))
     again = meshwright("simulate", "run.yaml", "cluster.profile=h200.json", "--json")
     assert again.code == 0, again.err
@@ -102,8 +102,8 @@ def test_a_run_alone_begins_a_profile_and_a_short_one_is_refused(tmp_path: Path)
     assert meshwright("profile", "--from-run", "one").code == 2
     answer = meshwright("profile", "--from-run", "one", "--out", "new.json")
     assert answer.code == 0, answer.err
-    found = load_profile("new.json")
-    assert found.gpu == "H200" and not found.products and len(found.corrections) == 1
+    result = load_profile("new.json")
+    assert result.gpu == "H200" and not result.products and len(result.corrections) == 1
     shutil.copytree("one", "short")
     lines = Path("short/metrics.jsonl").read_text().splitlines(keepends=True)
     Path("short/metrics.jsonl").write_text("".join(lines[:7]))

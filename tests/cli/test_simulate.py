@@ -29,22 +29,22 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_json_has_the_step_its_parts_and_every_rank(tmp_path: Path) -> None:
     answer = meshwright("simulate", *PIPELINE, "--trace", "one.json", "--json")
     assert answer.code == 0, answer.err
-    found = answer.json
-    assert found["low_seconds"] < found["step_seconds"] < found["high_seconds"]
-    assert found["tokens_per_second"] == pytest.approx(32 * 4096 / found["step_seconds"])
-    assert sum(found["breakdown"].values()) == pytest.approx(found["step_seconds"])
-    assert 0 < found["bubble"] < 0.3 and found["chosen_by_planner"] is True
-    first, second = found["ranks"]
+    result = answer.json
+    assert result["low_seconds"] < result["step_seconds"] < result["high_seconds"]
+    assert result["tokens_per_second"] == pytest.approx(32 * 4096 / result["step_seconds"])
+    assert sum(result["breakdown"].values()) == pytest.approx(result["step_seconds"])
+    assert 0 < result["bubble"] < 0.3 and result["chosen_by_planner"] is True
+    first, second = result["ranks"]
     assert (first["layers"], second["layers"]) == ("0-16", "17-31")  # the head counts as some layers
     assert (first["peak_in_flight"], second["peak_in_flight"]) == (2, 1)
     assert first["memory_bytes"]["activations"] / 34 == pytest.approx(
         second["memory_bytes"]["activations"] / 15, rel=1e-3
     )
-    events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
+    events = json.loads((tmp_path / result["trace"]).read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "pipeline rank 0: layers 0-16", 1: "pipeline rank 1: layers 17-31"}
     ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X"]
-    assert max(ends) / 1e6 == pytest.approx(found["step_seconds"])
+    assert max(ends) / 1e6 == pytest.approx(result["step_seconds"])
 
 
 def test_a_plan_file_is_played_as_it_stands(tmp_path: Path) -> None:
@@ -92,25 +92,25 @@ def test_too_narrow_a_terminal_gets_no_picture() -> None:
 
 
 def test_communication_inside_compute_is_told_apart() -> None:
-    found = meshwright("simulate", *NODE, "plan.tensor=2", "plan.context_ring=2", "--json").json
-    parts = found["breakdown"]
+    result = meshwright("simulate", *NODE, "plan.tensor=2", "plan.context_ring=2", "--json").json
+    parts = result["breakdown"]
     assert parts["tensor"] > 0 and parts["context"] > 0
-    assert sum(parts.values()) == pytest.approx(found["step_seconds"])
+    assert sum(parts.values()) == pytest.approx(result["step_seconds"])
     assert parts["compute"] + parts["host"] + parts["tensor"] + parts["context"] == pytest.approx(
-        found["ranks"][0]["compute_seconds"]
+        result["ranks"][0]["compute_seconds"]
     )
 
 
 def test_without_pins_the_planner_s_choice_is_played() -> None:
-    found = meshwright("simulate", *NODE, "--json").json
-    assert found["chosen_by_planner"] is True and len(found["ranks"]) == 1
+    result = meshwright("simulate", *NODE, "--json").json
+    assert result["chosen_by_planner"] is True and len(result["ranks"]) == 1
 
 
 @pytest.mark.parametrize("gpu", ["X9000", "cpu"])
 def test_an_unknown_gpu_and_a_processor_are_a_guess(gpu: str) -> None:
     question = ["simulate", "model=llama3-1b", "cluster.memory_gib=1000", f"cluster.gpu={gpu}"]
-    found = meshwright(*question, "--json").json
-    assert found["high_seconds"] > 8 * found["low_seconds"]
+    result = meshwright(*question, "--json").json
+    assert result["high_seconds"] > 8 * result["low_seconds"]
     assert re.search(
         "not predicted without a profile|rates of X9000 are not known", " ".join(meshwright(*question).out.split())
     )

@@ -15,7 +15,7 @@ import pytest
 from meshwright.cli.train import announce
 from meshwright.config.load import load_plan, load_run
 from meshwright.launch import machine
-from meshwright.launch.folder import held
+from meshwright.launch.folder import folder_lock
 from meshwright.launch.prepare import Prepared, on_used_devices, plan_yaml, prepare_run
 from meshwright.observe.closing import closing_lines, command_to_continue
 from meshwright.observe.metrics import read_metrics
@@ -24,7 +24,7 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Predicted
 from meshwright.spec.run import Assignment
 from tests.cli.command import meshwright, train_here
-from tests.cli.conftest import ONE
+from tests.cli.conftest import ONE_RANK
 
 
 def test_the_run_folder_holds_what_is_promised(finished: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_finished_run_is_left_as_it_is(finished: Path, tiny: Path, launched: b
         return {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
 
     before = contents()
-    words = ["train", tiny, ONE, "checkpoint.every=3", "plan.micro_batch=2", "--runs", finished.parent]
+    words = ["train", tiny, ONE_RANK, "checkpoint.every=3", "plan.micro_batch=2", "--runs", finished.parent]
     answer = train_here(*words[1:]) if launched else meshwright(*words)
     assert answer.code == 0
     assert answer.out.splitlines()[0] == f"{finished} is finished: 6 of 6 steps; nothing is changed in it"
@@ -69,42 +69,44 @@ def test_the_command_to_continue_continues_the_run(finished: Path) -> None:
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
 def test_a_run_that_another_process_trains_is_refused(tiny: Path, tmp_path: Path, launched: bool) -> None:
-    with held(tmp_path / "tiny"):
+    with folder_lock(tmp_path / "tiny"):
         answer = (
-            train_here(tiny, ONE, "--runs", tmp_path) if launched else meshwright("train", tiny, "--runs", tmp_path)
+            train_here(tiny, ONE_RANK, "--runs", tmp_path)
+            if launched
+            else meshwright("train", tiny, "--runs", tmp_path)
         )
         assert answer.code == 2 and f"process {os.getpid()} on " in answer.err
         assert [file.name for file in (tmp_path / "tiny").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "output"),
     [
         ("model.init=checkpoint:nope", "checkpoint:nope: nope is not a folder"),
         ("observe.wandb=project", "observe.wandb: the package wandb is not installed; `pip install wandb`"),
     ],
 )
 def test_what_a_start_lacks_is_said_before_it_and_leaves_no_folder(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, output: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    answer = train_here(tiny, ONE, word, "--runs", tmp_path)
-    assert answer.code == 2 and said in answer.err and not list(tmp_path.iterdir())
-    checked = meshwright("check", tiny, ONE, word, "--runs", tmp_path, "--json")
+    answer = train_here(tiny, ONE_RANK, word, "--runs", tmp_path)
+    assert answer.code == 2 and output in answer.err and not list(tmp_path.iterdir())
+    checked = meshwright("check", tiny, ONE_RANK, word, "--runs", tmp_path, "--json")
     (mistake,) = checked.json["errors"]
-    assert checked.code == 2 and said in mistake["got"] and word.startswith(mistake["key"])
+    assert checked.code == 2 and output in mistake["got"] and word.startswith(mistake["key"])
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said"),
+    ("gpus", "output"),
     [(0, "on 1 × cpu (no GPU found here)"), (2, "on 1 × cpu (2 GPUs idle: cluster=auto takes what is here)")],
 )
 def test_a_start_says_what_it_trains_on(
-    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int, said: str
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int, output: str
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     announce(Prepared(Assignment.read(finished / "assignment.json"), finished, resumes=False))
-    assert f"  {said}\n" in capsys.readouterr().out
+    assert f"  {output}\n" in capsys.readouterr().out
 
 
 def test_one_host_trains_on_the_devices_that_the_batch_divides_over(
@@ -122,7 +124,15 @@ def test_one_host_trains_on_the_devices_that_the_batch_divides_over(
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
 def test_another_configuration_is_not_resumed(finished: Path, tiny: Path, launched: bool) -> None:
-    words = [tiny, ONE, "train.learning_rate=1e-3", "train.steps=5", "model.ffn_hidden=16", "--runs", finished.parent]
+    words = [
+        tiny,
+        ONE_RANK,
+        "train.learning_rate=1e-3",
+        "train.steps=5",
+        "model.ffn_hidden=16",
+        "--runs",
+        finished.parent,
+    ]
     answer = train_here(*words) if launched else meshwright("train", *words)
     assert answer.code == 2
     for line in (
@@ -137,12 +147,12 @@ def test_another_configuration_is_not_resumed(finished: Path, tiny: Path, launch
 def test_a_run_on_a_cpu_without_a_profile_says_once_that_its_step_time_was_not_predicted(
     tiny: Path, tmp_path: Path
 ) -> None:
-    answer = train_here(tiny, ONE, "train.steps=17", "--runs", tmp_path)
+    answer = train_here(tiny, ONE_RANK, "train.steps=17", "--runs", tmp_path)
     assert answer.code == 0, answer.err
-    (told,) = [line for line in answer.out.splitlines() if line.startswith("steps ")]
-    assert told.startswith("steps 6 to 17: step ") and "CPU times are not predicted without a profile" in told
-    assert "GB resident, interpreter included, predicted about " in told.replace("MB", "GB")
-    assert "faster" not in told and "outside of the predicted band" not in answer.out
+    (texts,) = [line for line in answer.out.splitlines() if line.startswith("steps ")]
+    assert texts.startswith("steps 6 to 17: step ") and "CPU times are not predicted without a profile" in texts
+    assert "GB resident, interpreter included, predicted about " in texts.replace("MB", "GB")
+    assert "faster" not in texts and "outside of the predicted band" not in answer.out
     run = tmp_path / "tiny"
     plan = load_plan(run / "plan.yaml")
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "account"]
@@ -168,7 +178,7 @@ def test_a_plan_file_s_own_figures_bind_nothing(finished: Path, tiny: Path, tmp_
     plan = load_plan(finished / "plan.yaml")
     file = tmp_path / "plan.yaml"
     file.write_text(plan_yaml(replace(plan, predicted=Predicted(memory_peak_bytes=1, step_seconds=1e-9))))
-    made = prepare_run(load_run(tiny, [ONE, f"plan={file}"]), tmp_path, profile=None, note=print)
+    made = prepare_run(load_run(tiny, [ONE_RANK, f"plan={file}"]), tmp_path, profile=None, note=print)
     assert made
     written = load_plan(made.folder / "plan.yaml")
     assert written.predicted == plan.predicted and written.why == (f"as {os.path.relpath(file)} says",)
@@ -177,14 +187,14 @@ def test_a_plan_file_s_own_figures_bind_nothing(finished: Path, tiny: Path, tmp_
 def test_fresh_starts_beside_it(finished: Path, tiny: Path) -> None:
     for name in ("tiny-2", "tiny-3"):
         short = ["train.steps=1", "train.warmup_steps=0"]
-        assert train_here(tiny, ONE, *short, "--fresh", "--runs", finished.parent).code == 0
+        assert train_here(tiny, ONE_RANK, *short, "--fresh", "--runs", finished.parent).code == 0
         steps = [line for line in read_metrics(finished.parent / name / "metrics.jsonl") if line["kind"] == "step"]
         assert len(steps) == 1
 
 
 def test_a_numerical_failure_ends_with_code_6(tiny: Path, tmp_path: Path) -> None:
     wild = ["train.learning_rate=1e38", "train.warmup_steps=0", "train.clip_norm=none", "checkpoint.every=1"]
-    answer = train_here(tiny, ONE, *wild, "--runs", tmp_path)
+    answer = train_here(tiny, ONE_RANK, *wild, "--runs", tmp_path)
     assert answer.code == 6
     assert "meshwright: step 2: loss" in answer.err and "the update was not applied" in answer.err
     assert [path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir()] == ["step-00000001"]

@@ -89,8 +89,8 @@ def test_without_a_file_all_that_is_assumed_is_said() -> None:
         "no run file: name=quickstart model.preset=llama-nano data.mix=stdlib train.global_batch=16 train.seq_len=256 "
         "train.learning_rate=0.003 train.warmup_steps=2 train.validate_every=50 assumed",
     ]
-    (said,) = notes_of(None, "model=llama3-8b", "cluster.gpu=H100")[1]
-    assert "model" not in said and "train.seq_len=8192" in said and "cluster.gpus_per_node=8" in said
+    (output,) = notes_of(None, "model=llama3-8b", "cluster.gpu=H100")[1]
+    assert "model" not in output and "train.seq_len=8192" in output and "cluster.gpus_per_node=8" in output
     assert notes_of(QUICKSTART)[1] == []
 
 
@@ -235,7 +235,7 @@ def test_a_circle_of_extends_is_named_where_it_closes() -> None:
         load_run(write("a.yaml", "model: llama-nano\nextends: b.yaml"))
     (mistake,) = caught.value.mistakes
     assert (mistake.file, mistake.line, mistake.column) == ("b.yaml", 1, 10)
-    assert mistake.got == "a circle: a.yaml → b.yaml → a.yaml"
+    assert mistake.got == "a cycle: a.yaml → b.yaml → a.yaml"
 
 
 @pytest.mark.usefixtures("here")
@@ -426,12 +426,12 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
     removed = r"reduce_engine: expected no such key; .*gained nothing, and the reduce-scatter is always used"
     with pytest.raises(BadConfig, match=removed):
         load_plan(write("plan.yaml", f"{PLAN}\nreduce_engine: exchange\n"))
-    for edit, key, said in (
+    for edit, key, output in (
         (("global_batch: 4", "global_batch: 5"), "global_batch", "a multiple of replicate × shard = 2, got 5 (nearest: 6)"),
         (("micro_batch: 1", "micro_batch: 3"), "micro_batch", "a divisor of the 2 sequences of a rank, got 3 (nearest: 2)"),
         (("micro_batch: 1", "micro_batch: 2"), "accumulate", "1: global_batch 4 ÷ (replicate × shard 2 × micro_batch 2), got 2"),
     ):  # fmt: skip
-        with pytest.raises(BadConfig, match=re.escape(f"batch.{key}: expected {said}")):
+        with pytest.raises(BadConfig, match=re.escape(f"batch.{key}: expected {output}")):
             load_plan(write("plan.yaml", PLAN.replace(*edit)))
     with pytest.raises(BadConfig, match=r"mesh\.1\.axis: expected each axis once, got shard again"):
         load_plan(write("plan.yaml", PLAN.replace("size: 2}]", "size: 2}, {axis: shard, size: 1}]")))
@@ -439,8 +439,8 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_plan_file_crosses_what_its_cluster_makes_it_cross() -> None:
-    for said in ("", ", crosses: device", ", crosses: node"):
-        file = write("plan.yaml", PLAN.replace("size: 2}", f"size: 2{said}}}"))
+    for output in ("", ", crosses: device", ", crosses: node"):
+        file = write("plan.yaml", PLAN.replace("size: 2}", f"size: 2{output}}}"))
         for emulated, crosses in ((1, "device"), (2, "node")):
             (axis,) = load_plan(file, ClusterSpec(gpus_per_node=2, emulate_nodes=emulated)).mesh
             assert axis.crosses == crosses

@@ -56,13 +56,13 @@ zebra: !paint red
 """
 
 # (key, the token at the reported place, a piece of `expected`, nearest)
-FOUND = [
+EXPECTED_MISTAKES = [
     ("name", ".secret run", "not beginning with '.'", "secret-run"),
     ("sede", "sede", "top-level key", "seed"),
     ("model.preset", "llama3-8x", "llama3-70b", "llama3-8b"),
     ("model.hiden", "hiden", "key of model", "hidden"),
     ("model.attention_dropout", "attention_dropout", "there is no dropout", None),
-    ("model.seq_len", "seq_len", "lives at train.seq_len", "train.seq_len"),
+    ("model.seq_len", "seq_len", "its path is train.seq_len", "train.seq_len"),
     ("model.init", "scrach", "checkpoint:DIR", "scratch"),
     ("model.norm_eps", "0", "number (> 0)", None),
     ("model.moe_experts", "moe_experts", "mixture of experts", None),
@@ -99,7 +99,7 @@ def mistakes_in(file: Path, text: str, *overrides: str) -> list[Mistake]:
 def test_thirty_mistakes_at_once_each_at_its_token(tmp_path: Path) -> None:
     found = mistakes_in(tmp_path / "run.yaml", MANY)
     lines = MANY.splitlines()
-    for key, token, expected, nearest in FOUND:
+    for key, token, expected, nearest in EXPECTED_MISTAKES:
         shown = "train.global_batch" if key == "train" else key
         matching = [m for m in found if m.key == shown and expected in m.expected]
         assert len(matching) == 1, (key, expected, [str(m) for m in found])
@@ -109,7 +109,7 @@ def test_thirty_mistakes_at_once_each_at_its_token(tmp_path: Path) -> None:
         assert mistake.column is not None
         assert lines[mistake.line - 1][mistake.column - 1 :].startswith(token), str(mistake)
         assert mistake.nearest == nearest, str(mistake)
-    assert len(found) == len(FOUND), [str(m) for m in found]
+    assert len(found) == len(EXPECTED_MISTAKES), [str(m) for m in found]
     places = [(m.line, m.column) for m in found]
     assert places == sorted(places, key=lambda place: (place[0] or 0, place[1] or 0))
 
@@ -263,7 +263,7 @@ def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
     ("override", "key", "expected", "nearest"),
     [
         ("train.stepz=3", "train.stepz", "key of train", "steps"),
-        ("steps=3", "steps", "lives at train.steps", "train.steps"),
+        ("steps=3", "steps", "its path is train.steps", "train.steps"),
         ("train.steps", "train.steps", "KEY=VALUE", None),
         ("=3", "", "KEY=VALUE", None),
         ("train.steps=many", "train.steps", "integer", None),
@@ -348,10 +348,10 @@ KEYS = [(n, m[1], m.start(1)) for n, line in enumerate(FULL.splitlines()) if (m 
 LETTERS = string.ascii_lowercase + string.digits + "_"
 
 
-def typo_of(word: str, kind: int, at: int, letter: str) -> str:
+def typo_of(word: str, edit: int, at: int, letter: str) -> str:
     """`word` with one character deleted, inserted or replaced."""
     at %= len(word)
-    return word[:at] + ("" if kind == 0 else letter) + word[at + (kind != 1) :]
+    return word[:at] + ("" if edit == 0 else letter) + word[at + (edit != 1) :]
 
 
 def report_of(file: Path, line: int, key: str, wrong: str) -> list[Mistake]:
@@ -365,12 +365,12 @@ def names(mistake: Mistake, key: str) -> bool:
 
 
 @settings(max_examples=150, deadline=None)
-@given(where=st.sampled_from(KEYS), kind=st.integers(0, 2), at=st.integers(0, 30), letter=st.sampled_from(LETTERS))
+@given(where=st.sampled_from(KEYS), edit=st.integers(0, 2), at=st.integers(0, 30), letter=st.sampled_from(LETTERS))
 def test_every_typo_of_every_key_is_rejected_at_its_place(
-    tmp_path_factory: pytest.TempPathFactory, where: tuple[int, str, int], kind: int, at: int, letter: str
+    tmp_path_factory: pytest.TempPathFactory, where: tuple[int, str, int], edit: int, at: int, letter: str
 ) -> None:
     line, key, column = where
-    wrong = typo_of(key, kind, at, letter)
+    wrong = typo_of(key, edit, at, letter)
     if wrong == key or not wrong:
         return
     found = report_of(tmp_path_factory.getbasetemp() / "typo.yaml", line, key, wrong)
@@ -388,12 +388,12 @@ def test_a_plan_in_a_run_file_s_place_is_one_mistake(tmp_path: Path) -> None:
     assert (mistake.key, mistake.line) == ("mesh", 1) and f"plan={file}" in mistake.expected
 
 
-def test_a_key_that_is_only_alike_is_not_said_to_live_there(tmp_path: Path) -> None:
+def test_only_a_known_synonym_names_the_path_of_a_key(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("extends: llama-nano\nbatch: 3\nlr: 3\ntrain: {steps: 3, global_batch: 2}\n")
     with pytest.raises(BadConfig) as caught:
         load_run(file)
-    assert [(m.nearest, "lives at" in m.expected) for m in caught.value.mistakes] == [
+    assert [(m.nearest, "its path is" in m.expected) for m in caught.value.mistakes] == [
         (None, False),
         ("train.learning_rate", True),
     ]

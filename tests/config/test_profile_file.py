@@ -43,7 +43,7 @@ def test_a_file_that_changed_is_read_again(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"version": 2}, "version: expected integer (≥ 1, ≤ 1), got 2"),
         ({"devices": "8"}, "devices: expected integer (≥ 1), got the text '8'"),
@@ -55,9 +55,9 @@ def test_a_file_that_changed_is_read_again(file: Path) -> None:
         ({"host_links": [{"devices": 1, "to_host": 1.0, "to_device": 1.0, "x": 1}]}, "host_links.0.x: expected a key"),
     ],
 )
-def test_what_is_wrong_in_it_is_said_with_its_key(file: Path, change: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_in_it_is_said_with_its_key(file: Path, change: dict[str, Any], output: str) -> None:
     file.write_text(json.dumps({**plain(file), **change}), encoding="utf-8")
-    with pytest.raises(BadInput, match=re.escape(f"{file}: {said}")):
+    with pytest.raises(BadInput, match=re.escape(f"{file}: {output}")):
         load_profile(file)
 
 

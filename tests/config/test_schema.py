@@ -143,7 +143,7 @@ def test_the_json_schema_takes_a_resolved_run() -> None:
 )
 def test_types_are_strict(cls: type, key: str, value: Any) -> None:
     _, wrongs = validate(cls, {key: value})
-    assert [wrong.kind for wrong in wrongs if wrong.path == (key,)] == ["value"]
+    assert [wrong.problem for wrong in wrongs if wrong.path == (key,)] == ["value"]
 
 
 def test_what_is_coerced() -> None:

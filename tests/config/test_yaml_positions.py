@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.config.yaml_positions import MAX_DEPTH, Place, dump_yaml, parse_yaml, read_yaml
+from meshwright.config.yaml_positions import MAX_DEPTH, Position, dump_yaml, parse_yaml, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_every_key_and_value_has_its_place() -> None:
     document = parse_yaml(text, "f")
     lines = text.splitlines()
 
-    def token(place: Place) -> str:
-        assert place.file == "f"
-        assert place.line is not None
-        assert place.column is not None
-        return lines[place.line - 1][place.column - 1 :]
+    def token(position: Position) -> str:
+        assert position.file == "f"
+        assert position.line is not None
+        assert position.column is not None
+        return lines[position.line - 1][position.column - 1 :]
 
     assert token(document.keys["a",]).startswith("a:")
     assert token(document.values["a",]).startswith("1")
@@ -80,9 +80,9 @@ def test_every_key_and_value_has_its_place() -> None:
 
 def test_what_is_absent_is_placed_at_the_section_around_it() -> None:
     document = parse_yaml("a:\n  b: {c: 1}\n", "f")
-    assert document.key_place(("a", "b", "missing")) == Place("f", 2, 3)
-    assert document.value_place(("a", "missing")) == Place("f", 1, 1)
-    assert document.key_place(("missing",)) == Place("f", 1, 1)
+    assert document.key_position(("a", "b", "missing")) == Position("f", 2, 3)
+    assert document.value_position(("a", "missing")) == Position("f", 1, 1)
+    assert document.key_position(("missing",)) == Position("f", 1, 1)
 
 
 def test_a_duplicate_key_names_both_lines() -> None:
@@ -98,7 +98,7 @@ def test_anchors_expand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "said"),
+    ("text", "line", "column", "output"),
     [
         ("a: [1\nb: 2\n", 2, 2, "flow"),
         ("a: b: c", 1, 5, "mapping values"),
@@ -114,10 +114,10 @@ def test_anchors_expand() -> None:
         ("a: " + "[" * 5000, 1, 4 + MAX_DEPTH - 1, "levels of nesting"),
     ],
 )
-def test_what_cannot_be_read_is_one_placed_mistake(text: str, line: int, column: int, said: str) -> None:
+def test_what_cannot_be_read_is_one_placed_mistake(text: str, line: int, column: int, output: str) -> None:
     (mistake,) = parse_yaml(text, "f").mistakes
     assert (mistake.file, mistake.line, mistake.column) == ("f", line, column)
-    assert said in mistake.got
+    assert output in mistake.got
 
 
 def test_a_billion_laughs_stop_early() -> None:

@@ -19,12 +19,12 @@ def documents(*inputs: Path | str, text_key: str = "text", exclude: Path | None 
     return [document for file in files for document in read_documents(file, text_key)]
 
 
-def good(found: list[Document | BadDocument]) -> list[tuple[int | str, str]]:
-    return [(document.id, document.text) for document in found if isinstance(document, Document)]
+def good(stream: list[Document | BadDocument]) -> list[tuple[int | str, str]]:
+    return [(document.id, document.text) for document in stream if isinstance(document, Document)]
 
 
-def bad(found: list[Document | BadDocument]) -> list[str]:
-    return [str(document) for document in found if isinstance(document, BadDocument)]
+def bad(stream: list[Document | BadDocument]) -> list[str]:
+    return [str(document) for document in stream if isinstance(document, BadDocument)]
 
 
 RECORDS = [{"text": "one"}, {"text": "zwei ü", "id": "x"}, {"text": "three\nlines\n"}]
@@ -45,9 +45,9 @@ def test_parquet_rows(tmp_path: Path) -> None:
     table = pyarrow.table({"text": ["one", None, "", "four"], "id": ["a", "b", "c", "d"], "other": [1, 2, 3, 4]})
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(table, path)
-    found = documents(path)
-    assert good(found) == [("a", "one"), ("d", "four")]
-    assert bad(found) == [f"{path}:2: expected text, got NoneType", f"{path}:3: empty"]
+    stream = documents(path)
+    assert good(stream) == [("a", "one"), ("d", "four")]
+    assert bad(stream) == [f"{path}:2: expected text, got NoneType", f"{path}:3: empty"]
     assert bad(documents(path, text_key="txt")) == [
         f"{path}: no column 'txt'; columns: 'text', 'id', 'other' (nearest: 'text')"
     ]
@@ -60,9 +60,9 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path) -> None:
     lines = [b'{"text": "fine"}', b"{broken", b"", b'{"txt": "a"}', b"[1]", b'{"text": 5}', b'{"text": "  "}']
     lines += [b'{"text": "\xff"}', b'{"text": "\\ud800"}', b'{"text": "fine too"}']
     path.write_bytes(b"\n".join(lines))
-    found = documents(path)
-    assert good(found) == [(1, "fine"), (10, "fine too")]
-    places = [line.removeprefix(f"{path}:") for line in bad(found)]
+    stream = documents(path)
+    assert good(stream) == [(1, "fine"), (10, "fine too")]
+    places = [line.removeprefix(f"{path}:") for line in bad(stream)]
     assert [place.split(":")[0] for place in places] == ["2", "4", "5", "6", "7", "8", "9"]
     expected = ["not JSON", "no key 'text'; keys: 'txt' (nearest: 'txt')", "expected a JSON object, got list"]
     expected += ["expected text, got int", "empty", "not utf-8", "surrogate"]
@@ -74,9 +74,9 @@ def test_a_truncated_gzip_gives_what_it_has_and_says_where_it_ends(tmp_path: Pat
     path = tmp_path / "cut.jsonl.gz"
     many = b"".join(json.dumps({"text": f"document {i * i}"}).encode() + b"\n" for i in range(5000))
     path.write_bytes(gzip.compress(many)[:-2000])
-    found = documents(path)
-    assert len(good(found)) > 100
-    assert len(bad(found)) == 1 and "cannot be read further" in bad(found)[0]
+    stream = documents(path)
+    assert len(good(stream)) > 100
+    assert len(bad(stream)) == 1 and "cannot be read further" in bad(stream)[0]
     path.write_bytes(b"no gzip at all")
     assert bad(documents(path))[0].startswith(f"{path}:1: cannot be read further")
 
@@ -88,9 +88,9 @@ def test_a_directory_gives_its_text_files_in_order_of_name(tmp_path: Path) -> No
     files |= {"image.png": b"\x89PNG\0\0", ".hidden": b"x", ".git/config": b"x", "latin.txt": b"first\ncaf\xe9"}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    found = documents(tmp_path)
-    assert [text for _, text in good(found)] == ["text", "print(1)\r\n", "# c", *[text for _, text in EXPECTED]]
-    assert bad(found) == [f"{tmp_path}/latin.txt:2: not utf-8 (byte 9: unexpected end of data)"]
+    stream = documents(tmp_path)
+    assert [text for _, text in good(stream)] == ["text", "print(1)\r\n", "# c", *[text for _, text in EXPECTED]]
+    assert bad(stream) == [f"{tmp_path}/latin.txt:2: not utf-8 (byte 9: unexpected end of data)"]
 
 
 def test_the_output_inside_an_input_is_not_read(tmp_path: Path) -> None:

@@ -99,10 +99,10 @@ def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, corp
     assert alone != train_tokenizer([story(i) for i in range(120)], 290)
 
 
-def break_at(patch: pytest.MonkeyPatch, place: str) -> None:
+def break_at(patch: pytest.MonkeyPatch, event: str) -> None:
     """Make the place raise Killed: after so many documents or shards, or before the last manifest."""
-    kind, _, number = place.partition(" ")
-    if kind == "manifest":
+    event_type, _, number = event.partition(" ")
+    if event_type == "manifest":
         write = Manifest.write
 
         def killed_write(self: Manifest, directory: Path) -> None:
@@ -112,7 +112,7 @@ def break_at(patch: pytest.MonkeyPatch, place: str) -> None:
 
         patch.setattr(Manifest, "write", killed_write)
         return
-    name = "add" if kind == "document" else "finish_shard"
+    name = "add" if event_type == "document" else "finish_shard"
     original, calls = getattr(shards.SplitWriter, name), []
 
     def killed_call(self: shards.SplitWriter, *arguments: Any) -> None:

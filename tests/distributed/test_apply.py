@@ -30,7 +30,7 @@ def rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("replicate", "shard"), quick_first(2, [(2, 2), (1, 4), (4, 1)], rows=True))
+@pytest.mark.parametrize(("replicate", "shard"), quick_first(2, [(2, 2), (1, 4), (4, 1)], unpack=True))
 def test_ranks_hold_the_rows_they_say(pool: Pool, replicate: int, shard: int) -> None:
     chosen = plan(replicate, shard, 1)
     answers = pool.run(rows, 4, chosen)

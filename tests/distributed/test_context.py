@@ -96,7 +96,7 @@ def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(3, LARGE, rows=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(3, LARGE, unpack=True), ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
@@ -170,12 +170,14 @@ def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
     from meshwright.parallel.mesh import build_mesh
 
     engine = build_engine(LLAMA, plan, build_mesh(plan, world), loss_chunk=5, seed=0)
-    block, tokens = engine.executor.stages[0][1], torch.zeros(2, 12, dtype=torch.int64)
-    block.sharded.unshard()
-    block.sharded.wait()
-    assert engine.executor.context is not None
-    part = engine.executor.context.part_of(MicroBatch(tokens, None, None, (torch.arange(12) // 5).expand(2, 12), 0))
-    shared = engine.executor.context.shared(part, torch.float32)
+    block, tokens = engine.executor.rank_model.stages[0][1], torch.zeros(2, 12, dtype=torch.int64)
+    block.sharded.gather()
+    block.sharded.wait_for_gather()
+    assert engine.executor.rank_model.context is not None
+    part = engine.executor.rank_model.context.part_of(
+        MicroBatch(tokens, None, None, (torch.arange(12) // 5).expand(2, 12), 0)
+    )
+    shared = engine.executor.rank_model.context.shared(part, torch.float32)
     x = torch.randn(2, 6, 16, requires_grad=True)
     shapes = set()
 

@@ -67,7 +67,7 @@ def test_compiled(pool: Pool, seed: int) -> None:
     compare(results, one_device(spec, masked)[:STEPS], 1e-9)
 
 
-@pytest.mark.parametrize(("seed", "compile"), quick_first(2, FP8, rows=True))
+@pytest.mark.parametrize(("seed", "compile"), quick_first(2, FP8, unpack=True))
 def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
     """Of as many sequences a micro-batch: their activations have one scale. Context ranks, and a compiler, sum in another order, which may
     make of an activation the next fp8 number."""
@@ -79,7 +79,7 @@ def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
     compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), as_truth(one), bound, weights=False)
 
 
-@pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(2, SUMS, rows=True))
+@pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(2, SUMS, unpack=True))
 def test_sums_over_replicas_in_bf16_round_and_nothing_else(
     pool: Pool, seed: int, precision: Precision, compile: bool
 ) -> None:

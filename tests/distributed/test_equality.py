@@ -111,7 +111,7 @@ def sharded(
     mesh = build_mesh(plan, world)
     plain = plan.precision.compute == "fp64"
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plain, balance_loss=TRAIN.balance_loss)
-    model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN, engine.weights, engine.away)
+    model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     micro, share = plan.batch.micro_batch, BATCH // mesh.data_ranks
     seen = []
     for step in range(steps):

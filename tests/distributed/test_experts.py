@@ -112,7 +112,7 @@ def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize(
     ("spec", "case"),
     [
-        *quick_first(5, SPREAD, rows=True),
+        *quick_first(5, SPREAD, unpack=True),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in (*SPREAD_WIDER, *SPREAD_COMPILED)),
     ],
     ids=named,
@@ -234,8 +234,8 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         figures = train_step(
             engine, optimizer, mesh, batches, learning_rate=0.0, clip_norm=None, recorder=NullRecorder()
         )
-    assert engine.executor.routing is not None
-    return engine.executor.routing.sums[:, 0], engine.executor.routing.sums[:, 1:], figures.values
+    assert engine.executor.rank_model.routing is not None
+    return engine.executor.rank_model.routing.sums[:, 0], engine.executor.rank_model.routing.sums[:, 1:], figures.values
 
 
 @pytest.fixture(scope="module")

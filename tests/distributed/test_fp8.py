@@ -147,22 +147,20 @@ def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor
     mesh = build_mesh(chosen, world)
     engine = build_engine(LLAMA, chosen, mesh, loss_chunk=5, seed=0)
     masters = {name: weight.detach().full_tensor() for name, weight in engine.model.named_parameters()}
-    assert engine.executor._scales is not None
-    engine.executor._scales.refresh()
+    assert engine.executor.scales is not None
+    engine.executor.scales.refresh()
     found = {}
-    for unit in engine.executor.stages[0]:
-        unit.sharded.unshard()
-        unit.sharded.wait()
-        for shard in unit.sharded.linears():
-            if shard.linear.low_weight is not None:
-                name = next(name for name, module in engine.model.named_modules() if module is shard.linear) + ".weight"
-                values, scale = (part.clone() for part in shard.linear.low_weight)
-                found[name] = masters[name], values, scale, shard.linear.weight.untyped_storage().nbytes()
-        unit.sharded.reshard()
-        freed = [
-            s.linear.low_weight.values.untyped_storage().nbytes() for s in unit.sharded.linears() if s.linear.low_weight
-        ]
-        assert not any(freed)
+    for unit in engine.executor.rank_model.stages[0]:
+        unit.sharded.gather()
+        unit.sharded.wait_for_gather()
+        linears = [weight.linear for weight in unit.sharded.linear_weights]
+        linears = [linear for linear in linears if linear is not None and linear.low_weight is not None]
+        for linear in linears:
+            name = next(name for name, module in engine.model.named_modules() if module is linear) + ".weight"
+            values, scale = (part.clone() for part in linear.low_weight)
+            found[name] = masters[name], values, scale, linear.weight.untyped_storage().nbytes()
+        unit.sharded.free_gathered()
+        assert not any(linear.low_weight.values.untyped_storage().nbytes() for linear in linears)
     return found
 
 

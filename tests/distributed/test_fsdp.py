@@ -1,4 +1,4 @@
-"""The four verbs of a sharded unit, each seen at work on two ranks."""
+"""A sharded unit gathers, frees and reduces on two ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.parallel.fsdp import ShardedUnit, Streams
+from meshwright.parallel.fsdp import CommunicationStreams, ParameterGroup
 from meshwright.parallel.replicas import ReplicaSums
+from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.plan import Precision
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import plan
@@ -18,35 +19,36 @@ from tests.distributed.test_equality import plan
 ROWS, COLUMNS = 5, 3  # five rows on two ranks: uneven shards
 
 
-def unit_of(world, places: int = 1, precision: Precision | None = None) -> tuple[nn.Linear, ShardedUnit]:
+def unit_of(world, uses: int = 1, precision: Precision | None = None) -> tuple[nn.Linear, ShardedUnit]:
     from meshwright.parallel.mesh import build_mesh
 
     layer = nn.Linear(COLUMNS, ROWS, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS))
     mesh = build_mesh(plan(1, world.ranks, 1), world)
-    unit = ShardedUnit([layer], mesh.shards, precision or Precision(compute="fp32"), places)
-    Streams([unit], world.device)
+    group = ParameterGroup([layer], mesh.shards, precision or Precision(compute="fp32"))
+    CommunicationStreams([group], world.device)
+    unit = ShardedUnit([group], uses=uses)
     return layer, unit
 
 
 def freed(unit: ShardedUnit) -> bool:
-    return all(weight.untyped_storage().size() == 0 for weight in unit.whole_parameters)
+    return all(weight.untyped_storage().size() == 0 for weight in unit.gathered_weights)
 
 
 def gathered(world) -> dict[str, Any]:
     layer, unit = unit_of(world)
-    unit.unshard()
-    unit.unshard()
-    unit.wait()
+    unit.gather()
+    unit.gather()
+    unit.wait_for_gather()
     whole = layer.weight.detach().clone()
-    unit.reshard()
+    unit.free_gathered()
     held = freed(unit)
-    unit.reshard()
+    unit.free_gathered()
     return {"whole": whole, "freed while held": held, "freed": freed(unit), "shard": len(layer.weight.to_local())}
 
 
-def test_unshard_wait_reshard(pool: Pool) -> None:
+def test_gather_wait_free(pool: Pool) -> None:
     for rank, seen in enumerate(pool.run(gathered, 2)):
         assert torch.equal(seen["whole"], torch.arange(15.0).view(5, 3))
         assert not seen["freed while held"], "a unit is dropped when everybody who gathered it let go"
@@ -54,33 +56,33 @@ def test_unshard_wait_reshard(pool: Pool) -> None:
         assert seen["shard"] == (3, 2)[rank]
 
 
-def reduced(world, places: int, precision: Precision) -> dict[str, Any]:
-    layer, unit = unit_of(world, places, precision)
-    unit.unshard()
-    unit.wait()
+def reduced(world, uses: int, precision: Precision) -> dict[str, Any]:
+    layer, unit = unit_of(world, uses, precision)
+    unit.gather()
+    unit.wait_for_gather()
     kind = layer.weight.dtype
     for factor in (1.0, 2.0):  # two micro-batches, summed before they travel
         layer(torch.full((1, COLUMNS), factor * (world.rank + 1), dtype=kind)).sum().backward()
         unit.accumulate()
-    unit.reshard()
-    started = [unit.reduce(place=place, last=False) for place in range(places)]
-    unit.finish()
+    unit.free_gathered()
+    started = [unit.reduce(user=user, last=False) for user in range(uses)]
+    unit.finish_reductions()
     once = layer.weight.grad.to_local().clone()
-    unit.unshard()
-    unit.wait()
+    unit.gather()
+    unit.wait_for_gather()
     layer(torch.ones(1, COLUMNS, dtype=kind)).sum().backward()
-    unit.reshard()
-    for place in range(places):
-        unit.reduce(place=place, last=place + 1 == places)
-    unit.finish()
+    unit.free_gathered()
+    for user in range(uses):
+        unit.reduce(user=user, last=user + 1 == uses)
+    unit.finish_reductions()
     return {"started": started, "once": once, "twice": layer.weight.grad.to_local(), "grad type": once.dtype}
 
 
 @pytest.mark.parametrize("precision", [Precision(compute="fp32"), Precision(compute="bf16"), Precision(reduce="bf16")])
-@pytest.mark.parametrize("places", [1, 2])
-def test_gradients_are_summed_and_added_to_the_shard(pool: Pool, places: int, precision: Precision) -> None:
-    for rank, seen in enumerate(pool.run(reduced, 2, places, precision)):
-        assert seen["started"] == [False] * (places - 1) + [True]
+@pytest.mark.parametrize("uses", [1, 2])
+def test_gradients_are_summed_and_added_to_the_shard(pool: Pool, uses: int, precision: Precision) -> None:
+    for rank, seen in enumerate(pool.run(reduced, 2, uses, precision)):
+        assert seen["started"] == [False] * (uses - 1) + [True]
         rows = (3, 2)[rank]
         # (1 + 2) of rank 0, twice that of rank 1: a sum, not a mean.
         assert torch.equal(seen["once"], torch.full((rows, COLUMNS), 9.0))
@@ -120,12 +122,12 @@ def tied_sums(world, ranks: int, micro: int) -> tuple[torch.Tensor, int]:
     share = BATCH // ranks
     mine = [tensor[world.rank * share : (world.rank + 1) * share].split(micro) for tensor in batch(0, GPT)]
     batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
-    play = executor._Play(engine.executor, engine.training, batches, NullRecorder(), torch.tensor(9.0), {})
+    play = executor._Step(engine.executor, engine.training, batches, NullRecorder(), torch.tensor(9.0), {})
     play.rank_actions = tuple(action for action in play.rank_actions if action.op not in ("norm_barrier", "optim"))
     play.run()
-    for units in engine.executor.stages.values():
+    for units in engine.executor.rank_model.stages.values():
         for unit in units:
-            unit.sharded.finish()
+            unit.sharded.finish_reductions()
     return engine.model.embed.weight.grad.full_tensor().float(), len(play.shared)
 
 

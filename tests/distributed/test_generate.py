@@ -59,9 +59,9 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
 
     mesh = build_mesh(plan, world)
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
-    told: list[int] = []
-    made = generate_under_plan(engine, mesh, PROMPTS, how, told=told.append)
-    assert set(told) == set(range(1, max(map(len, made)) + 1))
+    progress: list[int] = []
+    made = generate_under_plan(engine, mesh, PROMPTS, how, progress=progress.append)
+    assert set(progress) == set(range(1, max(map(len, made)) + 1))
     return made
 
 

@@ -66,7 +66,7 @@ def named(value: ModelSpec | Case) -> str:
     return str(value) if isinstance(value, Case) else value.family
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, rows=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, unpack=True), ids=named)
 def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
 
@@ -84,7 +84,7 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
 
     mesh = build_mesh(chosen, world)
     engine = build_engine(spec, chosen, mesh, loss_chunk=5, seed=0)
-    optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.away)
+    optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     optimizer.leave_device()
     share = BATCH // mesh.data_ranks
     left: dict[str, torch.Tensor] = {}

@@ -220,7 +220,7 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
 
     mesh = build_mesh(plan, world)
     engine = build_engine(DEEP, plan, mesh, loss_chunk=5, seed=0, plain=True)
-    optimizer = AdamW(engine.model, DEEP, TRAIN, engine.weights, engine.away)
+    optimizer = AdamW(engine.model, DEEP, TRAIN, engine.weights, engine.host_offloaded)
 
     def one_step(number: int) -> None:
         mine = [tensor[: BATCH // mesh.data_ranks].split(plan.batch.micro_batch) for tensor in batch(number, DEEP)]

@@ -69,12 +69,12 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(3, CASES, rows=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(3, CASES, unpack=True), ids=named)
 def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(1, LARGE, rows=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(1, LARGE, unpack=True), ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
@@ -228,9 +228,9 @@ def through_a_block(world: World, spec: ModelSpec, plan: Plan) -> torch.Tensor:
     from meshwright.parallel.mesh import build_mesh
 
     engine = build_engine(spec, plan, build_mesh(plan, world), loss_chunk=5, seed=0)
-    block, tokens = engine.executor.stages[0][1], torch.zeros(2, 12, dtype=torch.int64)
-    block.sharded.unshard()
-    block.sharded.wait()
+    block, tokens = engine.executor.rank_model.stages[0][1], torch.zeros(2, 12, dtype=torch.int64)
+    block.sharded.gather()
+    block.sharded.wait_for_gather()
     shared = engine.model.shared(tokens, None, None, torch.float64)
     x = torch.randn(2, 12 // plan.axis_size("tensor"), spec.hidden, dtype=torch.float64, requires_grad=True)
     y = block.run(x, MicroBatch(tokens, None, None, None, 0), shared)

@@ -56,7 +56,7 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize(("case", "stages"), quick_first(2, BESIDE, rows=True), ids=str)
+@pytest.mark.parametrize(("case", "stages"), quick_first(2, BESIDE, unpack=True), ids=str)
 def test_beside_other_axes(pool: Pool, case: Case, stages: tuple[int, ...]) -> None:
     check(pool, by_range(case, stages), tied=True)
 
@@ -76,7 +76,7 @@ class Watching(NullRecorder):
     """Looks at the blocks' memory where the third micro-batch begins: all that stays between micro-batches is there, and little else."""
 
     def __init__(self, engine: Any) -> None:
-        self.units = [unit for unit in engine.executor.stages[0] if unit.layer is not None]
+        self.units = [unit for unit in engine.executor.rank_model.stages[0] if unit.layer is not None]
         self.seen: list[dict[str, list[int]]] = []
 
     def span(self, name: str, lane: str = "step") -> Any:
@@ -87,17 +87,15 @@ class Watching(NullRecorder):
     def weights(self) -> list[int]:
         """Bytes of each block's whole weights."""
         return [
-            sum(weight.untyped_storage().nbytes() for weight in unit.sharded.whole_parameters) for unit in self.units
+            sum(weight.untyped_storage().nbytes() for weight in unit.sharded.gathered_weights) for unit in self.units
         ]
 
     def gradients(self) -> list[int]:
         """Bytes of each block's gradients: the rank's own whole sum, or its shard of the ranks'."""
         found = []
         for unit in self.units:
-            whole = [getattr(one, "unsharded_accumulated_grad", None) for one in unit.sharded._group.fsdp_params]
-            whole += [weight.grad for weight in unit.sharded.whole_parameters]
-            kept = [one for one in (*whole, *unit.sharded.gradient_shards) if one is not None]
-            found.append(sum(one.numel() * one.element_size() for one in kept))
+            kept = (*unit.sharded.whole_gradients, *unit.sharded.gradient_shards)
+            found.append(sum(gradient.numel() * gradient.element_size() for gradient in kept))
         return found
 
 

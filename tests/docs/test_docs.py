@@ -23,7 +23,7 @@ import pytest
 import typer
 from benchmarks.dense_table import side_of
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, codes, inline_code, links, table, text_of
-from tests.house.test_laws import FLOORS, TORCH_FREE
+from tests.house.test_architecture import LAYERS, TORCH_FREE
 
 from meshwright.cli.main import app_for
 from meshwright.config.load import load_plan, load_run
@@ -90,11 +90,11 @@ class Workshop:
     def run(self, command: list[str], folder: Path, where: str) -> str:
         own_source = {"PYTHONPATH": str(folder / "src")} if (folder / "src").is_dir() else {}
         environment = self.environment | own_source
-        answer = subprocess.run(
+        result = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
-        assert answer.returncode == 0, f"{where}: code {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
-        return answer.stdout + answer.stderr
+        assert result.returncode == 0, f"{where}: code {result.returncode}\n{result.stdout}\n{result.stderr}"
+        return result.stdout + result.stderr
 
 
 @pytest.fixture(scope="session")
@@ -134,8 +134,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def runnable(page: str) -> list[Block]:
     """What a reader would run or apply, in the order of the page."""
-    found = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.options]
-    return [block for block in found if block.text.strip() != ONCE]
+    modules = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.options]
+    return [block for block in modules if block.text.strip() != ONCE]
 
 
 FIRST_READ = {"README.md", "docs/getting-started.md"}
@@ -166,8 +166,8 @@ def test_what_does_not_run_is_listed_and_has_no_slip_of_the_pen() -> None:
     marked = [block for page in PAGES for block in blocks(page) if "norun" in block.options]
     assert {(block.page, block.first_line) for block in marked} == NOT_RUN
     for block in marked:
-        answer = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
-        assert not answer.stderr, f"{block.location}: {answer.stderr}"
+        result = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
+        assert not result.stderr, f"{block.location}: {result.stderr}"
 
 
 def test_no_block_avoids_being_run_by_its_language() -> None:
@@ -250,13 +250,13 @@ def test_the_page_of_commands_names_every_command_and_option(everything: Any) ->
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> None:
     sections = "|".join(key for key in keys if "." not in key)
-    places = (ROOT, ROOT / "src" / "meshwright", ROOT / "tests")
+    paths = (ROOT, ROOT / "src" / "meshwright", ROOT / "tests")
     new = {block.option("file") for block in blocks(page)}
     for code in inline_code(page):
         if match := re.match(rf"((?:{sections})\.[a-z_.]+)(?=[=: ]|$)", code):
             assert match[1] in keys or match[1].endswith((".yaml", ".json")), f"{page}: no key {match[1]}"
         if re.fullmatch(r"[\w/.]+/[\w.]+\.(py|js|yaml|json|toml)", code) and code not in new:
-            known = [place for place in places if (place / code).exists()]
+            known = [place for place in paths if (place / code).exists()]
             assert known or code.startswith(("runs/", "base/")), f"{page}: no file {code}"
 
 
@@ -314,12 +314,12 @@ def test_chips_are_those_of_the_code() -> None:
 
 def test_rooms_are_those_of_the_house() -> None:
     rows = {codes(row["package"])[0]: row for row in table("docs/design/architecture.md", "layer")}
-    assert {name: int(row["layer"]) for name, row in rows.items()} == FLOORS
+    assert {name: int(row["layer"]) for name, row in rows.items()} == LAYERS
     for name, row in rows.items():
-        answer = subprocess.run(
+        result = subprocess.run(
             ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
         )
-        there = bool(answer.stdout)  # what is not committed is not in the house yet
+        there = bool(result.stdout)  # what is not committed is not in the house yet
         assert row["responsibility"].startswith("planned") != there, (
             f"docs/design/architecture.md says of {name}: {row['responsibility']}"
         )
@@ -329,9 +329,9 @@ def test_rooms_are_those_of_the_house() -> None:
 def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Workshop) -> None:
     run = workshop.template / "runs" / "quickstart"
     paths = {code.rstrip("/") for row in table("docs/reference/metrics.md", "path") for code in codes(row["path"])}
-    found = {path.name for path in run.iterdir() if not path.name.startswith(".")}
-    assert found <= paths
-    assert paths - found == {"traces", "timelines", "tensorboard"}
+    modules = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+    assert modules <= paths
+    assert paths - modules == {"traces", "timelines", "tensorboard"}
     shown = {code for row in table("docs/reference/metrics.md", "key") for code in codes(row["key"])}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps[0]) - {"kind"} <= shown

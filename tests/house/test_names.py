@@ -17,21 +17,23 @@ FIRST_LINE = 120
 """Characters of a docstring's first line, without indentation and quotes."""
 PENDING = (
     "calibration", "checkpoint", "costs", "kernels", "models", "optim", "parallel", "planner", "profile", "schedules", "simulator",
-    "cli", "config", "data", "durable", "launch", "observe", "state", "training", "workload", "api.py",
+    "durable", "state", "workload", "cli/checkpoint.py",
 )  # fmt: skip
-"""Packages that do not follow these rules yet."""
-PENDING_TESTS = tuple(path.name for path in sorted((ROOT / "tests").iterdir()))
+"""Packages and files that do not follow these rules yet."""
+PENDING_TESTS = (
+    "benchmarks", "calibration", "checkpoint", "costs", "distributed", "docs", "gpu", "kernels", "models", "optim", "parallel", "planner",
+    "profile", "schedules", "simulator", "workload",
+)  # fmt: skip
 """Folders of tests that do not follow these rules yet."""
 
 
 def checked_files() -> list[Path]:
-    source = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in PENDING]
-    tests = [
-        path
-        for path in (ROOT / "tests").rglob("*.py")
-        if path.relative_to(ROOT / "tests").parts[0] not in PENDING_TESTS
-    ]
-    return sorted([*source, *tests])
+    return sorted([*_below(SOURCE, PENDING), *_below(ROOT / "tests", PENDING_TESTS)])
+
+
+def _below(folder: Path, pending: tuple[str, ...]) -> list[Path]:
+    paths = {path: path.relative_to(folder) for path in folder.rglob("*.py")}
+    return [path for path, name in paths.items() if name.parts[0] not in pending and str(name) not in pending]
 
 
 def declared_names(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[int, str]]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from meshwright.kernels import fp8_products as fp8
 from meshwright.kernels.fp8_products import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
-from meshwright.kernels.linear import Linear, WeightQueue, deferring
+from meshwright.kernels.linear import Linear, WeightQueue
 from meshwright.spec.plan import Recompute
-from tests.kernels.test_linear import SLOWLY, Layer, gradients, wrap
+from tests.kernels.test_linear import SLOWLY, Layer, gradients, with_sink, wrap
 from tests.slow import quick_first
 
 SCALINGS = get_args(fp8.Scaling)
@@ -190,10 +190,11 @@ def step(compiler: str | None, mode: Recompute, scaling: Any, *, split: bool, de
             module.scaling = scaling
     wrap(model, compiler, mode, split=split)
     inputs = [numbers(seed, 2, 8, 16).requires_grad_() for seed in range(2)]
+    sink = with_sink(model)
     for x in inputs:
         queue = WeightQueue()
         if deferred:
-            with deferring(queue):
+            with sink.deferring(queue):
                 F.softplus(model(x)).sum().backward()
             assert (queue.pending == 6 and model[0].gate_up.weight.grad is None) or x is not inputs[0]
             queue.drain(list(model.parameters()))
@@ -205,7 +206,7 @@ def step(compiler: str | None, mode: Recompute, scaling: Any, *, split: bool, de
 MODES = [(scaling, mode) for mode in get_args(Recompute) for scaling in SCALINGS]
 
 
-@pytest.mark.parametrize(("scaling", "mode"), quick_first(1, MODES[::-1], rows=True))
+@pytest.mark.parametrize(("scaling", "mode"), quick_first(1, MODES[::-1], unpack=True))
 @pytest.mark.parametrize("compiler", SLOWLY)
 def test_compiled_recomputed_and_split_give_the_same(scaling: Any, compiler: str | None, mode: Recompute) -> None:
     plain = step(None, "none", scaling, split=False, deferred=False)
@@ -220,10 +221,10 @@ def test_what_is_parked_is_in_fp8() -> None:
     made, x, grad = layer("tensorwise", torch.float32)
     block = nn.Sequential(made)
     wrap([block], None, "none")
-    queue = WeightQueue()
-    with deferring(queue):
+    queue, sink = WeightQueue(), with_sink(block)
+    with sink.deferring(queue):
         block.forward(x).backward(grad)
-    parts = queue._parked[0].parts
+    parts = queue._deferred[0].tensors
     assert [part.dtype for part in parts] == [E5M2, torch.float32, E4M3, torch.float32]
     assert [tuple(part.shape) for part in parts] == [(OUT, TOKENS), (), (IN, TOKENS), ()]
 

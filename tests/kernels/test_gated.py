@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from meshwright.kernels import gated
 from meshwright.kernels.fp8_products import E4M3, Low, low
 from meshwright.kernels.gated import gated_mlp
-from meshwright.kernels.linear import Linear, WeightQueue, deferring
+from meshwright.kernels.linear import Linear, WeightQueue
 from meshwright.kernels.swiglu import swiglu
 from meshwright.spec.plan import Recompute
 from tests.kernels.test_fp8_products import numbers, relative
-from tests.kernels.test_linear import SLOWLY, gradients, wrap
+from tests.kernels.test_linear import SLOWLY, gradients, with_sink, wrap
 
 WIDTH, HIDDEN, TOKENS = 32, 48, 32
 ROUNDED = 1e-2
@@ -40,10 +40,11 @@ def step(together: bool, compiler: str | None, mode: Recompute, *, split: bool, 
     model = nn.Sequential(*(Network(together) for _ in range(2)))
     wrap(model, compiler, mode, split=split)
     inputs = [numbers(seed, 2, TOKENS // 2, WIDTH).requires_grad_() for seed in range(2)]
+    sink = with_sink(model)
     for x in inputs:
         queue = WeightQueue()
         if deferred:
-            with deferring(queue):
+            with sink.deferring(queue):
                 F.softplus(model(x)).sum().backward()
             assert queue.pending == 4
             queue.drain(list(model.parameters()))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.linear import Linear, WeightQueue, add_to_gradient, adding, deferring, split_backward
+from meshwright.kernels.linear import Linear, WeightGradientSink, WeightQueue, split_backward
 from meshwright.models.decoder import Block
 from meshwright.parallel.recompute import recomputing
 from meshwright.spec.plan import Recompute
@@ -29,6 +29,15 @@ SLOWLY = [
 ]
 RECOMPUTE = get_args(Recompute)
 WIDTH, HIDDEN = 16, 24
+
+
+def with_sink(model: nn.Module, sink: WeightGradientSink | None = None) -> WeightGradientSink:
+    """Give every Linear of the model one sink."""
+    sink = sink or WeightGradientSink()
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.gradient_sink = sink
+    return sink
 
 
 class Layer(nn.Module):
@@ -94,10 +103,11 @@ def ordinary(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
 
 def deferred(model: nn.Module, inputs: list[Tensor], drains: str = "in order") -> dict[str, Tensor]:
     """All forwards, then all input gradients, then all weight gradients."""
+    sink = with_sink(model)
     outputs = [model(x) for x in inputs]
     queues = [WeightQueue() for _ in inputs]
     for output, queue in zip(outputs, queues, strict=True):
-        with deferring(queue):
+        with sink.deferring(queue):
             output.square().sum().backward()
         assert queue.pending == len([module for module in model.modules() if isinstance(module, Linear)])
     for queue in queues if drains == "in order" else reversed(queues):
@@ -156,10 +166,9 @@ def test_products_are_handed_over_one_by_one(compiler: str | None) -> None:
         assert weight.grad is None
         sums[names[id(weight)]] = sums.get(names[id(weight)], 0.0) + a @ b
 
+    with_sink(model, WeightGradientSink(add))
     for x in inputs:
-        output = model(x).square().sum()
-        with adding(add):
-            output.backward()
+        model(x).square().sum().backward()
     for name, weight in model.named_parameters():
         if name in sums:
             weight.grad = sums[name]
@@ -202,8 +211,8 @@ def test_every_gradient_of_a_decoder(compiler: str | None, spec: Any) -> None:
     reference, model = (built(spec, plain=True) for _ in range(2))
     reference(tokens, targets=tokens.roll(-1, 1)).backward()
     wrap((module for module in model.modules() if isinstance(module, Block)), compiler, "selective")
-    queue = WeightQueue()
-    with deferring(queue):
+    queue, sink = WeightQueue(), with_sink(model)
+    with sink.deferring(queue):
         model(tokens, targets=tokens.roll(-1, 1)).backward()
     products = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     assert queue.pending == len(products) and (spec.experts or len(products) == 4 * spec.layers)
@@ -234,10 +243,11 @@ def test_no_grad_between_forward_and_backward(compiler: str | None) -> None:
     model = stack(Linear)
     wrap(model, compiler, "full")
     (x,) = batches(1)
+    sink = with_sink(model)
     output, queue = model(x), WeightQueue()
     with torch.no_grad():
         model(torch.randn(5, 2, WIDTH, dtype=torch.float64))
-    with deferring(queue):
+    with sink.deferring(queue):
         output.square().sum().backward()
     queue.drain()
     assert_equal(gradients(model, [x]), ordinary(stack(nn.Linear), batches(1)), 1e-12)
@@ -247,25 +257,26 @@ def test_frozen_weights_park_nothing() -> None:
     model = stack(Linear)
     model[0].down.weight.requires_grad_(False)
     wrap(model, None, "none")
-    queue = WeightQueue()
-    with deferring(queue):
+    queue, sink = WeightQueue(), with_sink(model)
+    with sink.deferring(queue):
         model(batches(1)[0]).sum().backward()
     queue.drain()
     assert model[0].down.weight.grad is None
     assert model[1].down.weight.grad is not None
 
 
-def parked() -> tuple[nn.Sequential, WeightQueue]:
+def model_with_deferred_gradients() -> tuple[nn.Sequential, WeightQueue, WeightGradientSink]:
     model, queue = stack(Linear), WeightQueue()
     wrap(model, None, "none")
+    sink = with_sink(model)
     output = model(batches(1)[0]).sum()
-    with deferring(queue):
+    with sink.deferring(queue):
         output.backward()
-    return model, queue
+    return model, queue, sink
 
 
 def test_a_queue_drains_unit_by_unit_and_misses_no_weight() -> None:
-    model, queue = parked()
+    model, queue, _ = model_with_deferred_gradients()
     with pytest.raises(RuntimeError, match="not among the 7 given.*" + r"\(48, 16\)"):
         queue.drain(model[2].parameters())
     assert queue.pending == 9
@@ -284,29 +295,34 @@ def ordinary_sum() -> nn.Module:
 
 
 def test_a_queue_that_was_not_drained_is_refused() -> None:
-    _, queue = parked()
-    with pytest.raises(RuntimeError, match="still holds 9 weight gradients"), deferring(queue):
+    _, queue, sink = model_with_deferred_gradients()
+    with pytest.raises(RuntimeError, match="still holds 9 weight gradients"), sink.deferring(queue):
         pass
     queue.drain()
-    with deferring(queue):
+    with sink.deferring(queue):
         pass
 
 
 def test_queues_do_not_nest() -> None:
-    for second in (deferring(WeightQueue()), adding(add_to_gradient)):
-        with deferring(WeightQueue()), pytest.raises(RuntimeError, match="one queue at a time"), second:
-            pass
-    with deferring(WeightQueue()):
+    sink = WeightGradientSink()
+    with (
+        sink.deferring(WeightQueue()),
+        pytest.raises(RuntimeError, match="one queue at a time"),
+        sink.deferring(WeightQueue()),
+    ):
+        pass
+    with sink.deferring(WeightQueue()):
         pass
 
 
-def test_a_parked_tensor_that_was_written_to_is_refused() -> None:
-    """The gradient a backward starts from may be parked itself: residuals pass it on as it is."""
+def test_a_factor_that_was_written_to_is_refused() -> None:
+    """The gradient that a backward starts from may itself be a factor: residuals pass it on unchanged."""
     block, queue = nn.Sequential(Linear(WIDTH, WIDTH)).double(), WeightQueue()
     split_backward(block)
+    sink = with_sink(block)
     output = block(batches(1)[0])
     received = torch.ones_like(output)
-    with deferring(queue):
+    with sink.deferring(queue):
         output.backward(received)
     received.mul_(2)
     with pytest.raises(RuntimeError, match="overwritten before it was used"):
@@ -316,8 +332,9 @@ def test_a_parked_tensor_that_was_written_to_is_refused() -> None:
 def test_the_queue_is_seen_from_autograds_own_threads() -> None:
     model, queue = stack(Linear), WeightQueue()
     wrap(model, None, "none")
+    sink = with_sink(model)
     output = model(batches(1)[0]).sum()
-    with deferring(queue):
+    with sink.deferring(queue):
         thread = threading.Thread(target=output.backward)
         thread.start()
         thread.join()

@@ -18,7 +18,7 @@ from tests.training.tiny import make_tiny, tiny_run
 
 from meshwright.config.load import resolved_yaml
 from meshwright.durable.lease import owner_is_alive, read_lease
-from meshwright.launch.folder import continues, held, renamed, take_over
+from meshwright.launch.folder import continues, folder_lock, renamed, take_over
 from meshwright.spec.errors import BadInput
 from meshwright.spec.run import RunSpec
 
@@ -26,11 +26,11 @@ from meshwright.spec.run import RunSpec
 def test_a_second_job_is_refused_by_the_process_that_has_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     refusal = rf"run: process {os.getpid()} on \S+ is writing here; wait for it, or give this run another name \(name=…, or --fresh\)"
-    with held(folder):
-        with pytest.raises(BadInput, match=refusal), held(folder):
+    with folder_lock(folder):
+        with pytest.raises(BadInput, match=refusal), folder_lock(folder):
             pass
         (folder / "config.yaml").touch()
-    with held(folder):
+    with folder_lock(folder):
         pass
     assert [file.name for file in folder.iterdir()] == ["config.yaml"]
 
@@ -40,18 +40,18 @@ def test_a_job_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            with held(tmp_path):
+            with folder_lock(tmp_path):
                 os.write(theirs, b"held")
                 signal.pause()
         finally:
             os._exit(1)
     assert os.read(ours, 4) == b"held"
-    with pytest.raises(BadInput, match=f"process {child} "), held(tmp_path):
+    with pytest.raises(BadInput, match=f"process {child} "), folder_lock(tmp_path):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert (tmp_path / ".lock").exists()
-    with held(tmp_path):
+    with folder_lock(tmp_path):
         pass
 
 
@@ -62,7 +62,7 @@ def test_a_start_wins_when_the_holder_ends_between_its_open_and_its_lock(
     """The holder removes lock file and folder; a third start locks the removed file for a moment, which refuses nobody."""
     folder, flock = tmp_path / "run", fcntl.flock
     holder = ExitStack()
-    holder.enter_context(held(folder))
+    holder.enter_context(folder_lock(folder))
     removed = (folder / ".lock").open("a+")
 
     def late(file: TextIO, how: int) -> None:
@@ -72,7 +72,7 @@ def test_a_start_wins_when_the_holder_ends_between_its_open_and_its_lock(
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with removed, held(folder):
+    with removed, folder_lock(folder):
         assert (folder / ".lock").read_text().startswith(f"process {os.getpid()} ")
 
 
@@ -83,7 +83,7 @@ def test_one_of_several_starts_at_once_wins(tmp_path: Path) -> None:
     def start(folder: Path) -> str:
         begin.wait(60)
         try:
-            with held(folder):
+            with folder_lock(folder):
                 end.wait(60)
                 return "wins"
         except BadInput:
@@ -99,7 +99,7 @@ def test_one_of_several_starts_at_once_wins(tmp_path: Path) -> None:
 
 
 def test_a_start_that_fails_leaves_no_empty_folders(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), held(tmp_path / "runs" / "run"):
+    with pytest.raises(ZeroDivisionError), folder_lock(tmp_path / "runs" / "run"):
         raise ZeroDivisionError
     assert not (tmp_path / "runs").exists()
 
@@ -114,7 +114,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_locks")
 def test_where_a_file_system_has_no_locks_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with held(tmp_path), held(tmp_path):
+    with folder_lock(tmp_path), folder_lock(tmp_path):
         assert "nothing keeps other processes out: No locks available" in caplog.text
 
 
@@ -124,24 +124,24 @@ def test_without_locks_a_living_process_of_this_host_keeps_its_folder(tmp_path: 
     child = os.fork()
     if child == 0:
         try:
-            with held(tmp_path):
+            with folder_lock(tmp_path):
                 take_over(tmp_path)
                 os.write(theirs, b"held")
                 signal.pause()
         finally:
             os._exit(1)
     assert os.read(ours, 4) == b"held"
-    with pytest.raises(BadInput, match=rf"process {child} on \S+ is writing here"), held(tmp_path):
+    with pytest.raises(BadInput, match=rf"process {child} on \S+ is writing here"), folder_lock(tmp_path):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with held(tmp_path):
+    with folder_lock(tmp_path):
         assert take_over(tmp_path).epoch == 2
 
 
 @pytest.mark.usefixtures("without_locks")
 def test_without_locks_a_job_that_ended_leaves_the_folder_to_the_next_though_its_process_lives(tmp_path: Path) -> None:
-    with held(tmp_path):
+    with folder_lock(tmp_path):
         lease = take_over(tmp_path)
         assert owner_is_alive(lease)
     ended = read_lease(tmp_path)
@@ -151,11 +151,11 @@ def test_without_locks_a_job_that_ended_leaves_the_folder_to_the_next_though_its
 def test_a_holder_that_was_replaced_leaves_the_other_s_lock(tmp_path: Path) -> None:
     """Its lock was removed by hand, to take over from a process that is stopped."""
     first = ExitStack()
-    first.enter_context(held(tmp_path))
+    first.enter_context(folder_lock(tmp_path))
     (tmp_path / ".lock").unlink()
-    with held(tmp_path):
+    with folder_lock(tmp_path):
         first.close()
-        with pytest.raises(BadInput, match="is writing here"), held(tmp_path):
+        with pytest.raises(BadInput, match="is writing here"), folder_lock(tmp_path):
             pass
     assert not tmp_path.exists()
 

@@ -39,9 +39,9 @@ def test_a_local_run_on_gpus_that_are_not_here_is_refused(monkeypatch: pytest.Mo
         return ""
 
     two = ClusterSpec(gpu="H100", gpus_per_node=2)
-    assert refusal(0, two).startswith("cluster.gpu is H100 and this host has no GPU; say cluster=auto")
+    assert refusal(0, two).startswith("cluster.gpu is H100 and this host has no GPU; set cluster=auto")
     assert refusal(1, two).startswith(
-        "cluster.gpus_per_node is 2 and this host shows 1 GPU; say cluster.gpus_per_node=1"
+        "cluster.gpus_per_node is 2 and this host shows 1 GPU; set cluster.gpus_per_node=1"
     )
     assert refusal(2, two) == refusal(0, ClusterSpec()) == ""
     assert refusal(0, two, ("null",)) == ""  # of a make that nvidia-smi does not know

@@ -85,7 +85,7 @@ def test_what_a_plan_file_lets_wait_must_fit_the_host(tmp_path: Path) -> None:
     plan = Plan(mesh=axes, batch=batch, layers=(LayerStrategy(offload="optimizer"),))
     assert prepare.misfit(file_run(tmp_path, plan, *words, "cluster.host_memory_gib=256"), plan) is None
     over = prepare.misfit(file_run(tmp_path, plan, *words, "cluster.host_memory_gib=200"), plan)
-    assert over and "host memory is 20.9 GB over the 171.8" in over  # 192.7 GB needed
+    assert over and "exceed host memory by 20.9 GB of 171.8" in over  # 192.7 GB needed
 
 
 def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plans measured on this machine: which are run, when one is ended early, and that the fastest is taken."""
+"""Plans measured on this machine: which are run, when one is ended early, and that the fastest is with_fastest_probe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.events.messages import Failure
-from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure_text, leading, taken, too_slow
-from meshwright.observe.prediction_account import WARM_UP, Typical
+from meshwright.launch.probe import STEPS, Probe, Watch, check_here, failure_text, leading, too_slow, with_fastest_probe
+from meshwright.observe.prediction_account import WARM_UP, TypicalStep
 from meshwright.planner.candidate import Answer, Candidate
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_INTERNAL, EXIT_NO_RESOURCES, BadInput, OutOfResources
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Predicted, SchedulePlan
 
-SAID = Predicted(memory_peak_bytes=10**9, step_seconds=1.0, low_seconds=0.9, high_seconds=1.1)
+PREDICTED = Predicted(memory_peak_bytes=10**9, step_seconds=1.0, low_seconds=0.9, high_seconds=1.1)
 
 
 def made(axis: str, size: int = 2, micro_batch: int = 1) -> Plan:
@@ -24,13 +24,15 @@ def made(axis: str, size: int = 2, micro_batch: int = 1) -> Plan:
         global_batch=8, micro_batch=micro_batch, accumulate=8 // micro_batch // (1 if axis == "pipeline" else size)
     )
     schedule = SchedulePlan(name="1f1b", stages=(("0-0",), ("1-1",))) if axis == "pipeline" else SchedulePlan()
-    return Plan(mesh=(MeshAxis(axis=axis, size=size),), batch=batch, schedule=schedule, predicted=SAID, compile=False)  # type: ignore[arg-type]
+    return Plan(
+        mesh=(MeshAxis(axis=axis, size=size),), batch=batch, schedule=schedule, predicted=PREDICTED, compile=False
+    )  # type: ignore[arg-type]
 
 
 def ran(plan: Plan, seconds: float) -> Probe:
     return Probe(
         plan,
-        Typical(
+        TypicalStep(
             steps=(6, 15),
             seconds=seconds,
             tokens_per_second_per_gpu=None,
@@ -67,7 +69,7 @@ def test_the_fastest_measured_is_taken_and_says_so() -> None:
         ran(made("pipeline"), 1.2),
         Probe(made("shard", micro_batch=2), ended="out of memory"),
     ]
-    found = taken(ANSWER, probes)
+    found = with_fastest_probe(ANSWER, probes)
     assert found.best.plan.axis_size("pipeline") == 2
     assert found.best.plan.why[0] == (
         "measured on this machine: 1.2 s a step over steps 6 to 15, the fastest of 2 plans that ran (the others 1.3 s)"
@@ -81,7 +83,9 @@ def test_the_fastest_measured_is_taken_and_says_so() -> None:
 
 def test_no_plan_ran() -> None:
     with pytest.raises(OutOfResources, match="no probe ran: out of memory"):
-        taken(ANSWER, [Probe(made("shard"), ended="out of memory"), Probe(made("pipeline"), ended="out of memory")])
+        with_fastest_probe(
+            ANSWER, [Probe(made("shard"), ended="out of memory"), Probe(made("pipeline"), ended="out of memory")]
+        )
 
 
 def write(file: Path, seconds: list[float]) -> None:
@@ -93,18 +97,20 @@ def write(file: Path, seconds: list[float]) -> None:
 
 def test_a_hopeless_plan_is_ended_early_and_a_slow_warm_up_is_not(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    watch = Watch(file, SAID)
+    watch = Watch(file, PREDICTED)
     assert not watch.enough()
     write(file, [9.0] * WARM_UP + [1.4, 1.6])
     assert not watch.enough()
     write(file, [9.0] * WARM_UP + [1.4, 1.6, 1.7])
-    assert watch.enough() and watch.found is not None and watch.found.seconds == 1.6
+    assert watch.enough() and watch.measured is not None and watch.measured.seconds == 1.6
     assert watch.why == "ended after 8 steps: more than 1.5 s a step"
-    good = Watch(file, SAID)
+    good = Watch(file, PREDICTED)
     write(file, [9.0] * WARM_UP + [1.2] * (STEPS - WARM_UP - 1))
     assert not good.enough()
     write(file, [9.0] * WARM_UP + [1.2] * (STEPS - WARM_UP + 3))
-    assert good.enough() and good.why == "" and good.found is not None and good.found.steps == (WARM_UP + 1, STEPS)
+    assert (
+        good.enough() and good.why == "" and good.measured is not None and good.measured.steps == (WARM_UP + 1, STEPS)
+    )
 
 
 def test_long_steps_need_fewer(tmp_path: Path) -> None:
@@ -115,8 +121,8 @@ def test_long_steps_need_fewer(tmp_path: Path) -> None:
 
 
 def test_a_wide_band_is_believed() -> None:
-    assert too_slow(SAID) == 1.5
-    assert too_slow(replace(SAID, high_seconds=3.0)) == 3.0
+    assert too_slow(PREDICTED) == 1.5
+    assert too_slow(replace(PREDICTED, high_seconds=3.0)) == 3.0
     assert too_slow(None) is None and too_slow(Predicted(memory_peak_bytes=1)) is None
 
 

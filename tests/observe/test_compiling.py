@@ -25,8 +25,10 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     works = []
     for _ in range(2):
-        said = subprocess.run([sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=True).stdout
-        before, after = json.loads(said)
+        output = subprocess.run(
+            [sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=True
+        ).stdout
+        before, after = json.loads(output)
         assert before == {} and after["seconds"] > 0
         works.append((after["compiled"], after["from_cache"]))
     assert works == [(1, 0), (0, 1)]

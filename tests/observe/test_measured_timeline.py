@@ -1,4 +1,4 @@
-"""Recorded steps as timelines: the totals of a simulated step come back from its spans, and a real run's steps are its schedule's."""
+"""Recorded steps as timelines: spans reproduce a simulated step's totals, and a real run follows its schedule."""
 
 from __future__ import annotations
 
@@ -266,21 +266,24 @@ def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path) -> Non
 def test_steps_that_are_behind_are_refused(pool: Pool, tmp_path: Path) -> None:
     _, _, assignment = drawn(pool, tmp_path, 2, "plan.pipeline=2", "checkpoint.every=2")
     more = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=6)))
-    for said in pool.run(body, 2, more):
+    for output in pool.run(body, 2, more):
         assert (
-            said == "--timeline 2:3: the run goes on after step 4; choose steps from 5 to 6, or start anew with --fresh"
+            output
+            == "--timeline 2:3: the run goes on after step 4; choose steps from 5 to 6, or start anew with --fresh"
         )
 
 
 @pytest.mark.parametrize("option", ["--timeline", "--profile-steps"])
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "output"),
     [("3:9", " 3:9: the run ends with step 6"), ("3", " 3: expected A:B"), ("3:2", " 3:2: expected A:B")],
 )
-def test_steps_outside_the_run_are_refused_before_the_start(tmp_path: Path, option: str, steps: str, said: str) -> None:
+def test_steps_outside_the_run_are_refused_before_the_start(
+    tmp_path: Path, option: str, steps: str, output: str
+) -> None:
     file = make_tiny(tmp_path / "tiny")
     answer = meshwright("train", file, option, steps, "--runs", tmp_path / "runs")
-    assert answer.code == 2 and option + said in answer.err
+    assert answer.code == 2 and option + output in answer.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
-from meshwright.observe.prediction_account import account, typical
+from meshwright.observe.prediction_account import compare_with_prediction, typical_step
 from meshwright.observe.report import _figures, render, write_report
 from meshwright.observe.report_charts import Sheet
 from meshwright.observe.report_parts import plan_section
@@ -124,9 +124,9 @@ PREDICTED = Predicted(
 
 
 def write_account(folder, predicted=PREDICTED, **changes):
-    found = typical(read_run(folder).steps)
+    found = typical_step(read_run(folder).steps)
     with MetricsWriter(folder / "metrics.jsonl", resume_from=40) as writer:
-        writer.write_account(40, {**to_plain(account(predicted, found)), **changes})
+        writer.write_account(40, {**to_plain(compare_with_prediction(predicted, found)), **changes})
 
 
 def page_of(folder):
@@ -215,8 +215,8 @@ def test_parts_with_hostile_names_are_only_shown(folder):
 
 def test_on_a_gpu_allocated_memory_is_compared_without_the_framework_s(folder):
     kinds = {"weights": 8 << 30, "framework": 1 << 30}
-    said = {"memory_peak_bytes": 9 << 30, "memory_bytes": kinds}
-    (folder / "plan.yaml").write_text(yaml.safe_dump(plan(predicted=said)))
+    output = {"memory_peak_bytes": 9 << 30, "memory_bytes": kinds}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan(predicted=output)))
     write_metrics(folder, 5, memory_allocated_peak_bytes=6 << 30)
     assert "6.44 GB (-25.0%), 8.59 GB reserved" in page_of(folder).text
 

@@ -40,7 +40,7 @@ SMALL, CHOSEN = 0.05, 32
 expert, two places, a weight."""
 
 
-@pytest.mark.parametrize("kind, mode", quick_first(1, product(KEEPING, MODES), rows=True))
+@pytest.mark.parametrize("kind, mode", quick_first(1, product(KEEPING, MODES), unpack=True))
 def test_a_compiled_block_keeps_what_the_account_says(kind: str, mode: Recompute) -> None:
     model = built(KEEPING[kind]).bfloat16()
     block, tokens = model.layers["0"], torch.zeros(2, 64, dtype=torch.long)

@@ -198,7 +198,7 @@ def test_of_equals_the_simplest_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "batch", "tcp"), quick_first(2, [(3, 4, False), (3, 4, True), (2, 8, True)], rows=True)
+    ("layers", "batch", "tcp"), quick_first(2, [(3, 4, False), (3, 4, True), (2, 8, True)], unpack=True)
 )
 def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp: bool) -> None:
     """Every point of a small space as an explicit plan, every one of them simulated."""

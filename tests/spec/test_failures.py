@@ -19,7 +19,7 @@ from meshwright.spec.failures import as_meshwright_error
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"),
+    ("number", "error_class"),
     [
         (errno.ENOSPC, OutOfResources),
         (errno.EDQUOT, OutOfResources),
@@ -30,10 +30,10 @@ from meshwright.spec.failures import as_meshwright_error
         (errno.EDOM, MeshwrightError),
     ],
 )
-def test_system_errors_get_the_class_of_their_cause(number: int, kind: type[MeshwrightError]) -> None:
+def test_system_errors_get_the_class_of_their_cause(number: int, error_class: type[MeshwrightError]) -> None:
     error = as_meshwright_error(OSError(number, os.strerror(number), "/disk/file"), "saving step 7")
-    assert type(error) is kind
-    assert "saving step 7: " in str(error) and ("/disk/file" in str(error) or kind is MeshwrightError)
+    assert type(error) is error_class
+    assert "saving step 7: " in str(error) and ("/disk/file" in str(error) or error_class is MeshwrightError)
 
 
 def test_torch_errors_are_known_by_class() -> None:
@@ -41,8 +41,8 @@ def test_torch_errors_are_known_by_class() -> None:
     import torch.distributed as dist
 
     assert type(as_meshwright_error(torch.OutOfMemoryError("CUDA out of memory. Tried"))) is OutOfResources
-    for kind in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError):
-        error = as_meshwright_error(kind("no answer\nException raised from here\nframe #0: f"))
+    for error_class in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError):
+        error = as_meshwright_error(error_class("no answer\nException raised from here\nframe #0: f"))
         assert type(error) is CommunicationFailure and str(error) == "communication failed: no answer"
 
 

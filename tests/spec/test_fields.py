@@ -77,12 +77,12 @@ class Sample:
     size: Annotated[int, Bound(at_least=1, at_most=9)]
     """Its size,
     over two lines."""
-    kind: Literal["a", "b"] | None = None
-    """Its kind."""
+    letter: Literal["a", "b"] | None = None
+    """Its letter."""
 
 
 def test_docs_and_types_in_words() -> None:
-    assert field_docs(Sample) == {"size": "Its size,\nover two lines.", "kind": "Its kind."}
+    assert field_docs(Sample) == {"size": "Its size,\nover two lines.", "letter": "Its letter."}
     assert describe_type(hints_of(Sample)["size"]) == "integer (≥ 1, ≤ 9)"
     assert describe_type(dict[str, float]) == "mapping of text to number"
     assert describe_type(tuple[int, ...]) == "list of integer"

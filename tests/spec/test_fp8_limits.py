@@ -23,7 +23,7 @@ def on(tensor: int, linear: Linear, *layers: Linear | None) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("plan", "experts", "said"),
+    ("plan", "experts", "expected_text"),
     [
         (on(1, "fp8_tensorwise"), False, None),
         (on(2, "fp8_tensorwise"), False, "tensor ranks"),
@@ -34,8 +34,10 @@ def on(tensor: int, linear: Linear, *layers: Linear | None) -> Plan:
         (on(2, "fp8_tensorwise", "compute", "compute"), False, None),
     ],
 )
-def test_tensor_ranks_and_experts_are_not_trained_beside_it(plan: Plan, experts: bool, said: str | None) -> None:
-    assert fp8_conflict(plan, experts=experts) == said
+def test_tensor_ranks_and_experts_are_not_trained_beside_it(
+    plan: Plan, experts: bool, expected_text: str | None
+) -> None:
+    assert fp8_conflict(plan, experts=experts) == expected_text
 
 
 def test_every_side_of_a_product_is_a_multiple_of_16() -> None:

@@ -88,12 +88,12 @@ def test_a_layout_of_a_plan_and_its_nodes() -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 17))
-def test_shards_partition_the_rows_as_torch_chunks_them(rows: int, parts: int) -> None:
-    shards = [shard_rows(rows, parts, index) for index in range(parts)]
-    assert [row for shard in shards for row in shard] == list(range(rows))
+def test_shards_partition_the_rows_as_torch_chunks_them(row_count: int, parts: int) -> None:
+    shards = [shard_rows(row_count, parts, index) for index in range(parts)]
+    assert [index for shard in shards for index in shard] == list(range(row_count))
     sizes = [len(shard) for shard in shards]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == -(-rows // parts)
+    assert sizes[0] == -(-row_count // parts)
     assert sum(size not in (0, sizes[0]) for size in sizes) <= 1
 
 
@@ -114,7 +114,7 @@ def test_members_of_an_axis_are_a_stride_apart(layout: Layout, axis: str) -> Non
 
 @given(ORDERED, st.sets(st.sampled_from(AXES), min_size=1))
 def test_members_of_several_axes_are_a_stride_apart_on_average(layout: Layout, axes: set[str]) -> None:
-    """Over the ranks from one group of their outermost axis to the next; where nothing lies between them, every step is that long."""
+    """Distance between consecutive groups of the outermost axis; uniform if no other axis lies between."""
     place = layout.coordinates(0)
     members = [
         layout.rank(place | dict(zip(axes, at, strict=True)))
@@ -128,7 +128,7 @@ def test_members_of_several_axes_are_a_stride_apart_on_average(layout: Layout, a
 
 def sizes_of(table: tuple[tuple[range, ...], ...]) -> list[int]:
     """Layers by stage, in the order of a micro-batch."""
-    return [len(held) for held in sorted((held for row in table for held in row), key=lambda held: held.start)]
+    return [len(held) for held in sorted((held for stages in table for held in stages), key=lambda held: held.start)]
 
 
 def owners_of(name: str, pipeline: int, per_rank: int) -> list[int]:
@@ -161,7 +161,7 @@ def test_no_cut_is_faster(name: str, pipeline: int, layers: int, head: float, fo
             balanced_stages(name, pipeline, layers, head, None, speeds)
         return
     table = balanced_stages(name, pipeline, layers, head, None, speeds)
-    texts = tuple(tuple(f"{held.start}-{held.stop - 1}" for held in row) for row in table)
+    texts = tuple(tuple(f"{held.start}-{held.stop - 1}" for held in stages) for stages in table)
     assert stage_table(SchedulePlan(name=name, stages=texts), pipeline, layers) == table
     cuts = itertools.combinations(range(1, layers), len(owners) - 1)
     best = min(
@@ -172,7 +172,7 @@ def test_no_cut_is_faster(name: str, pipeline: int, layers: int, head: float, fo
 
 @given(st.integers(1, 12), st.integers(1, 130), st.sampled_from((0.0, 0.5, 1.0, 2.4, 4.0)))
 def test_equal_ranks_get_equal_layers_but_the_last(pipeline: int, layers: int, head: float) -> None:
-    """In closed form for one stage a rank: the largest last stage that is not the slowest, the others even, the first ones longer."""
+    """Closed form for one stage per rank: the largest last stage that is not the slowest, the others even."""
     if layers < pipeline:
         return
     last = min(
@@ -188,7 +188,7 @@ def test_equal_ranks_get_equal_layers_but_the_last(pipeline: int, layers: int, h
 
 
 def test_experts_are_folded_from_the_ranks_of_one_copy() -> None:
-    """By hand, 16 ranks: two copies of eight ranks, in each four expert ranks beside one another, and two shards of the same experts."""
+    """By hand, 16 ranks: two copies of eight ranks, each with four consecutive expert ranks and two shards."""
     layout = Layout((("replicate", 2), ("shard", 8)), 8, expert=4)
     assert layout.expert_groups() == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8, 12))
     assert layout.expert_shard_groups() == tuple((r, r + 4) for r in (0, 1, 2, 3, 8, 9, 10, 11))

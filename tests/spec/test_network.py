@@ -49,16 +49,16 @@ def test_emulated_nodes_are_hosts_of_their_own_to_nccl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "said"),
+    ("cluster", "expected_text"),
     [
         ("{gpus_per_node: 6, emulate_nodes: 4}", r"a divisor of cluster\.gpus_per_node = 6"),
-        ("{gpus_per_node: 8, nodes: 2, emulate_nodes: 2}", "one host plays nodes"),
+        ("{gpus_per_node: 8, nodes: 2, emulate_nodes: 2}", "one host emulates nodes"),
         ("{gpus_per_node: 8, emulate_nodes: 0}", "emulate_nodes"),
         ("{gpus_per_node: 8, network: {retries: 8}}", "retries"),
     ],
 )
-def test_what_cannot_be_emulated_or_set_is_refused(cluster: str, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_emulated_or_set_is_refused(cluster: str, expected_text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model: llama-nano\ncluster: {cluster}\ntrain: {{steps: 10, global_batch: 48}}\n")
-    with pytest.raises(BadConfig, match=said):
+    with pytest.raises(BadConfig, match=expected_text):
         load_run(file)

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from meshwright.observe.prediction_account import KEPT, Account, Typical
+from meshwright.observe.prediction_account import KEPT_STEPS, Account, TypicalStep
 from meshwright.parallel.world import World
 from meshwright.spec.plan import Breakdown, Predicted
 from meshwright.training import accounting
 from meshwright.training.accounting import Accounting, over_ranks
 
-START_TIME_VARIABLE = 100
-MINE = Typical(
+FIRST_STEP = 100
+MINE = TypicalStep(
     steps=(6, 8), seconds=1.0, tokens_per_second_per_gpu=None, mfu=None, memory_bytes=0, resident=False, phases={}
 )
-SAID = Predicted(memory_peak_bytes=9, step_seconds=0.5, breakdown=Breakdown(compute=0.5))
+PREDICTED = Predicted(memory_peak_bytes=9, step_seconds=0.5, breakdown=Breakdown(compute=0.5))
 
 
 class Kept:
@@ -27,22 +27,22 @@ class Kept:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.told: list[tuple[int, Account]] = []
+        self.accounts: list[tuple[int, Account]] = []
         self.lines: list[str] = []
 
     def step(self, record: dict[str, Any]) -> None:
         self.steps.append(record["step"])
 
-    def account(self, step: int, told: Account, lines: list[str]) -> None:
-        self.told.append((step, told))
+    def account(self, step: int, comparison: Account, lines: list[str]) -> None:
+        self.accounts.append((step, comparison))
         self.lines += lines
 
 
-def start(monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = SAID) -> tuple[Accounting, Kept, Any]:
-    """A run that goes on after step `START_TIME_VARIABLE`, on one rank."""
+def start(monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = PREDICTED) -> tuple[Accounting, Kept, Any]:
+    """A run that goes on after step `FIRST_STEP`, on one rank."""
     monkeypatch.setattr(accounting, "over_ranks", lambda found, world: found)
     session = SimpleNamespace(
-        step=START_TIME_VARIABLE, plan=SimpleNamespace(predicted=predicted), world=None, folder=Path("runs/demo")
+        step=FIRST_STEP, plan=SimpleNamespace(predicted=predicted), world=None, folder=Path("runs/demo")
     )
     kept = Kept()
     return Accounting(session, kept), kept, session  # type: ignore[arg-type]
@@ -50,12 +50,12 @@ def start(monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = SAID) -
 
 def play(accounting: Accounting, session: Any, steps: int, timeline: Any = None, late: int = 1) -> None:
     """`steps` steps whose lines are read `late` steps later."""
-    for step in range(START_TIME_VARIABLE + 1, START_TIME_VARIABLE + steps + 1):
-        if step - late > START_TIME_VARIABLE:
+    for step in range(FIRST_STEP + 1, FIRST_STEP + steps + 1):
+        if step - late > FIRST_STEP:
             accounting.step(line(step - late))
         session.step = step
         accounting.end_step(step, timeline)
-    for step in range(START_TIME_VARIABLE + steps - late + 1, START_TIME_VARIABLE + steps + 1):
+    for step in range(FIRST_STEP + steps - late + 1, FIRST_STEP + steps + 1):
         accounting.step(line(step))
 
 
@@ -69,10 +69,10 @@ def test_it_speaks_once_behind_the_warm_up_of_this_start_and_at_the_end(
 ) -> None:
     held, kept, session = start(monkeypatch)
     play(held, session, 30, late=late)
-    ((step, first),) = kept.told
+    ((step, first),) = kept.accounts
     assert (step, first.steps, first.step_seconds.measured) == (116, (106, 115), 110.5)
     last = held.close(None)
-    assert last is not None and last.steps == (106, 130) and kept.told[1] == (130, last)
+    assert last is not None and last.steps == (106, 130) and kept.accounts[1] == (130, last)
     assert kept.steps == list(range(101, 131))
     assert kept.lines[0].startswith("steps 106 to 115: step 1m 50s, predicted 500 ms")
 
@@ -81,14 +81,14 @@ def test_a_short_start_speaks_at_its_end_alone_or_not_at_all(monkeypatch: pytest
     for steps, speaks in ((7, False), (8, True)):
         held, kept, session = start(monkeypatch)
         play(held, session, steps)
-        assert not kept.told
+        assert not kept.accounts
         assert (held.close(None) is not None) == speaks
 
 
 def test_without_a_predicted_step_time_it_speaks_at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     held, kept, session = start(monkeypatch, Predicted(memory_peak_bytes=9))
     play(held, session, 30)
-    assert not kept.told and held.close(None) is not None and len(kept.lines) == 1
+    assert not kept.accounts and held.close(None) is not None and len(kept.lines) == 1
 
 
 def test_nothing_is_said_where_nothing_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,17 +102,17 @@ def test_a_timeline_of_cold_steps_says_nothing_of_the_others(monkeypatch: pytest
     for first, used in ((105, False), (106, True)):
         held, kept, session = start(monkeypatch)
         play(held, session, 20, {"steps": [first, 107], "measured": figures})
-        assert (kept.told[0][1].recorded == (first, 107)) == used
+        assert (kept.accounts[0][1].recorded == (first, 107)) == used
 
 
 def test_a_long_run_keeps_the_newest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     held, _, session = start(monkeypatch)
-    play(held, session, KEPT + 50)
+    play(held, session, KEPT_STEPS + 50)
     last = held.close(None)
-    assert last is not None and last.steps == (START_TIME_VARIABLE + 51, START_TIME_VARIABLE + KEPT + 50)
+    assert last is not None and last.steps == (FIRST_STEP + 51, FIRST_STEP + KEPT_STEPS + 50)
 
 
-def together(world: World) -> Typical:
+def together(world: World) -> TypicalStep:
     phases = [{"forward": 1.0, "host": 0.5}, {"forward": 3.0, "optim": 1.0}, {}]
     return over_ranks(replace(MINE, memory_bytes=[5, 1 << 40, 7][world.rank], phases=phases[world.rank]), world)
 

@@ -31,7 +31,7 @@ from meshwright.spec.errors import (
 from meshwright.spec.rank_environment import RankEnvironment, stop_signals
 from meshwright.training import lifecycle
 from meshwright.training.lifecycle import RankLife, end_with_parent
-from meshwright.training.stop import INTERRUPT, NOT_ASKED, PREEMPT, StopRequest
+from meshwright.training.stop import INTERRUPT, NO_REQUEST, PREEMPT, StopRequest
 
 
 @pytest.fixture
@@ -233,13 +233,13 @@ def test_signals_set_a_flag_and_are_answered_by_a_thread_of_their_own() -> None:
     try:
         stop = StopRequest(lambda text: shown.put((text, threading.current_thread().name)))
         stop.listen()
-        assert stop.flag == NOT_ASKED
-        for number, flag, said in [(signal.SIGHUP, PREEMPT, "SIGHUP"), (signal.SIGINT, INTERRUPT, "Ctrl-C")]:
+        assert stop.flag == NO_REQUEST
+        for number, flag, output in [(signal.SIGHUP, PREEMPT, "SIGHUP"), (signal.SIGINT, INTERRUPT, "Ctrl-C")]:
             os.kill(os.getpid(), number)
             text, thread = shown.get(timeout=20)
-            assert text.startswith(f"{said}: ending after the running step") and thread == "stop"
+            assert text.startswith(f"{output}: ending after the running step") and thread == "stop"
             assert stop.flag == flag
-        stop._asked(signal.SIGTERM)
+        stop._receive(signal.SIGTERM)
         assert stop.flag == INTERRUPT and shown.empty()
     finally:
         os.close(signal.set_wakeup_fd(-1))

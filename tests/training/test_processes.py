@@ -1,7 +1,4 @@
-"""One run of real processes, from interruption to interruption to its end: stop signals, a killed rank, a damaged checkpoint.
-
-`story` starts the same command again and again; the tests say what each time shows.
-"""
+"""One run of real processes with interruptions: stop signals, a killed rank, a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class End:
     """How one start of the command ended: what it printed, seconds from the act to the end, checkpoints then intact."""
 
     code: int
-    said: str
+    output: str
     seconds: float
     checkpoints: list[int]
     pids: dict[int, int]
@@ -47,10 +44,10 @@ class Job:
 
     def __init__(self, words: list[object], run: Path, env: dict[str, str] | None = None) -> None:
         self.run = run
-        self._said = run.parent / f"said-{time.monotonic_ns()}"
+        self._output = run.parent / f"said-{time.monotonic_ns()}"
         command = [sys.executable, "-m", "meshwright", *map(str, words)]
-        with self._said.open("wb") as said:
-            self.process = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **(env or {})})
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **(env or {})})
 
     def ranks(self) -> dict[int, int]:
         """Process id by rank."""
@@ -66,17 +63,17 @@ class Job:
         started = time.monotonic()
         act(pids)
         code = self.process.wait(180)
-        return End(code, self.said(), time.monotonic() - started, intact(self.run), pids)
+        return End(code, self.output(), time.monotonic() - started, intact(self.run), pids)
 
-    def said(self) -> str:
-        return self._said.read_text()
+    def output(self) -> str:
+        return self._output.read_text()
 
 
 def until(done: Callable[[], bool], job: Job) -> None:
     """Wait for something that a running job does."""
     deadline = time.monotonic() + 180
     while not done():
-        assert job.process.poll() is None and time.monotonic() < deadline, job.said()
+        assert job.process.poll() is None and time.monotonic() < deadline, job.output()
         threading.Event().wait(0.005)
 
 
@@ -161,7 +158,7 @@ def tell(words: list[object], run: Path, jobs: list[Job]) -> Story:
         before = intact(run)[-1] if run.exists() else 0
         job = start()
         if before:
-            until(lambda: f"resumed after step {before}" in job.said(), job)
+            until(lambda: f"resumed after step {before}" in job.output(), job)
         until(lambda: last_step(run) >= before + 3, job)
         return job
 
@@ -204,17 +201,17 @@ def test_a_job_that_was_stopped_commits_nothing_once_another_took_over(
         (run / ".lock").unlink()
         jobs.append(Job(words, run, {"RANK": "0", "WORLD_SIZE": "1"}))
         second = jobs[1].end(lambda pids: None)
-        assert second.code == 0 and f"resumed after step {kept[-1]}" in second.said
+        assert second.code == 0 and f"resumed after step {kept[-1]}" in second.output
         metrics = (run / "metrics.jsonl").read_bytes()
         for pid in stopping:
             os.kill(pid, signal.SIGCONT)
-        assert jobs[0].process.wait(180) == 2, jobs[0].said()
+        assert jobs[0].process.wait(180) == 2, jobs[0].output()
     finally:
         for job in jobs:
             job.process.kill()
             job.process.wait()
-    said = rf"{run} was taken over by process {jobs[1].process.pid} on \S+ \(epoch 2; this job has epoch 1\)"
-    assert re.search(said, jobs[0].said()) and "Traceback" not in jobs[0].said()
+    output = rf"{run} was taken over by process {jobs[1].process.pid} on \S+ \(epoch 2; this job has epoch 1\)"
+    assert re.search(output, jobs[0].output()) and "Traceback" not in jobs[0].output()
     assert intact(run) == [160, 180, 200] and (run / "metrics.jsonl").read_bytes() == metrics
     assert [read_manifest(path).epoch for path in steps_in(run / "checkpoints")] == [2, 2, 2]
     assert not [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
@@ -249,26 +246,26 @@ def test_sigterm_writes_a_checkpoint_and_ends_with_75(story: Story) -> None:
     (step,) = story.preempted.checkpoints
     assert (
         3 <= step < STEPS
-        and f"preempted after step {step}; run it again (without --fresh) to continue" in story.preempted.said
+        and f"preempted after step {step}; run it again (without --fresh) to continue" in story.preempted.output
     )
 
 
 def test_sigint_writes_a_checkpoint_and_ends_with_130(story: Story) -> None:
     """Sent while the ranks still import torch: it waits until they listen, and counts after the first step."""
-    assert story.interrupted.code == 130 and "Traceback" not in story.interrupted.said
+    assert story.interrupted.code == 130 and "Traceback" not in story.interrupted.output
     first, second = story.interrupted.checkpoints
     assert first == story.preempted.checkpoints[0] and second == first + 1
-    assert f"resumed after step {first}" in story.interrupted.said
-    assert f"interrupted after step {second}" in story.interrupted.said
-    assert story.interrupted.said.count("Ctrl-C: ending after the running step; a second one ends at once") == 1
+    assert f"resumed after step {first}" in story.interrupted.output
+    assert f"interrupted after step {second}" in story.interrupted.output
+    assert story.interrupted.output.count("Ctrl-C: ending after the running step; a second one ends at once") == 1
 
 
 def test_a_killed_rank_ends_the_job_with_5(story: Story) -> None:
     assert story.lost.code == 5 and story.lost.seconds < 20
-    assert "rank 1 was killed by signal 9" in story.lost.said and "the last step it finished is" in story.lost.said
+    assert "rank 1 was killed by signal 9" in story.lost.output and "the last step it finished is" in story.lost.output
     assert (
         f"the same command (without --fresh) continues after step {story.lost.checkpoints[-1]}, from "
-        in story.lost.said
+        in story.lost.output
     )
     assert "communication failed" in (story.run / "logs" / "rank-00000.log").read_text()
     assert story.lost.checkpoints == story.interrupted.checkpoints
@@ -279,9 +276,9 @@ def test_a_second_sigint_ends_ranks_that_do_not_answer(story: Story) -> None:
     assert story.killed.code == 130
     assert (
         f"ended at once; the same command (without --fresh) continues after step {story.killed.checkpoints[-1]}, from "
-        in story.killed.said
+        in story.killed.output
     )
-    assert f"resumed after step {story.lost.checkpoints[-1]}" in story.killed.said
+    assert f"resumed after step {story.lost.checkpoints[-1]}" in story.killed.output
     assert story.killed.checkpoints == story.interrupted.checkpoints
 
 
@@ -292,16 +289,16 @@ def test_no_process_is_left(story: Story) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(story: Story) -> None:
-    said = story.finished[0].said
-    assert f"resumed after step {story.killed.checkpoints[0]}" in said
-    assert story.damaged in said and "tensors-00001.safetensors" in said and "trying the next older one" in said
+    output = story.finished[0].output
+    assert f"resumed after step {story.killed.checkpoints[0]}" in output
+    assert story.damaged in output and "tensors-00001.safetensors" in output and "trying the next older one" in output
     assert story.damaged in (story.run / "logs" / "rank-00000.log").read_text()
 
 
 def test_ranks_that_a_launcher_started_join_and_finish_the_run(story: Story) -> None:
     assert [end.code for end in story.finished] == [0, 0], story.finished
     assert [path.name for path in sorted((story.run / "logs").iterdir())] == ["rank-00000.log", "rank-00001.log"]
-    assert f"step {STEPS}/{STEPS}" in story.finished[0].said and story.finished[1].said == ""
+    assert f"step {STEPS}/{STEPS}" in story.finished[0].output and story.finished[1].output == ""
     assert intact(story.run)[-1] == STEPS and json.loads((story.run / "summary.json").read_text())["steps"] == STEPS
 
 
@@ -320,7 +317,7 @@ def test_every_start_says_how_long_it_took_and_its_phases_add_up(story: Story) -
         assert sum(line["phases"].values()) == pytest.approx(line["seconds"])
         assert line["phases"]["imports"] > 0.1 and line["phases"]["first step"] > 0
         assert line["compiler"].get("compiled", 0) == 0
-    assert f"start: {starts[-1]['seconds']:.1f} s: " in story.finished[0].said
+    assert f"start: {starts[-1]['seconds']:.1f} s: " in story.finished[0].output
 
 
 def test_a_local_run_listens_on_loopback_only(story: Story) -> None:

@@ -1,4 +1,4 @@
-"""What a step sent between nodes is counted by the kernel, and stands in the metrics and at the end beside what was predicted."""
+"""Bytes between nodes, counted by the kernel, appear in the metrics beside the prediction."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
         <= min(record["counted_wire_bytes"] for record in steps)
         <= 1.1 * steps[0]["predicted_wire_bytes"]
     )
-    said = [
+    output = [
         record["text"] for record in records if record["kind"] == "event" and "bytes between nodes" in record["text"]
     ]
     mean = sum(record["counted_wire_bytes"] for record in steps) / 6e6
-    assert said == [
+    assert output == [
         f"bytes between nodes per step: {mean:,.1f} MB counted, {steps[0]['predicted_wire_bytes'] / 1e6:,.1f} MB predicted"
     ]
-    assert said[0] in answer.stdout
+    assert output[0] in answer.stdout
 
 
 def test_pauses_are_left_out_and_steps_add_up() -> None:

@@ -78,9 +78,10 @@ class BackgroundSaver:
         keep: int,
         local_ranks: int,
         parent: int | None = None,
+        kept_open: Sequence[int] = (),
         **limits: float,
     ) -> None:
-        """`limits` are the time limits of `WriterProcess`."""
+        """`kept_open` and the time `limits` are those of `WriterProcess`."""
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
         self.layout = plan_layout(ranks, state.tensors)
         self._setup = Setup(
@@ -95,7 +96,7 @@ class BackgroundSaver:
             torch_version=str(torch.__version__),
             parent=parent,
         )
-        self._limits = limits
+        self._kept_open, self._limits = kept_open, limits
         self._arena: Arena | None = None
         self._stager: Stager | None = None
         self.writer: WriterProcess | None = None
@@ -175,7 +176,7 @@ class BackgroundSaver:
             buffer = StagingBuffer(self._arena, self._device)
             buffer.prepare()
             self._stager = Stager(self.layout, buffer, self._state.groups, self._state.parameter_of)
-            self.writer = WriterProcess(self._arena, self._setup, **self._limits)
+            self.writer = WriterProcess(self._arena, self._setup, kept_open=self._kept_open, **self._limits)
             self.writer.start()
         except Exception as error:
             self._failure = error

@@ -12,6 +12,9 @@ import xxhash
 from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
 from meshwright.durable.writes import sync_open_file
 
+PIECE_BYTES = 1 << 20
+"""Bytes digested and written at a time: as much as stays in a core's cache in between."""
+
 
 def write_blocks(
     path: Path, parts: Sequence[memoryview], threads: int, progress: Callable[[int], None] = lambda count: None
@@ -25,12 +28,11 @@ def write_blocks(
         size = sum(len(part) for part in parts)
 
         def write(start: int) -> str:
-            pieces = list(_range(parts, start, min(start + BLOCK_BYTES, size)))
-            digest = xxhash.xxh3_64()
-            for piece in pieces:
-                digest.update(piece)
-            _write_at(descriptor, pieces, start)
-            progress(sum(map(len, pieces)))
+            digest, offset = xxhash.xxh3_64(), start
+            for piece in _range(parts, start, min(start + BLOCK_BYTES, size)):
+                digest.update(piece)  # brings the piece into the processor's cache for the write
+                offset = _write_at(descriptor, piece, offset)
+            progress(offset - start)
             return digest.hexdigest()
 
         with ThreadPoolExecutor(threads + 1) as pool:
@@ -47,21 +49,21 @@ def write_blocks(
 
 
 def _range(parts: Sequence[memoryview], start: int, end: int) -> Iterator[memoryview]:
-    """Bytes `start` to `end` of the concatenated parts."""
+    """Bytes `start` to `end` of the concatenated parts, in pieces of at most `PIECE_BYTES`."""
     begin = 0
     for part in parts:
         first, last = max(start - begin, 0), min(end - begin, len(part))
-        if first < last:
-            yield part[first:last]
+        for offset in range(first, last, PIECE_BYTES):
+            yield part[offset : min(offset + PIECE_BYTES, last)]
         begin += len(part)
 
 
-def _write_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> None:
-    """Write all of `pieces` from byte `offset` on; a short write is continued."""
-    for piece in pieces:
-        while piece:
-            count = os.pwrite(descriptor, piece, offset)
-            piece, offset = piece[count:], offset + count
+def _write_at(descriptor: int, piece: memoryview, offset: int) -> int:
+    """Write all of `piece` to byte `offset`, continuing a short write; returns the offset behind it."""
+    while piece:
+        count = os.pwrite(descriptor, piece, offset)
+        piece, offset = piece[count:], offset + count
+    return offset
 
 
 def _digest(parts: Sequence[memoryview]) -> str:

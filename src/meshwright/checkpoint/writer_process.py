@@ -9,7 +9,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,10 +33,12 @@ class WriterProcess:
         arena: Arena,
         setup: Setup,
         *,
+        kept_open: Sequence[int] = (),
         silent_seconds: float = SILENT_SECONDS,
         stalled_seconds: float = STALLED_SECONDS,
     ) -> None:
-        self._arena, self._setup = arena, setup
+        """Writers inherit the descriptors `kept_open`, by which others see that one still runs."""
+        self._arena, self._setup, self._kept_open = arena, setup, kept_open
         self._silent, self._stalled = silent_seconds, stalled_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
@@ -57,7 +59,7 @@ class WriterProcess:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[self._arena.descriptor],
+            pass_fds=[self._arena.descriptor, *self._kept_open],
             start_new_session=True,
         )
         self._rest = b""

@@ -1,1 +1,1 @@
-"""The commands: one small module each. They parse, call, and print."""
+"""The commands, one module each. They parse arguments, call the other packages, and print."""

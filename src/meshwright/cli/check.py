@@ -1,4 +1,4 @@
-"""`meshwright check`: everything that can be found wrong before a run starts."""
+"""`meshwright check`: every mistake that can be detected before a run starts."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def find_mistakes(
     note: Callable[[str], None] = say,
     fresh: bool = False,
 ) -> tuple[list[Mistake], int]:
-    """Everything wrong with the run that the words describe, and its exit code; the other parameters as `Refusals` takes them."""
+    """Every mistake of the run that the command line describes, and the exit code; other parameters as in `Refusals`."""
     from meshwright.config.reading import in_reading_order
     from meshwright.launch.refusals import Refusals
 
     reading = read(words, runs)
     refusals = Refusals(reading, runs, note, known, fresh=fresh)
-    mistakes = in_reading_order([*reading.mistakes, *refusals.found], reading.shown)
+    mistakes = in_reading_order([*reading.mistakes, *refusals.refusals], reading.shown)
     return mistakes, max(EXIT_BAD_INPUT * bool(reading.mistakes), refusals.exit_code)
 
 
 @contextmanager
 def all_mistakes(words: list[str] | None, runs: Path, *, fresh: bool = False) -> Iterator[None]:
-    """Report a run that the block refuses as `check` does: every mistake, each at its position."""
+    """Report every mistake of the run, as `check` does, when the block raises an error about it."""
     try:
         yield
     except MeshwrightError as error:

@@ -158,7 +158,7 @@ def _open_target(
     given = {"--seq-len": seq_len, "--global-batch": global_batch, "--seed": seed}
     refused = [name for name, value in given.items() if value is not None]
     if refused:
-        raise BadInput(f"{refused[0]}: is for data directories; {config} says it for this run")
+        raise BadInput(f"{refused[0]}: is for data directories; {config} sets it for this run")
     from meshwright.config.load import load_run
 
     run = load_run(config)

@@ -82,7 +82,7 @@ def _evaluate(
     config = model / "config.yaml"
     run = load_resolved(config) if config.exists() else None
     if run is None and data is None:
-        raise BadInput(f"{model} does not say what it was trained on; give --data DIR")
+        raise BadInput(f"{model} has no record of its training data; give --data DIR")
     spec = run.data if run else DataSpec()
     if data is not None:
         spec = replace(spec, validation=data)
@@ -93,8 +93,8 @@ def _evaluate(
     if plan is not None:
         from meshwright.training.spread import Measurement
 
-        asked = Measurement(data=spec, seq_len=length, samples=batch * batches, micro_batch=batch)
-        measured = ask_ranks(model, plan, measurement=asked).evaluation
+        measurement = Measurement(data=spec, seq_len=length, samples=batch * batches, micro_batch=batch)
+        measured = ask_ranks(model, plan, measurement=measurement).evaluation
         assert measured is not None
         return measured
     device, dtype = device_and_dtype()

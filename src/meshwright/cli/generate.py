@@ -49,7 +49,7 @@ def generate(
 
 
 def _unseen(piece: str) -> None:
-    """The text is wanted whole, not piece by piece."""
+    """Ignore partial texts: the whole text is returned."""
 
 
 def sample(
@@ -63,17 +63,16 @@ def sample(
     plan: Path | None = None,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
-    """`[{prompt, text}]`: each prompt with the model's continuation, by ranks of `plan` when one is given.
+    """`[{prompt, text}]`: each prompt with the model's continuation, computed by the ranks of `plan` if it is given.
 
-    `show` is given the texts piece by piece: on one device each piece when it is made, from ranks when they are through.
-    Raises BadInput when the folder has no tokenizer.
+    `show` receives the texts: on one device each piece as it is generated, from ranks when all are complete.
     """
     from tokenizers import Tokenizer
 
     from meshwright.training.generate import Sampling
 
-    places = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
-    file = next((place for place in places if place.exists()), None)
+    candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
+    file = next((path for path in candidates if path.exists()), None)
     if file is None:
         raise BadInput(f"{folder} has no tokenizer.json to read the prompt with")
     tokenizer = Tokenizer.from_file(str(file))
@@ -91,7 +90,7 @@ def sample(
 
 
 def _warn_past_context(folder: Path, prompt: int, tokens: int) -> None:
-    """Say on stderr when a prompt of `prompt` tokens and `tokens` new ones are more than the model's context."""
+    """Warn on stderr if a prompt of `prompt` tokens and `tokens` new ones exceed the model's context."""
     context = model_in(folder)[0].max_seq_len
     if prompt + tokens > context:
         say(
@@ -101,7 +100,7 @@ def _warn_past_context(folder: Path, prompt: int, tokens: int) -> None:
 
 
 def _shown(tokenizer: Tokenizer, tokens: Iterable[int], show: Callable[[str], object]) -> str:
-    """The text of `tokens`, shown as far as its characters are whole: one may take several tokens."""
+    """The text of `tokens` up to the last complete character; a character may take several tokens."""
     ids: list[int] = []
     text = seen = ""
     for token in tokens:
@@ -125,7 +124,7 @@ def _continued(
         return [generate(model, prompt, how) for prompt in prompts]
     from meshwright.training.spread import Continuation
 
-    asked = Continuation(prompts=tuple(map(tuple, prompts)), sampling=how)
-    answer = ask_ranks(folder, plan, continuation=asked)
+    continuation = Continuation(prompts=tuple(map(tuple, prompts)), sampling=how)
+    answer = ask_ranks(folder, plan, continuation=continuation)
     assert answer.tokens is not None
     return answer.tokens

@@ -1,4 +1,4 @@
-"""`meshwright`: the commands gathered, and the one place where errors become messages and exit codes."""
+"""`meshwright`: all commands, and the conversion of errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COMMANDS = {
         "report", "schema",
     )
 } | {"eval": "evaluate"}  # fmt: skip
-"""Command → its module in this room, whose function of the same name, or whose `app` of several commands, it is."""
+"""Command → its module in this package. It has a function of the same name, or an `app` with several commands."""
 
 
 def app_for(words: Sequence[str]) -> typer.Typer:
-    """The command line with all commands, or with the one that `words` begin with: each takes a while to be put together."""
+    """The command line with all commands, or with the command that `words` begin with: building each takes time."""
     app = typer.Typer(
         name="meshwright",
         help="Train large language models from one plan.\n\n"
@@ -61,7 +61,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Train large language models from one plan: a laptop's CPU to thousands of GPUs."""
+    """Plan and train large language models, from a laptop's CPU to thousands of GPUs."""
     del version
 
 
@@ -84,14 +84,14 @@ def main() -> None:
 
 
 def _words_to_complete() -> list[str]:
-    """The words behind `meshwright` on the line that a shell asks to complete; empty when none asks."""
+    """The words after `meshwright` on a line that a shell wants completed; empty otherwise."""
     if "_MESHWRIGHT_COMPLETE" not in os.environ:
         return []
     return os.environ.get("_TYPER_COMPLETE_ARGS", os.environ.get("COMP_WORDS", "")).split()[1:]
 
 
 def _say(message: str, error: MeshwrightError) -> None:
-    """The message on stderr and, when one JSON object was asked for, the same on stdout."""
+    """Print the message on stderr and, with --json, as a JSON object on stdout."""
     if "--json" in sys.argv:
         mistakes = error.as_plain() if isinstance(error, BadConfig) else []
         print(json.dumps({"ok": False, "error": message, "errors": mistakes}))

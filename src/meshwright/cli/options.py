@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def _require_words(context: typer.Context, words: list[str] | None) -> list[str] | None:
     if not words:
         context.fail(
-            "name a run file, or at least one KEY=VALUE, e.g. model=llama3-1b; `meshwright quickstart` has a run of its own"
+            "name a run file, or at least one KEY=VALUE, e.g. model=llama3-1b; `meshwright quickstart` needs neither"
         )
     return words
 
@@ -30,8 +30,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar=_METAVAR,
-        help="A run file, and values that replace what it says, e.g. `train.steps=200 model=llama3-8b`. Without a file the values alone "
-        "describe the run; what they leave open is assumed and said first.",
+        help="A run file, and values that replace its own, e.g. `train.steps=200 model=llama3-8b`. Without a file the values alone "
+        "describe the run; the values assumed for other keys are printed first.",
         show_default=False,
         callback=_require_words,
     ),
@@ -40,7 +40,7 @@ QuickstartWords = Annotated[
     list[str] | None,
     typer.Argument(metavar=_METAVAR, help="Values that replace the quick start's, or a run file.", show_default=False),
 ]
-Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which each run has a folder of its own.")]
+Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder that contains a folder for each run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; everything else goes to stderr.")]
 
 
@@ -49,14 +49,14 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     files = [word for word in words or [] if "=" not in word]
     if len(files) > 1:
         raise BadInput(
-            f"one run file is expected, got {len(files)}: {' '.join(files)}; overrides are written key=value"
+            f"a single run file is expected, got {len(files)}: {' '.join(files)}; overrides are written key=value"
         )
     return (Path(files[0]) if files else None), [word for word in words or [] if "=" in word]
 
 
 def read(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> Reading:
-    """What the words of a command line say, with its mistakes; `runs` is where `model.init: checkpoint:NAME` looks, `otherwise` the run
-    file where the words name none."""
+    """The values that the command line describes, with their mistakes.
+    `model.init: checkpoint:NAME` looks for the run NAME in `runs`; `otherwise` is the run file if the words name none."""
     from meshwright.config.load import read_run
     from meshwright.launch.machine import found_cluster
     from meshwright.models.families import folder_spec
@@ -67,9 +67,9 @@ def read(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path 
 
 
 def load(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunSpec:
-    """The run that the words of a command line describe; one rank of a job says on stderr what was assumed. Parameters as for `read`.
+    """The run that the command line describes; the first rank of a job prints the assumed values on stderr.
 
-    Raises BadConfig with every mistake in its keys.
+    Parameters as in `read`. Raises BadConfig with every mistake in its keys.
     """
     reading = read(words, runs, otherwise=otherwise)
     run = reading.run()
@@ -80,41 +80,41 @@ def load(words: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path 
 
 
 def say(text: str) -> None:
-    """Print a remark beside a command's result, which has stdout to itself."""
+    """Print a remark on stderr; stdout has only the command's result."""
     print(text, file=sys.stderr)
 
 
 def check_runs(runs: Path) -> None:
-    """Raise BadInput where `--runs` names a file, or a folder below one."""
+    """Raise BadInput if `--runs` names a file, or a folder below a file."""
     above = next((folder for folder in (runs, *runs.parents) if os.path.lexists(folder)), Path())
     if not above.is_dir():
         raise BadInput(f"--runs {runs}: expected a folder, and {above} is a file; name another folder")
 
 
 def print_now(text: str) -> None:
-    """Print a line of progress on stdout at once: ranks in processes of their own print there too."""
+    """Print a line of progress on stdout and flush it: ranks in other processes print there too."""
     write_line(text, sys.stdout)
 
 
-def check_place(option: str, file: Path | None) -> None:
-    """Raise BadInput where `file`, which `option` names, cannot be written: before time is spent on what goes into it."""
+def check_writable(option: str, file: Path | None) -> None:
+    """Raise BadInput if `file`, the value of `option`, cannot be written, before time is spent on its content."""
     if file is None:
         return
     if not file.parent.is_dir():
-        near = nearest(file.parent.name, [one.name for one in file.parent.parent.glob("*/")])
+        near = nearest(file.parent.name, [folder.name for folder in file.parent.parent.glob("*/")])
         hint = f"; nearest: {file.parent.parent / near}" if near else ""
         raise BadInput(f"{option} {file}: there is no folder {file.parent}{hint}")
     if file.is_dir():
         raise BadInput(f"{option} {file}: expected a file, and this is a folder; name a file in it")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise BadInput(f"{option} {file}: expected a place that may be written, and this one may only be read")
+        raise BadInput(f"{option} {file}: expected a writable path, and this one is read-only")
 
 
 def model_folder(text: Path, runs: Path = Path("runs")) -> Path:
-    """The folder `text`, or the run of that name under `runs`. Raises BadInput naming the nearest run."""
+    """The folder `text`, or the run of that name in `runs`. Raises BadInput naming the nearest run."""
     for folder in (text, runs / text):
         if folder.is_dir():
             return folder
-    known = {path.parent.name: path.parent for place in (runs, text.parent) for path in place.glob("*/config.yaml")}
+    known = {path.parent.name: path.parent for folder in (runs, text.parent) for path in folder.glob("*/config.yaml")}
     near = nearest(text.name, known)
-    raise BadInput(f"{text}: there is no such folder" + (f"; nearest: {known[near]}" if near else ""))
+    raise BadInput(f"{text}: no such folder" + (f"; nearest: {known[near]}" if near else ""))

@@ -1,4 +1,4 @@
-"""`meshwright plan`: how a run would be laid out, what it needs, and why. Needs neither torch nor a GPU."""
+"""`meshwright plan`: the parallel layout of a run, its memory and time, and the reasons. Needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Json, Words, check_place, load, say
+from meshwright.cli.options import Json, Words, check_writable, load, say
 from meshwright.durable.writes import write_durable
 
 For = Annotated[
@@ -105,20 +105,20 @@ def plan(
 
         meshwright plan run.yaml --gpus 64..1024 --objective training --critical-batch 4e6 --tokens 1e12 --price 2.5
     """
-    from meshwright.cli.plan_answer import Wishes, answer_of, as_plain
+    from meshwright.cli.plan_answer import PlanQuestion, answer_question, as_plain
     from meshwright.cli.plan_words import remarks
     from meshwright.launch.prepare import plan_yaml, with_vocabulary
     from meshwright.planner.candidate import idle_fields
 
-    wishes = Wishes.of(
+    question = PlanQuestion.of(
         for_, gpus, objective, critical_batch, tokens, price, probe, include_untrainable, _steps_assumed(words)
     )
-    check_place("--out", out)
-    check_place("--html", html)
+    check_writable("--out", out)
+    check_writable("--html", html)
     run = load(words)
     for remark in remarks(run):
         say(remark)
-    answer = answer_of(run if probe else with_vocabulary(run), wishes, note=say)
+    answer = answer_question(run if probe else with_vocabulary(run), question, note=say)
     for remark in idle_fields(answer.plan):
         say(remark)
     if out is not None:
@@ -136,5 +136,5 @@ def plan(
 
 
 def _steps_assumed(words: list[str] | None) -> bool:
-    """Whether neither a run file nor an override says how many steps the training has."""
+    """Whether neither a run file nor an override gives the number of steps."""
     return not any("=" not in word or word.startswith("train.steps=") for word in words or ())

@@ -1,4 +1,4 @@
-"""What `meshwright plan` was asked and what the planner answered, before it is printed, drawn or written as JSON."""
+"""Questions of `meshwright plan` and the planner's answers, before they are printed, drawn or written as JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from meshwright.launch.prepare import (
     refuse_untrainable,
     resolve_data,
 )
-from meshwright.launch.probe import Probe, check_here, probed
-from meshwright.planner.candidate import Answer as Found
+from meshwright.launch.probe import Probe, check_here, measured_answer
+from meshwright.planner.candidate import Answer as SearchAnswer
 from meshwright.planner.candidate import Candidate, untrainable
 from meshwright.planner.devices import Idle
 from meshwright.planner.explain import limits, lost
@@ -47,8 +47,8 @@ OBJECTIVES = ("time", "cost", "training")
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """The options of one question, checked against each other."""
+class PlanQuestion:
+    """The options of a question, checked against each other."""
 
     for_train: bool = False
     """Answer as `train` would on this machine."""
@@ -58,45 +58,45 @@ class Wishes:
     tokens: float | None = None
     price: float | None = None
     probe: int | None = None
-    """Plans to run for a few steps on this machine."""
+    """Number of plans to run for a few steps on this machine."""
     include_untrainable: bool = False
     steps_assumed: bool = False
-    """Nobody said how many steps the training has."""
+    """Whether the number of training steps is a default."""
 
     @classmethod
     def of(
         cls, for_: str | None, gpus: str | None, objective: str, critical_batch: float | None, tokens: float | None, price: float | None,
         probe: int | None = None, include_untrainable: bool = False, steps_assumed: bool = False,
-    ) -> Wishes:  # fmt: skip
-        """Raises BadInput for values that are none, and for options that do not go together."""
+    ) -> PlanQuestion:  # fmt: skip
+        """Raises BadInput for invalid values, and for options that cannot be combined."""
         if for_ not in (None, "train"):
-            raise BadInput(f"--for {for_}: expected train, the one command that a plan can be for")
+            raise BadInput(f"--for {for_}: expected train, the only command that a plan can be for")
         if objective not in OBJECTIVES:
-            near = f" (nearest: {found})" if (found := nearest(objective, OBJECTIVES)) else ""
-            raise BadInput(f"--objective {objective}: expected {', '.join(OBJECTIVES)}{near}")
+            hint = f" (nearest: {near})" if (near := nearest(objective, OBJECTIVES)) else ""
+            raise BadInput(f"--objective {objective}: expected {', '.join(OBJECTIVES)}{hint}")
         if objective == "training" and critical_batch is None:
             raise BadInput(
                 "--objective training needs --critical-batch TOKENS: batches well below it learn as much from every token"
             )
-        for name, value, goes in (
+        for name, value, applies in (
             ("--critical-batch", critical_batch, objective == "training"),
             ("--tokens", tokens, objective != "time" or gpus is not None),
             ("--price", price, objective != "time" or gpus is not None),
         ):
-            if value is not None and not goes:
-                wanted = (
+            if value is not None and not applies:
+                needed = (
                     "--objective training"
                     if name == "--critical-batch"
                     else "--gpus, --objective cost or --objective training"
                 )
-                raise BadInput(f"{name} says nothing about the time of a step; it goes with {wanted}")
+                raise BadInput(f"{name} does not affect the time of a step; it needs {needed}")
             if value is not None and not value > 0:
                 raise BadInput(f"{name} {value:g}: expected a number above 0")
         if probe and (gpus or objective != "time"):
             raise BadInput("--probe measures seconds of a step on this machine; it goes without --gpus and --objective")
         if include_untrainable and (probe or gpus or objective != "time"):
             raise BadInput(
-                "--include-untrainable adds a note to one plan; it goes without --probe, --gpus and --objective"
+                "--include-untrainable adds a note to a single plan; it goes without --probe, --gpus and --objective"
             )
         if objective == "training" and tokens is None and steps_assumed:
             raise BadInput(
@@ -117,26 +117,26 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Answer:
-    """The plan and what stands beside it."""
+    """The chosen plan, its alternatives and the details of the answer."""
 
     run: RunSpec
-    """As it was planned: with the batch and the number of GPUs that the objective chose."""
-    wishes: Wishes
+    """The run as planned: with the batch and the number of GPUs that the objective chose."""
+    question: PlanQuestion
     best: Candidate
     others: tuple[Candidate, ...] = ()
     considered: int = 0
     search_seconds: float = 0.0
     given: bool = False
-    """The plan comes from a file."""
+    """Whether the plan comes from a file."""
     points: tuple[Point, ...] = ()
     trainings: tuple[Training, ...] = ()
     probes: tuple[Probe, ...] = ()
     idle: Idle | None = None
-    """What the plan leaves idle of the devices that were asked about; `run` has the others."""
-    asked: ClusterSpec | None = None
-    """The cluster with the idle devices, where there are any."""
+    """Devices of the question that the plan leaves idle; `run` has the others."""
+    asked_cluster: ClusterSpec | None = None
+    """The cluster with the idle devices, if there are any."""
     untrainable: Candidate | None = None
-    """A faster plan that this release cannot train, where it was asked for."""
+    """A faster plan that this release cannot train, with --include-untrainable."""
 
     @property
     def plan(self) -> Plan:
@@ -144,22 +144,22 @@ class Answer:
 
     @property
     def cluster(self) -> ClusterSpec:
-        """As it was asked about, idle devices included."""
-        return self.asked or self.run.cluster
+        """The cluster of the question, idle devices included."""
+        return self.asked_cluster or self.run.cluster
 
     @property
     def tokens(self) -> float | None:
-        """Of the whole training: as asked, or those of the run's steps; None where the steps are only assumed."""
-        if self.wishes.tokens or self.wishes.steps_assumed:
-            return self.wishes.tokens
+        """Tokens of the whole training: the option, or those of the run's steps; None if the steps are a default."""
+        if self.question.tokens or self.question.steps_assumed:
+            return self.question.tokens
         return self.run.train.steps * self.run.train.global_batch * self.run.train.seq_len
 
     @property
     def priced_points(self) -> tuple[Point, ...]:
-        """The numbers of GPUs asked about: the cluster's own where only the cost was asked."""
-        if self.points or self.wishes.objective == "time":
+        """The sizes of --gpus; the cluster's own size if only the cost is wanted."""
+        if self.points or self.question.objective == "time":
             return self.points
-        return (Point(self.plan.ranks, self.run, Found(self.best, (), self.considered, self.search_seconds)),)
+        return (Point(self.plan.ranks, self.run, SearchAnswer(self.best, (), self.considered, self.search_seconds)),)
 
     @property
     def planned_only(self) -> str | None:
@@ -168,42 +168,44 @@ class Answer:
 
     @property
     def does_not_fit(self) -> str | None:
-        """What a plan that was given needs beyond the memory there is, or None."""
+        """The missing memory of a plan from a file, in words, or None if it fits."""
         return None if self.best.fits else misfit(self.run, self.plan)
 
     def changes(self) -> tuple[Change, ...]:
         return what_if(self.run, self.plan, search_seconds=self.search_seconds)
 
     def why_not(self, other: Candidate) -> str:
-        ran = next((one for one in self.probes if same_layout(one.plan, other.plan)), None)
-        if ran is None and self.probes:
+        probe = next((probe for probe in self.probes if same_layout(probe.plan, other.plan)), None)
+        if probe is None and self.probes:
             return "not measured"
-        if ran is None:
+        if probe is None:
             return lost(self.run, self.best, other)
-        return f"measured: {ran.measured_seconds:.3g} s a step" if ran.measured_seconds else f"measured: {ran.ended}"
+        return (
+            f"measured: {probe.measured_seconds:.3g} s a step" if probe.measured_seconds else f"measured: {probe.ended}"
+        )
 
 
-def answer_of(run: RunSpec, wishes: Wishes, note: Note = lambda text: None) -> Answer:
-    """The planner's answer to one question; `note` hears what takes time.
+def answer_question(run: RunSpec, question: PlanQuestion, note: Note = lambda text: None) -> Answer:
+    """The planner's answer to a question; `note` receives a line for each slow operation.
 
-    Raises BadInput for options that do not fit the run and for a plan that cannot be, and OutOfResources when nothing fits, with
-    what would make it fit.
+    Raises BadInput for options that do not fit the run and for an impossible plan, and OutOfResources when no plan
+    fits, with changes that would make one fit.
     """
-    if wishes.probe:
-        return _probed(run, wishes, note)
-    if wishes.for_train:
-        run = _as_trained(run)
+    if question.probe:
+        return _answer_by_probes(run, question, note)
+    if question.for_train:
+        run = _with_host_memory(run)
     if isinstance(run.plan, str) and run.plan != "auto":
-        return _of_file(run, wishes)
-    if wishes.objective == "training":
-        return _of_training(run, wishes)
-    if wishes.gpus:
-        return _of_scaling(run, wishes)
-    return _searched(run, wishes)
+        return _answer_for_file(run, question)
+    if question.objective == "training":
+        return _answer_training(run, question)
+    if question.gpus:
+        return _answer_scaling(run, question)
+    return _answer_by_search(run, question)
 
 
 def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
-    """The answer as `--json` prints it."""
+    """The JSON output of `--json`."""
     others = [
         {
             "name": plan_name(other.plan),
@@ -226,12 +228,12 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         body["does_not_fit"] = over
     if answer.idle:
         body["idle"] = to_plain(answer.idle)
-    if answer.wishes.include_untrainable:
+    if answer.question.include_untrainable:
         body["untrainable"] = _untrainable(answer.untrainable)
     body["sources"] = sources_of(answer)
     if answer.probes:
-        body["probes"] = [_probe(one) for one in answer.probes]
-    if answer.points or answer.trainings or answer.wishes.objective != "time":
+        body["probes"] = [_probe(probe) for probe in answer.probes]
+    if answer.points or answer.trainings or answer.question.objective != "time":
         body["objective"] = _objective(answer)
     if explain:
         body["limits"] = to_plain(limits(answer.run, answer.plan))
@@ -240,9 +242,9 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
 
 
 def sources_of(answer: Answer) -> dict[str, str]:
-    """Where the numbers come from: which are measured, which are fitted, which are guesses."""
-    kind = products(answer.plan.precision, answer.run.cluster)
-    return sources(answer.run.cluster, kind, answer.plan)
+    """The source of the predicted numbers: measured, fitted or guessed."""
+    product_format = products(answer.plan.precision, answer.run.cluster)
+    return sources(answer.run.cluster, product_format, answer.plan)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:
@@ -254,69 +256,73 @@ def _range(text: str | None) -> tuple[int, int] | None:
     return int(first), int(last or first)
 
 
-def _as_trained(run: RunSpec) -> RunSpec:
-    """The run with the host memory that `train` would find, where its cluster is this machine and does not say."""
+def _with_host_memory(run: RunSpec) -> RunSpec:
+    """The run with this host's memory, as `train` would use it, if its cluster is this machine and gives none."""
     stated = run.cluster.is_cpu or run.cluster.host_memory_gib is not None
     return on_this_host(run) if not stated and is_here(run.cluster) else run
 
 
-def _of_file(run: RunSpec, wishes: Wishes) -> Answer:
-    if wishes.gpus or wishes.objective == "training":
+def _answer_for_file(run: RunSpec, question: PlanQuestion) -> Answer:
+    if question.gpus or question.objective == "training":
         raise BadInput(
-            f"plan: {run.plan} is one plan; --gpus and --objective training choose others, with plan=auto or pins"
+            f"plan: {run.plan} is a single plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
     plan = predicted(run, given_plan(run))
-    if wishes.for_train:
+    if question.for_train:
         refuse_untrainable(run, plan)
-    return Answer(run, wishes, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
+    return Answer(run, question, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
 
 
-def _searched(run: RunSpec, wishes: Wishes) -> Answer:
+def _answer_by_search(run: RunSpec, question: PlanQuestion) -> Answer:
     chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
-    found, faster = chosen.answer, None
-    if wishes.for_train:
-        refuse_untrainable(chosen.run, found.best.plan)  # pins may ask for what is only planned
-    if wishes.include_untrainable:
-        found, faster = with_untrainable(chosen.run, found, memory_bytes=device_memory(chosen.run))
-    return replace(_answer_with(chosen.run, found, wishes), idle=chosen.idle, asked=run.cluster, untrainable=faster)
+    result, faster = chosen.answer, None
+    if question.for_train:
+        refuse_untrainable(chosen.run, result.best.plan)  # pins may select a plan that this release cannot train
+    if question.include_untrainable:
+        result, faster = with_untrainable(chosen.run, result, memory_bytes=device_memory(chosen.run))
+    return replace(
+        _answer_with(chosen.run, result, question), idle=chosen.idle, asked_cluster=run.cluster, untrainable=faster
+    )
 
 
-def _probed(run: RunSpec, wishes: Wishes, note: Note) -> Answer:
-    """What the search found, with the fastest measured of its leading plans as the best."""
+def _answer_by_probes(run: RunSpec, question: PlanQuestion, note: Note) -> Answer:
+    """The search's answer, with the fastest of the leading plans by measurement as the best."""
     if isinstance(run.plan, str) and run.plan != "auto":
-        raise BadInput(f"plan: {run.plan} is one plan; --probe chooses among several, with plan=auto or pins")
-    assert wishes.probe is not None
+        raise BadInput(f"plan: {run.plan} is a single plan; --probe chooses among several, with plan=auto or pins")
+    assert question.probe is not None
     check_here(run.cluster)
     run = on_this_host(resolve_data(run, note))
     chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
-    found, probes = probed(chosen.run, chosen.answer, wishes.probe, note)
-    return replace(_answer_with(chosen.run, found, wishes), probes=probes, idle=chosen.idle, asked=run.cluster)
+    result, probes = measured_answer(chosen.run, chosen.answer, question.probe, note)
+    return replace(
+        _answer_with(chosen.run, result, question), probes=probes, idle=chosen.idle, asked_cluster=run.cluster
+    )
 
 
-def _of_scaling(run: RunSpec, wishes: Wishes) -> Answer:
-    assert wishes.gpus is not None
-    points = scaling(run, cluster_sizes(run, *wishes.gpus))
-    best = cheapest(points) if wishes.objective == "cost" else fastest(points)
-    return replace(_answer_with(best.run, best.answer, wishes), points=points)
+def _answer_scaling(run: RunSpec, question: PlanQuestion) -> Answer:
+    assert question.gpus is not None
+    points = scaling(run, cluster_sizes(run, *question.gpus))
+    best = cheapest(points) if question.objective == "cost" else fastest(points)
+    return replace(_answer_with(best.run, best.answer, question), points=points)
 
 
-def _of_training(run: RunSpec, wishes: Wishes) -> Answer:
-    assert wishes.critical_batch is not None
-    tokens = wishes.tokens or run.train.steps * run.train.global_batch * run.train.seq_len
-    sizes = cluster_sizes(run, *wishes.gpus) if wishes.gpus else None
-    trainings = shortest_training(run, wishes.critical_batch, tokens, sizes)
-    return replace(_answer_with(trainings[0].point.run, trainings[0].point.answer, wishes), trainings=trainings)
+def _answer_training(run: RunSpec, question: PlanQuestion) -> Answer:
+    assert question.critical_batch is not None
+    tokens = question.tokens or run.train.steps * run.train.global_batch * run.train.seq_len
+    sizes = cluster_sizes(run, *question.gpus) if question.gpus else None
+    trainings = shortest_training(run, question.critical_batch, tokens, sizes)
+    return replace(_answer_with(trainings[0].point.run, trainings[0].point.answer, question), trainings=trainings)
 
 
-def _answer_with(run: RunSpec, found: Found | None, wishes: Wishes) -> Answer:
-    assert found is not None
-    return Answer(run, wishes, found.best, found.others, found.considered, found.seconds)
+def _answer_with(run: RunSpec, result: SearchAnswer | None, question: PlanQuestion) -> Answer:
+    assert result is not None
+    return Answer(run, question, result.best, result.others, result.considered, result.seconds)
 
 
 def _objective(answer: Answer) -> dict[str, Any]:
-    """What the objective was asked over, and what it chose."""
-    price = answer.wishes.price
-    body: dict[str, Any] = {"name": answer.wishes.objective, "gpus": answer.plan.ranks, "tokens": answer.tokens}
+    """The range of the objective and its choice."""
+    price = answer.question.price
+    body: dict[str, Any] = {"name": answer.question.objective, "gpus": answer.plan.ranks, "tokens": answer.tokens}
     if answer.trainings:
         return body | {"trainings": [_training(training, price) for training in answer.trainings]}
     return body | {"points": [_point(point, answer.tokens, price) for point in answer.priced_points]}
@@ -334,7 +340,7 @@ def _probe(probe: Probe) -> dict[str, Any]:
         "predicted_seconds": probe.predicted_seconds,
         "measured_seconds": probe.measured_seconds,
         "predicted_bytes": probe.predicted_bytes,
-        "measured_bytes": probe.found.memory_bytes if probe.found else None,
+        "measured_bytes": probe.measured.memory_bytes if probe.measured else None,
         "ended": probe.ended or None,
     }
 

@@ -1,4 +1,4 @@
-"""The answer of `meshwright plan` as one self-contained page, in the report's style: nothing is loaded, no script runs."""
+"""The answer of `meshwright plan` as a self-contained page in the report's style, without scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.cli.plan_words import (
     caution,
     facts,
     machines_line,
-    memory_rows,
+    memory_by_rank,
     seconds_text,
     short_line,
 )
@@ -32,12 +32,12 @@ from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan_name import plan_name
 
-ROUNDS_DRAWN = 4
-"""Micro-batches for each pipeline rank in the timeline's picture, where the step has more than that."""
+MICRO_BATCHES_DRAWN = 4
+"""Micro-batches per pipeline rank in the drawn timeline, if the step has more."""
 RANKS_DRAWN = 16
 BOXES_DRAWN = 32
-SHORT = 12
-"""Characters of a cell that is not wrapped."""
+UNWRAPPED_CHARACTERS = 12
+"""Longest text of a cell that is kept on one line."""
 STYLE = """
 table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
 table.rows td:first-child { white-space: nowrap; }
@@ -45,12 +45,12 @@ table.rows td { overflow-wrap: normal; }
 table.rows th { width: auto; border-top: 0; }
 section.card + section.card, .grid + section.card { margin-bottom: 20px; }
 """
-"""What the report's style has no words for: tables of several columns."""
+"""Styles of tables with several columns, which the report's style sheet lacks."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(answer: Answer) -> str:
-    """The page as text."""
+    """The HTML of the page."""
     css = (files("meshwright.observe") / "template" / "report.css").read_text(encoding="utf-8").strip()
     run, plan = answer.run, answer.plan
     parts = [
@@ -59,7 +59,7 @@ def page(answer: Answer) -> str:
         f'<div class="grid">{_links(answer)}{_facts(answer)}</div>',
         f'<div class="grid">{_step(answer)}{_memory(answer)}</div>',
         f'<div class="grid">{_timeline(answer)}</div>',
-        f'<div class="grid">{_listing("What limits the step", [one.text for one in limits(run, plan)])}{_changes(answer)}</div>',
+        f'<div class="grid">{_listing("What limits the step", [limit.text for limit in limits(run, plan)])}{_changes(answer)}</div>',
         _runner_ups(answer),
         _table("Where the numbers come from", (), sources_of(answer).items()),
     ]  # fmt: skip
@@ -91,32 +91,32 @@ def _header(answer: Answer) -> str:
 
 
 def _tiles(answer: Answer) -> str:
-    said = answer.plan.predicted
-    if said is None:
+    predicted = answer.plan.predicted
+    if predicted is None:
         return ""
     memory = answer.run.cluster.memory_bytes()
-    rows = []
-    if said.step_seconds and said.low_seconds and said.high_seconds and said.tokens_per_second:
-        band = f"{seconds_text(said.low_seconds)} to {seconds_text(said.high_seconds)}"
-        rows += [
-            ("Step", seconds_text(said.step_seconds), f"80%: {band}"),
-            ("Throughput", figures.short(said.tokens_per_second), "tokens/s"),
-            ("Each GPU", figures.short(said.tokens_per_second_per_gpu or 0.0), "tokens/s"),
+    tiles = []
+    if predicted.step_seconds and predicted.low_seconds and predicted.high_seconds and predicted.tokens_per_second:
+        band = f"{seconds_text(predicted.low_seconds)} to {seconds_text(predicted.high_seconds)}"
+        tiles += [
+            ("Step", seconds_text(predicted.step_seconds), f"80%: {band}"),
+            ("Throughput", figures.short(predicted.tokens_per_second), "tokens/s"),
+            ("Each GPU", figures.short(predicted.tokens_per_second_per_gpu or 0.0), "tokens/s"),
         ]
-    if said.mfu:
-        rows.append(("MFU", figures.percent(said.mfu), "model FLOPs over peak"))
-    rows.append(
+    if predicted.mfu:
+        tiles.append(("MFU", figures.percent(predicted.mfu), "model FLOPs over peak"))
+    tiles.append(
         (
             "Memory",
-            bytes_text(said.memory_peak_bytes),
+            bytes_text(predicted.memory_peak_bytes),
             f"of {memory / 1e9:.0f} GB, fullest rank" if memory else "fullest rank",
         )
     )
     if not answer.given:
-        rows.append(("Considered", figures.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
+        tiles.append(("Considered", figures.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
     cells = "".join(
         f'<div class="tile"><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd class="sub">{escape(c)}</dd></div>'
-        for a, b, c in rows
+        for a, b, c in tiles
     )
     return f'<dl class="tiles">{cells}</dl>'
 
@@ -130,15 +130,17 @@ def _facts(answer: Answer) -> str:
 
 
 def _step(answer: Answer) -> str:
-    said = answer.plan.predicted
-    if said is None or not said.step_seconds:
+    predicted = answer.plan.predicted
+    if predicted is None or not predicted.step_seconds:
         return ""
-    shown = [(name, seconds) for name, seconds in parts_of(said).items() if seconds >= 0.0005 * said.step_seconds]
+    shown = [
+        (name, seconds) for name, seconds in parts_of(predicted).items() if seconds >= 0.0005 * predicted.step_seconds
+    ]
     bars = [
         _bar(
             name,
-            f"{seconds_text(seconds)}, {seconds / said.step_seconds:.1%}",
-            [(at % 8, seconds / said.step_seconds, name)],
+            f"{seconds_text(seconds)}, {seconds / predicted.step_seconds:.1%}",
+            [(at % 8, seconds / predicted.step_seconds, name)],
         )
         for at, (name, seconds) in enumerate(shown)
     ]
@@ -146,17 +148,19 @@ def _step(answer: Answer) -> str:
 
 
 def _memory(answer: Answer) -> str:
-    rows = memory_rows(answer.run, answer.plan)
+    by_rank = memory_by_rank(answer.run, answer.plan)
     limit = answer.run.cluster.memory_bytes()
-    full = 1.04 * max(limit or 0, *(sum(kinds.values()) for _, kinds in rows))
+    full = 1.04 * max(limit or 0, *(sum(parts_bytes.values()) for _, parts_bytes in by_rank))
     line = f'<span class="limit" style="left:{100 * limit / full:.2f}%"></span>' if limit else ""
-    names = list(dict.fromkeys(kind for _, kinds in rows for kind in kinds))
+    names = list(dict.fromkeys(part for _, parts_bytes in by_rank for part in parts_bytes))
     bars = []
-    for label, kinds in rows[:RANKS_DRAWN]:
-        parts = [(names.index(kind) % 8, size / full, f"{kind} {bytes_text(size)}") for kind, size in kinds.items()]
-        bars.append(_bar(label, bytes_text(sum(kinds.values())), parts, line))
+    for label, parts_bytes in by_rank[:RANKS_DRAWN]:
+        parts = [
+            (names.index(part) % 8, size / full, f"{part} {bytes_text(size)}") for part, size in parts_bytes.items()
+        ]
+        bars.append(_bar(label, bytes_text(sum(parts_bytes.values())), parts, line))
     keys = "".join(f'<li class="k{at % 8} column">{escape(name)}</li>' for at, name in enumerate(names))
-    more = f"{len(rows) - RANKS_DRAWN} more ranks hold alike. " if len(rows) > RANKS_DRAWN else ""
+    more = f"{len(by_rank) - RANKS_DRAWN} more ranks hold the same. " if len(by_rank) > RANKS_DRAWN else ""
     note = f"The dashed line is the device's memory, {limit / 1e9:.0f} GB." if limit else ""
     return _figure(
         "Memory", "by pipeline rank", "".join(bars), f'<ul class="legend">{keys}</ul><p class="aside">{more}{note}</p>'
@@ -179,7 +183,7 @@ def _timeline(answer: Answer) -> str:
     run, plan = answer.run, answer.plan
     if plan.predicted is None or plan.predicted.step_seconds is None:
         return ""
-    drawn = min(plan.batch.accumulate, ROUNDS_DRAWN * plan.axis_size("pipeline"))
+    drawn = min(plan.batch.accumulate, MICRO_BATCHES_DRAWN * plan.axis_size("pipeline"))
     shorter = replace(plan, batch=replace(plan.batch, accumulate=drawn))
     timeline = simulate_plan(run.model, run.train, shorter, run.cluster)
     cut = (
@@ -191,19 +195,19 @@ def _timeline(answer: Answer) -> str:
 
 
 def _changes(answer: Answer) -> str:
-    gains = [(one, f"{one.gain:+.1%}" + f" ({one.note})" * bool(one.note)) for one in answer.changes()]
-    rows = [(one.name, seconds_text(one.seconds), gain) for one, gain in gains]
-    return _table("What a change would buy", ("change", "step", "tokens/s"), rows)
+    gains = [(change, f"{change.gain:+.1%}" + f" ({change.note})" * bool(change.note)) for change in answer.changes()]
+    lines = [(change.name, seconds_text(change.seconds), gain) for change, gain in gains]
+    return _table("What a change would buy", ("change", "step", "tokens/s"), lines)
 
 
 def _runner_ups(answer: Answer) -> str:
-    rows = []
+    lines = []
     for number, other in enumerate(answer.others[:LONGEST_TABLE], 2):
-        said = other.plan.predicted
-        seconds = seconds_text(said.step_seconds) if said and said.step_seconds else ""
+        predicted = other.plan.predicted
+        seconds = seconds_text(predicted.step_seconds) if predicted and predicted.step_seconds else ""
         mark = " (planned only)" if untrainable(other.plan) else ""
-        rows.append((str(number), short_line(other.plan) + mark, seconds, answer.why_not(other)))
-    return _table("Runner-ups, and why they lost", ("", "plan", "step", "lost by"), rows)
+        lines.append((str(number), short_line(other.plan) + mark, seconds, answer.why_not(other)))
+    return _table("Runner-ups, and why they lost", ("", "plan", "step", "lost by"), lines)
 
 
 def _scaling(answer: Answer) -> str:
@@ -246,20 +250,20 @@ def _line(label: str, values: Sequence[float | None]) -> Series:
 
 
 def _trainings(answer: Answer) -> str:
-    price = answer.wishes.price
-    rows = []
-    for one in answer.trainings[:LONGEST_TABLE]:
-        took = (seconds_text(one.point.seconds or 0.0), figures.duration(one.seconds))
-        paid = (f"{two_digits(one.gpu_hours)}", money(one.gpu_hours, price))
-        rows.append((f"{one.point.gpus:,}", f"{one.batch:,}", f"{one.steps:,.0f}", *took, *paid))
+    price = answer.question.price
+    lines = []
+    for training in answer.trainings[:LONGEST_TABLE]:
+        took = (seconds_text(training.point.seconds or 0.0), figures.duration(training.seconds))
+        paid = (f"{two_digits(training.gpu_hours)}", money(training.gpu_hours, price))
+        lines.append((f"{training.point.gpus:,}", f"{training.batch:,}", f"{training.steps:,.0f}", *took, *paid))
     heads = ("GPUs", "batch", "steps", "step", "training", "GPU-hours", "cost" if price else "")
-    if not rows:
+    if not lines:
         return ""
-    return _table(f"Shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch", heads, rows)
+    return _table(f"Shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch", heads, lines)
 
 
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
+def _table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in line)}</tr>" for line in lines)
     if not body:
         return ""
     head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if any(heads) else ""
@@ -267,10 +271,10 @@ def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> s
 
 
 def _cell(text: str) -> str:
-    """A figure and its unit stay on one line."""
-    return escape(text.replace(" ", "\u00a0") if len(text) <= SHORT else text)
+    """The text of a cell; a short one, such as a number with its unit, stays on one line."""
+    return escape(text.replace(" ", "\u00a0") if len(text) <= UNWRAPPED_CHARACTERS else text)
 
 
 def _listing(title: str, sentences: Iterable[str]) -> str:
-    rows = "".join(f"<li>{escape(text)}</li>" for text in sentences)
-    return f'<section class="card"><h2>{escape(title)}</h2><ul class="why">{rows}</ul></section>' if rows else ""
+    items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
+    return f'<section class="card"><h2>{escape(title)}</h2><ul class="why">{items}</ul></section>' if items else ""

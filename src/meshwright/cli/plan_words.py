@@ -1,4 +1,4 @@
-"""A plan in words, for `plan`, `simulate`, `train` and the HTML page: one line of it, its facts, and its mesh on the cluster's links."""
+"""Texts about a plan for `plan`, `simulate`, `train` and the HTML page: its line, its facts, and its mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STAGES_SHOWN = 8
 
 
 def caution(run: RunSpec) -> str:
-    """What to think of the predicted seconds, where this program's own runs do not say that they are right; empty where they do."""
+    """A warning about the accuracy of the predicted seconds; empty if measured runs confirm it."""
     if is_guessed(run.cluster):
         return unpredicted(run.cluster)
     if STACK != "meshwright":
@@ -37,7 +37,7 @@ def caution(run: RunSpec) -> str:
 
 
 def remarks(run: RunSpec) -> Iterator[str]:
-    """What of the run's cluster is not as it is sold."""
+    """Remarks about a cluster that differs from what vendors sell."""
     chip, many, network = CHIPS.get(run.cluster.gpu), run.cluster.ranks_per_node, run.cluster.network
     chosen = run.plan == "auto" or isinstance(run.plan, PlanPins)
     if chosen and pins_of(run).compute is None and (old := without_bf16(run.cluster)):
@@ -47,8 +47,8 @@ def remarks(run: RunSpec) -> Iterator[str]:
         )
     if chip and chip.per_node > 1 and many > chip.domain and not (network and network.domain):
         yield (
-            f"{many} {chip.name} a node: {chip.per_node} share a host as it is sold, and all {many} are taken to see each other at "
-            "link speed; cluster.network.domain says how many do"
+            f"{many} {chip.name} a node: {chip.per_node} share a host in vendors' systems; all {many} are assumed to be connected at "
+            "link speed; cluster.network.domain sets how many are"
         )
 
 
@@ -60,7 +60,7 @@ def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
 
 
 def axes_line(plan: Plan) -> str:
-    """The mesh, and the schedule where there is one to choose."""
+    """The mesh, and the schedule if there is a choice of schedules."""
     return mesh_line(plan) + (f", {plan.schedule.name}" if plan.axis_size("pipeline") > 1 or plan.layered else "")
 
 
@@ -75,30 +75,30 @@ def mesh_line(plan: Plan) -> str:
 
 
 def short_line(plan: Plan) -> str:
-    """What sets a plan apart from its neighbours: its name, what copies in place of kernels, and its layers."""
+    """A short description of a plan: its name, its copy engines, and its layers."""
     copied = (("gathers", plan.gather_engine), ("tokens", plan.tensor_engine))
     engines = "".join(f", {name} by copy engines" for name, engine in copied if engine == "copy")
     return f"{plan_name(plan)}{engines}, {layers_line(plan)}"
 
 
 def layers_line(plan: Plan) -> str:
-    """The strategies, each with its layers where there are several, or how many they are."""
+    """The strategies; several strategies each with its layers or their number."""
     grouped = _by_strategy(plan)
     if len(grouped) == 1:
         return next(iter(grouped))
     total = 1 + max(int(strategy.range.split("-")[-1]) for strategy in plan.layers)
-    return "; ".join(f"{text} ({on_layers(held, total)})" for text, held in grouped.items())
+    return "; ".join(f"{text} ({on_layers(strategies, total)})" for text, strategies in grouped.items())
 
 
-def _layer_rows(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str]]:
-    """The same as rows of a table, with every layer's number."""
-    for text, held in _by_strategy(plan).items():
-        layers = {layer for strategy in held for layer in layer_range(strategy.range, run.model.layers)}
+def _layer_facts(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str]]:
+    """`layers_line` as facts, with every layer's number."""
+    for text, strategies in _by_strategy(plan).items():
+        layers = {layer for strategy in strategies for layer in layer_range(strategy.range, run.model.layers)}
         yield "layers", text if len(layers) == run.model.layers else f"{layer_numbers(layers)}: {text}"
 
 
 def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
-    """Strategies by their words."""
+    """Layer strategies by their description."""
     grouped: dict[str, list[LayerStrategy]] = {}
     for strategy in plan.layers:
         grouped.setdefault(_strategy(strategy), []).append(strategy)
@@ -106,43 +106,43 @@ def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
 
 
 def machines_line(cluster: ClusterSpec) -> str:
-    """The nodes and their devices, those that differ one group after the other."""
+    """The nodes and their devices; each group of equal nodes separately."""
     if cluster.emulate_nodes > 1:
-        return f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}, playing {cluster.emulate_nodes} nodes"
-    kinds = node_type_runs(cluster)
-    chips_alike = len({kind.gpu for kind, _ in kinds}) < len(kinds)
-    told = []
-    for kind, count in kinds:
-        port = f"{kind.port / 1e9:.3g} GB/s a port"
-        fabric = " on " + ", ".join(text for text in (kind.fabric, port) if text) if chips_alike else ""
-        told.append(f"{count:,} × {cluster.gpus_per_node} {kind.gpu}{fabric}")
-    return " and ".join(told) if len(told) > 1 else f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}"
+        return f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}, emulating {cluster.emulate_nodes} nodes"
+    runs = node_type_runs(cluster)
+    chips_alike = len({node_type.gpu for node_type, _ in runs}) < len(runs)
+    parts = []
+    for node_type, count in runs:
+        port = f"{node_type.port / 1e9:.3g} GB/s a port"
+        fabric = " on " + ", ".join(text for text in (node_type.fabric, port) if text) if chips_alike else ""
+        parts.append(f"{count:,} × {cluster.gpus_per_node} {node_type.gpu}{fabric}")
+    return " and ".join(parts) if len(parts) > 1 else f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}"
 
 
 def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
-    """The plan as a table of two columns, its mesh apart."""
+    """(label, text) facts of the plan, without its mesh."""
     batch, precision = plan.batch, plan.precision
     ranks = "rank" if plan.data_ranks == 1 else "ranks" if plan.data_ranks == plan.ranks else "data ranks"
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
     cut = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
-    rows = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {cut}")]
+    entries = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {cut}")]
     if plan.axis_size("pipeline") > 1 or plan.layered:
-        rows.append(("schedule", plan.schedule.name))
-    rows += _layer_rows(run, plan)
+        entries.append(("schedule", plan.schedule.name))
+    entries += _layer_facts(run, plan)
     replicas = f", over replicas in {precision.reduce_replicas}" if precision.reduce_replicas else ""
     low = "" if precision.linear == "compute" else f", linear layers in {precision.linear}"
     low += "" if precision.gather == "compute" else f", gathered in {precision.gather}"
-    rows.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
+    entries.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
     if plan.gather_engine == "copy":
-        rows.append(("gathers", "by copy engines"))
+        entries.append(("gathers", "by copy engines"))
     if plan.tensor_engine == "copy":
-        rows.append(("tokens", "between tensor ranks by copy engines, beside the products"))
-    rows.append(("compile", "each block" if plan.compile else "no"))
-    return rows
+        entries.append(("tokens", "between tensor ranks by copy engines, beside the products"))
+    entries.append(("compile", "each block" if plan.compile else "no"))
+    return entries
 
 
 def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """(axis and size, the link it runs over, what it carries) of the axes in use, outermost first."""
+    """(axis and size, the link it uses, the data it carries) for each axis in use, outermost first."""
     for axis in plan.mesh:
         if axis.size > 1:
             yield f"{axis.axis} {axis.size}", border(run, plan, axis.axis), MOVES[axis.axis]
@@ -151,30 +151,30 @@ def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
-    """Which part of the mesh a node holds, and its ranks."""
+    """The mesh coordinates of a node's ranks, and the number of its ranks."""
     per_node = as_nodes(run.cluster).gpus_per_node
     layout = Layout.of(plan, per_node)
     ranks = range(node * per_node, min((node + 1) * per_node, layout.ranks))
-    places = [layout.coordinates(rank) for rank in ranks]
-    held = [_span(axis, [place[axis] for place in places]) for axis, size in layout.axes if size > 1]
-    return ", ".join(held) or "the whole model", len(ranks)
+    coordinates = [layout.coordinates(rank) for rank in ranks]
+    spans = [_span(axis, [rank[axis] for rank in coordinates]) for axis, size in layout.axes if size > 1]
+    return ", ".join(spans) or "the whole model", len(ranks)
 
 
 def chips_by_node(cluster: ClusterSpec) -> list[str]:
-    """Each node's chip, where they are not all the same; empty where they are."""
-    chips = [kind.gpu for kind, count in node_type_runs(cluster) for _ in range(count)]
+    """Each node's chip; empty if all chips are the same."""
+    chips = [node_type.gpu for node_type, count in node_type_runs(cluster) for _ in range(count)]
     return chips if len(set(chips)) > 1 else []
 
 
-def memory_rows(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
-    """(pipeline rank with its layers, bytes by kind), by pipeline rank."""
+def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
+    """(pipeline rank with its layers, bytes by part), by pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
-    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
-    if len(rows) == 1:
-        return [("every rank", rows[0])]
+    by_rank = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    if len(by_rank) == 1:
+        return [("every rank", by_rank[0])]
     return [
-        (f"rank {rank}: layers {_stages(held)}", kinds)
-        for rank, (held, kinds) in enumerate(zip(table, rows, strict=True))
+        (f"rank {rank}: layers {_stages(stages)}", parts)
+        for rank, (stages, parts) in enumerate(zip(table, by_rank, strict=True))
     ]
 
 
@@ -197,12 +197,12 @@ def _strategy(strategy: LayerStrategy) -> str:
     return f"recompute {strategy.recompute}, {kept}{whole}{host}{linear}"
 
 
-def _span(axis: str, places: list[int]) -> str:
-    low, high = min(places), max(places)
+def _span(axis: str, indices: list[int]) -> str:
+    low, high = min(indices), max(indices)
     return f"{axis} {low}" if low == high else f"{axis} {low}-{high}"
 
 
-def _stages(held: tuple[range, ...]) -> str:
-    """Layer ranges in a row; of many, the first few."""
-    shown = [f"{one.start}-{one.stop - 1}" if len(one) > 1 else f"{one.start}" for one in held]
+def _stages(stages: tuple[range, ...]) -> str:
+    """Layer ranges as text; of many, the first few."""
+    shown = [f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"{layers.start}" for layers in stages]
     return ", ".join(shown[:STAGES_SHOWN]) + (f", … ({len(shown)} stages)" if len(shown) > STAGES_SHOWN else "")

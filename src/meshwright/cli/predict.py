@@ -1,4 +1,4 @@
-"""`meshwright predict`: what published runs should have cost, beside what they did."""
+"""`meshwright predict`: predicted and measured figures of published runs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def predict(
     """
     from meshwright.calibration.row_predictions import predict_rows
 
-    rows = _read(runs)
-    answers = [_answer(at, row, found) for at, (row, found) in enumerate(zip(rows, predict_rows(rows), strict=True))]
+    records = _read(runs)
+    predictions = zip(records, predict_rows(records), strict=True)
+    answers = [_answer(index, record, prediction) for index, (record, prediction) in enumerate(predictions)]
     summary = _summary(answers)
     if as_json:
         print(json.dumps({"rows": answers, "summary": summary}))
@@ -48,7 +49,10 @@ def _read(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restkey="more")
-            rows = [{key: value or "" for key, value in row.items() if isinstance(value, str | None)} for row in reader]
+            records = [
+                {key: value or "" for key, value in record.items() if isinstance(value, str | None)}
+                for record in reader
+            ]
             columns = reader.fieldnames or ()
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}; expected a CSV file of runs") from error
@@ -59,26 +63,26 @@ def _read(path: Path) -> list[dict[str, str]]:
         raise BadInput(
             f"{path} has no column {missing[0]!r}; expected at least {', '.join(REQUIRED)} (docs/design/cost-model.md)"
         )
-    return rows
+    return records
 
 
-def _answer(at: int, row: dict[str, str], found: Prediction) -> dict[str, Any]:
+def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[str, Any]:
     from meshwright.calibration.published_rows import measured_seconds, number_or_none
 
     return {
-        "row": at,
-        "source": row.get("source", ""),
-        "measured_step_seconds": measured_seconds(row),
-        "predicted_step_seconds": found.seconds,
-        "low_seconds": found.low,
-        "high_seconds": found.high,
-        "measured_memory_gb": number_or_none(row, "mem_gb"),
-        "predicted_memory_gb": found.memory_gib,
-        "memory_by_kind_gb": found.memory_by_kind,
-        "exposed_seconds": found.exposed,
-        "fits": found.fits,
-        "assumed": list(found.assumed),
-        "reason": found.reason,
+        "row": index,
+        "source": record.get("source", ""),
+        "measured_step_seconds": measured_seconds(record),
+        "predicted_step_seconds": prediction.seconds,
+        "low_seconds": prediction.low,
+        "high_seconds": prediction.high,
+        "measured_memory_gb": number_or_none(record, "mem_gb"),
+        "predicted_memory_gb": prediction.memory_gib,
+        "memory_by_kind_gb": prediction.memory_by_kind,
+        "exposed_seconds": prediction.exposed,
+        "fits": prediction.fits,
+        "assumed": list(prediction.assumed),
+        "reason": prediction.reason,
     }
 
 
@@ -105,10 +109,10 @@ def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _quantile(values: list[float], share: float) -> float:
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def _print_table(answers: list[dict[str, Any]], summary: dict[str, Any]) -> None:
@@ -120,6 +124,6 @@ def _print_table(answers: list[dict[str, Any]], summary: dict[str, Any]) -> None
     for answer in answers:
         if answer["reason"]:
             reasons[answer["reason"]].append(answer["row"])
-    for reason, places in reasons.items():
-        shown = ", ".join(map(str, places[:5])) + (" …" if len(places) > 5 else "")
-        print(f"  {len(places)} not predicted: {reason} (rows {shown})")
+    for reason, indices in reasons.items():
+        shown = ", ".join(map(str, indices[:5])) + (" …" if len(indices) > 5 else "")
+        print(f"  {len(indices)} not predicted: {reason} (rows {shown})")

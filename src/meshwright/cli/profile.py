@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.options import check_place, split_words
+from meshwright.cli.options import check_writable, split_words
 from meshwright.cli.profile_table import table
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
@@ -99,15 +99,15 @@ def profile(
         return
     if out is None:
         raise BadInput("--out FILE is missing: where to write what is measured, e.g. --out machine.json")
-    check_place("--out", out)
+    check_writable("--out", out)
     if shapes_of is not None and words:
-        raise BadInput(f"{words[0]}: with --shapes-of the run says what is measured; leave it out")
+        raise BadInput(f"{words[0]}: with --shapes-of the run determines what is measured; leave it out")
     cluster = _cluster(words) if shapes_of is None else _cluster_of(shapes_of)
-    found = _measured(cluster, seconds, shapes_of)
+    measured = _measured(cluster, seconds, shapes_of)
     from meshwright.config.profile_file import to_json
 
-    write_durable(out, to_json(found))
-    for line in table(found):
+    write_durable(out, to_json(measured))
+    for line in table(measured):
         print(line)
     print(f"wrote {out}; name it in a run or a question: cluster.profile={out}", file=sys.stderr)
 
@@ -116,12 +116,12 @@ def _cluster_of(folder: Path) -> ClusterSpec:
     """The cluster of the run in `folder`."""
     from meshwright.config.load import load_plan, load_resolved
 
-    load_plan(folder / "plan.yaml")  # a bad one is said before ranks start
+    load_plan(folder / "plan.yaml")  # a bad plan is reported before ranks start
     return load_resolved(folder / "config.yaml").cluster
 
 
 def _cluster(words: list[str] | None) -> ClusterSpec:
-    """The cluster that the words describe, which must be here."""
+    """The cluster that the command line describes; its devices must be on this host."""
     from meshwright.config.load import load_cluster
     from meshwright.launch.machine import found_cluster
 
@@ -135,22 +135,22 @@ def _cluster(words: list[str] | None) -> ClusterSpec:
 
 
 def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
-    """The figures of this host's ranks; under a launcher, every rank but the first ends here."""
+    """The measurements of this host's ranks; under a launcher, every rank but the first exits here."""
     from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
     if not started_by_launcher():
         return _measured_here(cluster, seconds, shapes_of)
-    from meshwright.training.profiling import ProfileJob, measured_by
+    from meshwright.training.profiling import ProfileJob, run_profile_job
 
     environment = RankEnvironment.from_environment()
-    found = measured_by(ProfileJob(cluster=cluster, seconds=seconds, run=_absolute(shapes_of)), environment)
+    measured = run_profile_job(ProfileJob(cluster=cluster, seconds=seconds, run=_absolute(shapes_of)), environment)
     if environment.rank:
         raise typer.Exit
-    return found
+    return measured
 
 
 def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
-    """Start a rank for every device of this host. When they fail the command ends with their code; logs with a traceback stay."""
+    """Start a rank for every device of this host. If they fail, exit with their code and keep logs that have a traceback."""
     from meshwright.config.profile_file import load_profile
     from meshwright.launch.local import rank_threads, run_ranks
     from meshwright.spec.fields import to_plain
@@ -164,10 +164,10 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path 
     question, destination = folder / "job.json", folder / "answer.json"
     job = {"cluster": to_plain(cluster), "seconds": seconds, "run": _absolute(shapes_of)}
     write_durable(question, json.dumps(job))
-    said = f"{cluster.ranks} {cluster.gpu}" + (
+    devices = f"{cluster.ranks} {cluster.gpu}" + (
         f" as {cluster.emulate_nodes} nodes" if cluster.emulate_nodes > 1 else ""
     )
-    print(f"measuring {said}", file=sys.stderr)
+    print(f"measuring {devices}", file=sys.stderr)
     code = run_ranks(
         "meshwright.training.profiling",
         [str(question), str(destination)],
@@ -175,12 +175,12 @@ def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path 
         logs=folder / "logs",
         threads=rank_threads(cluster),
     )
-    found = load_profile(destination) if code == EXIT_DONE else None
+    measured = load_profile(destination) if code == EXIT_DONE else None
     if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):
         shutil.rmtree(folder)
-    if found is None:
+    if measured is None:
         sys.exit(code)
-    return found
+    return measured
 
 
 def _absolute(folder: Path | None) -> str | None:
@@ -188,7 +188,7 @@ def _absolute(folder: Path | None) -> str | None:
 
 
 def _correct(folder: Path, out: Path | None) -> None:
-    """Write what the run in `folder` says of its prediction into its machine's profile."""
+    """Correct the machine's profile by the predicted and measured step time of the run in `folder`."""
     from meshwright.config.load import load_plan, load_resolved
     from meshwright.config.profile_file import load_profile, to_json
     from meshwright.profile.feedback import corrected
@@ -198,50 +198,52 @@ def _correct(folder: Path, out: Path | None) -> None:
     out = out or kept
     if out is None:
         raise BadInput("--out FILE is missing: the profile to correct, or to begin (the run had none)")
-    check_place("--out", out)
+    check_writable("--out", out)
     known = next((file for file in (out, kept) if file is not None and file.is_file()), None)
     before = load_profile(known) if known else _unmeasured(folder, run.cluster)
     after = corrected(before, run, plan, _measured_step(folder))
     write_durable(out, to_json(after))
-    row = after.corrections[-1]
+    correction = after.corrections[-1]
     verb = "guessed" if known is None and run.cluster.is_cpu else "predicted"
     print(
-        f"{run.name}: {verb} {row.predicted_seconds:.4g} s a step{'' if known else ' (nothing measured)'}, measured "
-        f"{row.measured_seconds:.4g} s; device time × {row.factor:.3f}"
+        f"{run.name}: {verb} {correction.predicted_seconds:.4g} s a step{'' if known else ' (nothing measured)'}, measured "
+        f"{correction.measured_seconds:.4g} s; device time × {correction.factor:.3f}"
     )
     print(f"wrote {out}", file=sys.stderr)
 
 
 def _measured_step(folder: Path) -> float:
-    """Median seconds of the run's steps behind the warm-up."""
-    from meshwright.observe.prediction_account import FEWEST, WARM_UP, typical
+    """Median seconds of the run's steps after warm-up."""
+    from meshwright.observe.prediction_account import FEWEST_STEPS, WARM_UP, typical_step
     from meshwright.observe.runfolder import read_run
 
     run = read_run(folder)
     steps = [step for step in run.steps if step["step"] > WARM_UP]
-    found = typical(steps)
+    typical_step = typical_step(steps)
     if run.account is not None:
         return run.account.step_seconds.measured
-    if found is None or len(steps) < FEWEST:
+    if typical_step is None or len(steps) < FEWEST_STEPS:
         raise BadInput(
-            f"{folder}: expected at least {WARM_UP + FEWEST} steps in metrics.jsonl, of which the first {WARM_UP} only warm up, got "
+            f"{folder}: expected at least {WARM_UP + FEWEST_STEPS} steps in metrics.jsonl, of which the first {WARM_UP} only warm up, got "
             f"{len(run.steps)}"
         )
-    return found.seconds
+    return typical_step.seconds
 
 
 def _unmeasured(folder: Path, cluster: ClusterSpec) -> MachineProfile:
-    """A profile of the run's machine without any figures."""
+    """An empty profile of the run's machine."""
     from meshwright.observe.runfolder import read_run
     from meshwright.spec.profile import MachineProfile
 
-    found = read_run(folder).environment
+    environment = read_run(folder).environment
     return MachineProfile(
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         gpu=cluster.gpu,
-        device=str(found.get("device", cluster.gpu)),
+        device=str(environment.get("device", cluster.gpu)),
         devices=cluster.ranks_per_node,
         nodes=cluster.nodes * cluster.emulate_nodes,
-        cores=int(found.get("cpu_cores") or os.cpu_count() or 1),
-        memory_bytes=int(found.get("device_memory_bytes") or found.get("memory_bytes") or cluster.memory_bytes() or 1),
+        cores=int(environment.get("cpu_cores") or os.cpu_count() or 1),
+        memory_bytes=int(
+            environment.get("device_memory_bytes") or environment.get("memory_bytes") or cluster.memory_bytes() or 1
+        ),
     )

@@ -1,4 +1,4 @@
-"""What `meshwright profile` prints: a line for each kind of figure, its best and worst, and how well the cost model's formula fits."""
+"""Output of `meshwright profile`: for each measurement its range, and the fit of the cost model's formula."""
 
 from __future__ import annotations
 
@@ -10,35 +10,42 @@ if TYPE_CHECKING:
 
 
 def table(profile: MachineProfile) -> list[str]:
-    """Lines of text."""
+    """The lines of the table."""
     head = (
         f"{profile.device}: {profile.devices} × {profile.gpu} a node, {profile.nodes} node{'s' * (profile.nodes > 1)}"
     )
-    rows = [*_products(profile), *_attention(profile), *_memory(profile), *_links(profile), *_beside(profile)]
+    lines = [*_products(profile), *_attention(profile), *_memory(profile), *_links(profile), *_beside(profile)]
     fits = list(_fits(profile))
-    width = max(len(name) for name, _ in [*rows, *fits])
-    lines = [f"  {name:<{width}}  {text}" for name, text in rows]
-    return [head, *lines, "what the cost model makes of it:", *(f"  {name:<{width}}  {text}" for name, text in fits)]
+    width = max(len(name) for name, _ in [*lines, *fits])
+    measured = [f"  {name:<{width}}  {text}" for name, text in lines]
+    return [head, *measured, "fit of the cost model:", *(f"  {name:<{width}}  {text}" for name, text in fits)]
 
 
 def _products(profile: MachineProfile) -> Iterator[tuple[str, str]]:
-    for kind in dict.fromkeys(row.format for row in profile.products):
-        rows = [row for row in profile.products if row.format == kind]
-        rates = sorted(rows, key=_rate)
-        burst = max(_rate(row, burst=True) for row in rows)
-        shapes = " to ".join(f"{_flops(_rate(row))} ({row.m} × {row.k} × {row.n})" for row in (rates[0], rates[-1]))
-        yield f"products {kind}", f"{len(rows)} shapes: {shapes}; in a rested device up to {_flops(burst)}"
+    for number_format in dict.fromkeys(entry.format for entry in profile.products):
+        products = [entry for entry in profile.products if entry.format == number_format]
+        rates = sorted(products, key=_rate)
+        burst = max(_rate(entry, burst=True) for entry in products)
+        shapes = " to ".join(
+            f"{_flops(_rate(entry))} ({entry.m} × {entry.k} × {entry.n})" for entry in (rates[0], rates[-1])
+        )
+        yield f"products {number_format}", f"{len(products)} shapes: {shapes}; on a rested device up to {_flops(burst)}"
 
 
-def _rate(row: ProductTime, *, burst: bool = False) -> float:
-    return 2.0 * row.m * row.k * row.n / (row.burst_seconds if burst else row.seconds)
+def _rate(entry: ProductTime, *, burst: bool = False) -> float:
+    return 2.0 * entry.m * entry.k * entry.n / (entry.burst_seconds if burst else entry.seconds)
 
 
 def _attention(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     if profile.attention:
         rates = [
-            14.0 * row.tokens * row.span * row.heads * row.head_dim / (row.forward_seconds + row.backward_seconds)
-            for row in profile.attention
+            14.0
+            * entry.tokens
+            * entry.span
+            * entry.heads
+            * entry.head_dim
+            / (entry.forward_seconds + entry.backward_seconds)
+            for entry in profile.attention
         ]
         yield (
             "attention",
@@ -61,24 +68,26 @@ def _memory(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def _links(profile: MachineProfile) -> Iterator[tuple[str, str]]:
-    groups = dict.fromkeys((row.nodes, row.ranks) for row in profile.collectives)
+    groups = dict.fromkeys((entry.nodes, entry.ranks) for entry in profile.collectives)
     for nodes, ranks in groups:
         parts = []
-        for op in dict.fromkeys(row.op for row in profile.collectives):
-            rows = [row for row in profile.collectives if (row.nodes, row.ranks, row.op) == (nodes, ranks, op)]
-            if rows:
-                parts.append(f"{op} {max(row.bytes / row.seconds for row in rows) / 1e9:.4g}")
+        for op in dict.fromkeys(entry.op for entry in profile.collectives):
+            entries = [
+                entry for entry in profile.collectives if (entry.nodes, entry.ranks, entry.op) == (nodes, ranks, op)
+            ]
+            if entries:
+                parts.append(f"{op} {max(entry.bytes / entry.seconds for entry in entries) / 1e9:.4g}")
         yield f"{ranks} ranks" + (f", {nodes} nodes" if nodes > 1 else ""), f"bytes ÷ time, GB/s: {', '.join(parts)}"
-    for row in profile.host_links:
-        text = f"{row.to_host / 1e9:.4g} GB/s out, {row.to_device / 1e9:.4g} in"
-        yield f"host link, {row.devices} at once", text
+    for entry in profile.host_links:
+        text = f"{entry.to_host / 1e9:.4g} GB/s out, {entry.to_device / 1e9:.4g} in"
+        yield f"host link, {entry.devices} at once", text
 
 
 def _beside(profile: MachineProfile) -> Iterator[tuple[str, str]]:
-    for row in profile.interference:
-        cost = (row.together_seconds - row.compute_seconds) / row.other_seconds
-        where = f" over {row.nodes} nodes" if row.nodes > 1 else ""
-        yield f"products beside {row.op}{where}", f"{100 * cost:.0f}% of its time added to theirs"
+    for entry in profile.interference:
+        cost = (entry.together_seconds - entry.compute_seconds) / entry.other_seconds
+        where = f" over {entry.nodes} nodes" if entry.nodes > 1 else ""
+        yield f"products with {entry.op}{where}", f"{100 * cost:.0f}% of its time added to theirs"
 
 
 def _fits(profile: MachineProfile) -> Sequence[tuple[str, str]]:
@@ -87,8 +96,8 @@ def _fits(profile: MachineProfile) -> Sequence[tuple[str, str]]:
     from meshwright.costs.plan_costs import STACK
 
     k = constants(reference_chip(profile).generation, STACK)
-    found = fits(k, profile, "fp32" if profile.gpu == "cpu" else "bf16")
+    fitted = fits(k, profile, "fp32" if profile.gpu == "cpu" else "bf16")
     return [
         (name, f"{', '.join(f'{key} {value:.4g}' for key, value in fit.values.items())}: {fit}")
-        for name, fit in found.items()
+        for name, fit in fitted.items()
     ]

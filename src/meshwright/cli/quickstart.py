@@ -1,4 +1,4 @@
-"""`meshwright quickstart`: the whole way from text to a model other tools load, on this machine's CPU."""
+"""`meshwright quickstart`: from text to a model that other tools load, on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def quickstart(
 
 
 def _finish(folder: Path) -> None:
-    """Samples, export, and the report with both."""
+    """Generates samples, exports the model, and writes the report with both."""
     from meshwright.checkpoint.convert import export_checkpoint
     from meshwright.cli.generate import sample
     from meshwright.observe.report import write_report
@@ -60,12 +60,12 @@ def _finish(folder: Path) -> None:
     shutil.rmtree(folder / "hf", ignore_errors=True)
     export_checkpoint(folder, folder / "hf")
     write_report(folder)
-    for one in samples:
-        print(f"\n{'─' * 60}\n{one['prompt']}{one['text']}")
+    for result in samples:
+        print(f"\n{'─' * 60}\n{result['prompt']}{result['text']}")
 
 
 def _steps(folder: Path) -> list[float]:
-    """Seconds of each training step so far; empty for a run that has not begun."""
+    """Seconds of each training step so far; empty for a run that has not started."""
     from meshwright.observe.metrics import scan_metrics
 
     file = folder / "metrics.jsonl"

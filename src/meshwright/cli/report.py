@@ -1,4 +1,4 @@
-"""`meshwright report`: makes a run's report.html again, from the files in its folder."""
+"""`meshwright report`: writes a run's report.html again from the files in its folder."""
 
 from __future__ import annotations
 
@@ -41,20 +41,22 @@ def report(
     if open_page:
         webbrowser.open(path.resolve().as_uri())
     if json:
-        found = read_run(folder)
-        steps = found.steps[-1]["step"] if found.steps else 0
-        told = to_plain(found.account)
-        print(json_module.dumps({"report": str(path), "steps": steps, "account": told, "missing": list(found.notes)}))
+        content = read_run(folder)
+        steps = content.steps[-1]["step"] if content.steps else 0
+        account = to_plain(content.account)
+        print(
+            json_module.dumps({"report": str(path), "steps": steps, "account": account, "missing": list(content.notes)})
+        )
     else:
         print(path)
 
 
 def find_run(run: Path) -> Path:
-    """The folder that `run` names, as a path or under `runs/`; raises BadInput, naming the nearest run, if none."""
+    """The folder that `run` names, as a path or in `runs/`; raises BadInput with the nearest run if there is none."""
     choices = [run, Path("runs") / run]
-    found = next((folder for folder in choices if (folder / "metrics.jsonl").is_file()), None)
-    if found:
-        return found
+    chosen = next((folder for folder in choices if (folder / "metrics.jsonl").is_file()), None)
+    if chosen:
+        return chosen
     others = sorted(path.parent for root in {run.parent, Path("runs")} for path in root.glob("*/metrics.jsonl"))
     close = nearest(run.name, [folder.name for folder in others])
     hint = next((f"; did you mean {folder}?" for folder in others if folder.name == close), "")

@@ -1,4 +1,4 @@
-"""`meshwright schema`: the run file, for editors and for people."""
+"""`meshwright schema`: the schema of run files, for editors and for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright simulate`: one step of a plan played before it is run. Needs neither torch nor a GPU."""
+"""`meshwright simulate`: simulates one step of a plan. Needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json, Runs, Words, check_place, load, say
+from meshwright.cli.options import Json, Runs, Words, check_writable, load, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from meshwright.spec.plan import Plan
     from meshwright.spec.run import RunSpec
 
-SMALLEST = 0.0005
+SMALLEST_SHARE = 0.0005
 """Share of a step below which a part is not printed; --json has them all."""
 PRINTED = {"compute": "compute", "closing": "norm, optimizer", "idle": "idle"}
-"""Parts of a step that are no communication."""
+"""Parts of a step other than communication, with their labels."""
 
 
 def simulate(
@@ -60,7 +60,7 @@ def simulate(
     from meshwright.simulator.step_simulation import simulate_plan
     from meshwright.simulator.trace import write_trace
 
-    check_place("--trace", trace)
+    check_writable("--trace", trace)
     run = with_vocabulary(load(words, runs))
     for remark in remarks(run):
         say(remark)
@@ -83,16 +83,16 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 
     seconds = timeline.step_seconds
     low, high = band(seconds, run.cluster, plan)
-    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
-    held = _layers(run, plan)
+    memory = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    layers = _layers(run, plan)
     ranks = [
         {
             "rank": rank,
-            "layers": held[rank],
+            "layers": layers[rank],
             "compute_seconds": timeline.compute_seconds[rank],
             "exposed_seconds": timeline.exposed_seconds[rank],
             "peak_in_flight": timeline.peak_in_flight[rank],
-            "memory_bytes": rows[rank],
+            "memory_bytes": memory[rank],
         }
         for rank in range(timeline.schedule.ranks)
     ]
@@ -113,7 +113,8 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 
 
 def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]:
-    """Where a rank's step goes, with what is inside its compute (communication of tensor and context, the host's launches) apart."""
+    """Seconds of a rank's step by part.
+    Communication of tensor and context axes and the host's launches are separated from compute."""
     from meshwright.simulator.step_simulation import inside_compute
 
     inside = inside_compute(run.model, run.train, plan, run.cluster)
@@ -122,15 +123,15 @@ def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]
 
 
 def _layers(run: RunSpec, plan: Plan) -> list[str]:
-    """The layers of each pipeline rank, its virtual stages one after another."""
+    """The layers of each pipeline rank, its virtual stages in order."""
     from meshwright.spec.layout import stage_table
 
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
-    return [" ".join(f"{s.start}-{s.stop - 1}" if len(s) > 1 else f"{s.start}" for s in row) for row in table]
+    return [" ".join(f"{s.start}-{s.stop - 1}" if len(s) > 1 else f"{s.start}" for s in stages) for stages in table]
 
 
 def _rank_names(run: RunSpec, plan: Plan) -> dict[int, str]:
-    return {rank: f"pipeline rank {rank}: layers {held}" for rank, held in enumerate(_layers(run, plan))}
+    return {rank: f"pipeline rank {rank}: layers {layers}" for rank, layers in enumerate(_layers(run, plan))}
 
 
 def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
@@ -141,19 +142,19 @@ def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int |
 
     console = Console(highlight=False)
     step, low, high = (seconds_text(answer[f"{name}_seconds"]) for name in ("step", "low", "high"))
-    said = " (the planner's choice; `meshwright plan` says why)" if answer["chosen_by_planner"] else ""
-    console.print(f"plan: {plan_line(run, answer['plan'])}{said}")
+    origin = " (the planner's choice; `meshwright plan` explains it)" if answer["chosen_by_planner"] else ""
+    console.print(f"plan: {plan_line(run, answer['plan'])}{origin}")
     console.print(
         f"step: [bold]{step}[/bold] (80%: {low} to {high}, {answer['band']}); "
         f"{answer['tokens_per_second']:,.0f} tokens/s, bubble {answer['bubble']:.1%}"
     )
-    if warned := caution(run):
-        console.print(f"  {warned}")
+    if warning := caution(run):
+        console.print(f"  {warning}")
     for name, seconds in answer["breakdown"].items():
         share = seconds / answer["step_seconds"]
-        if share >= SMALLEST:
-            said = PRINTED.get(name, f"exposed {name}")
-            console.print(f"  {said:18s} {seconds:9.3f} s {share:6.1%} {'█' * round(40 * share)}")
+        if share >= SMALLEST_SHARE:
+            label = PRINTED.get(name, f"exposed {name}")
+            console.print(f"  {label:18s} {seconds:9.3f} s {share:6.1%} {'█' * round(40 * share)}")
     _show_ranks(console, run, answer)
     picture = draw_within(timeline, width or console.width)
     if picture is not None:
@@ -173,15 +174,15 @@ def _show_ranks(console: Console, run: RunSpec, answer: dict[str, Any]) -> None:
     budget = run.cluster.memory_bytes()
     heads = ("rank", "layers", "compute", "in flight", "memory")
     table = Table(*heads, box=None, padding=(0, 2, 0, 0))
-    for row in answer["ranks"]:
-        total = sum(row["memory_bytes"].values())
+    for rank in answer["ranks"]:
+        total = sum(rank["memory_bytes"].values())
         full = f" of {budget / 1e9:.0f} GB" if budget else ""
-        layers = row["layers"] if len(row["layers"]) <= 40 else row["layers"][:37] + "…"
+        layers = rank["layers"] if len(rank["layers"]) <= 40 else rank["layers"][:37] + "…"
         table.add_row(
-            str(row["rank"]),
+            str(rank["rank"]),
             layers,
-            f"{row['compute_seconds']:.3f} s",
-            f"{row['peak_in_flight']:g}",
+            f"{rank['compute_seconds']:.3f} s",
+            f"{rank['peak_in_flight']:g}",
             bytes_text(total) + full,
         )
     console.print(table)

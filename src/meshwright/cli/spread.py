@@ -1,4 +1,4 @@
-"""`--plan` of `generate` and `eval`: the model spread over ranks by a plan file, here or by a launcher."""
+"""`--plan` of `generate` and `eval`: the model distributed over ranks by a plan file, here or by a launcher."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def ask_ranks(
     continuation: Continuation | None = None,
     measurement: Measurement | None = None,
 ) -> Answer:
-    """What the ranks of a plan answer about the model in `folder`: a run, one checkpoint, or a Hugging Face folder.
+    """The answer of a plan's ranks about the model in `folder`: a run, a checkpoint, or a Hugging Face folder.
 
-    Under a launcher every rank but the first ends here. Raises BadInput when the plan does not fit the model or this host.
+    Under a launcher every rank but the first exits here. Raises BadInput if the plan does not fit the model or this
+    host.
     """
     from meshwright.config.load import load_plan
     from meshwright.spec.layout import with_node_crossings
@@ -57,7 +58,7 @@ def ask_ranks(
         model=model, weights=weights, plan=plan, cluster=cluster, continuation=continuation, measurement=measurement
     )
     if not started_by_launcher():
-        return _asked_here(job)
+        return _run_here(job)
     environment = RankEnvironment.from_environment()
     answer = join_and_answer(job, environment)
     if environment.rank:
@@ -66,7 +67,7 @@ def ask_ranks(
 
 
 def model_in(folder: Path) -> tuple[ModelSpec, str]:
-    """The model's dimensions, and where its weights are: `hf:DIR` or `checkpoint:DIR`."""
+    """The model's dimensions and the source of its weights: `hf:DIR` or `checkpoint:DIR`."""
     from meshwright.checkpoint.hf import import_hf
     from meshwright.checkpoint.verify import newest_checkpoint
     from meshwright.config.load import load_resolved
@@ -108,19 +109,19 @@ def _cluster(plan: Plan, file: Path, *, launched: bool) -> ClusterSpec:
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.fields import from_plain
 
-    found = from_plain(ClusterSpec, found_cluster())
+    cluster = from_plain(ClusterSpec, found_cluster())
     if launched:
-        return found
-    if not found.is_cpu and plan.ranks > found.gpus_per_node:
+        return cluster
+    if not cluster.is_cpu and plan.ranks > cluster.gpus_per_node:
         raise BadInput(
-            f"{file} is for {plan.ranks} ranks and this host has {found.gpus_per_node} GPUs; expected a plan for at most that many "
+            f"{file} is for {plan.ranks} ranks and this host has {cluster.gpus_per_node} GPUs; expected a plan for at most that many "
             "(`meshwright plan … --out FILE`), or start this command under a launcher"
         )
-    return replace(found, gpus_per_node=plan.ranks)
+    return replace(cluster, gpus_per_node=plan.ranks)
 
 
-def _asked_here(job: object) -> Answer:
-    """Start the ranks on this host. When they fail the command ends with their code; logs with a traceback stay."""
+def _run_here(job: object) -> Answer:
+    """Start the ranks on this host. If they fail, exit with their code and keep logs that have a traceback."""
     from meshwright.launch.local import run_ranks
     from meshwright.spec.fields import from_plain, to_plain
     from meshwright.training.spread import Answer, SpreadJob

@@ -1,4 +1,4 @@
-"""`meshwright train`: start the ranks of a run here, or join them when a launcher already started this process as one."""
+"""`meshwright train`: starts the ranks of a run here, or joins them as one rank under a launcher."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def train(
         run = load(words, runs)
         steps = parse_steps("--profile-steps", profile_steps)
         drawn = parse_steps("--timeline", timeline)
-        for option, asked in (("--profile-steps", steps), ("--timeline", drawn)):
-            if asked and asked[1] > run.train.steps:
-                raise BadInput(f"{option} {asked[0]}:{asked[1]}: the run ends with step {run.train.steps}")
+        for option, span in (("--profile-steps", steps), ("--timeline", drawn)):
+            if span and span[1] > run.train.steps:
+                raise BadInput(f"{option} {span[0]}:{span[1]}: the run ends with step {run.train.steps}")
         if started_by_launcher():
             join_ranks(run, runs, fresh, steps, drawn, report)
         run = renamed(run, runs) if fresh else run
@@ -101,7 +101,7 @@ def join_ranks(
     timeline: tuple[int, int] | None,
     report: Callable[[], AbstractContextManager[None]],
 ) -> NoReturn:
-    """Be one rank of a job that a launcher started, and end the process with its code; rank 0 prepares the run for all.
+    """Run one rank of a job that a launcher started, and exit with its code; rank 0 prepares the run for all.
 
     `report` surrounds the preparation: it turns a refusal into a report of every mistake.
     """
@@ -121,7 +121,7 @@ def join_ranks(
         from meshwright.training.rank import import_all
 
         import_all(cuda=not run.cluster.is_cpu)
-        from meshwright.launch.folder import held, renamed
+        from meshwright.launch.folder import folder_lock, renamed
         from meshwright.parallel.world import join
         from meshwright.training.join import agreed_assignment
         from meshwright.training.worker import run_rank
@@ -129,12 +129,12 @@ def join_ranks(
         clock.end("imports")
 
         def prepare() -> Assignment | None:
-            mine = renamed(run, runs) if fresh else run
-            lock = held(runs / mine.name)
+            named = renamed(run, runs) if fresh else run
+            lock = folder_lock(runs / named.name)
             lock.__enter__()
             life.add_cleanup(lambda: lock.__exit__(None, None, None))
             with report():
-                return _prepared(mine, runs, profile, timeline)
+                return _prepared(named, runs, profile, timeline)
 
         world = join(life.environment, run.cluster, timeout_seconds=run.train.timeout_seconds)
         clock.end("join")
@@ -150,7 +150,7 @@ def join_ranks(
 def _prepared(
     run: RunSpec, runs: Path, profile: tuple[int, int] | None, timeline: tuple[int, int] | None
 ) -> Assignment | None:
-    """What the ranks are handed, announced; None when the run is finished."""
+    """The assignment of the ranks, after printing it; None if the run is finished."""
     from meshwright.launch.prepare import prepare_run
 
     prepared = prepare_run(run, runs, profile=profile, note=print_now, timeline=timeline)
@@ -161,7 +161,7 @@ def _prepared(
 
 
 def announce(prepared: Prepared) -> None:
-    """Say what is about to run."""
+    """Print what is about to run."""
     from meshwright.cli.plan_words import axes_line, layers_line
     from meshwright.launch.disk import checkpoints_line
     from meshwright.observe.figures import short
@@ -169,7 +169,7 @@ def announce(prepared: Prepared) -> None:
 
     assignment = prepared.assignment
     run, plan = assignment.run, assignment.plan
-    spared = any(layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
+    saves_memory = any(layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
     seq = run.train.seq_len
     print_now(f"{'resume' if prepared.resumes else 'run'} {assignment.folder}")
     print_now(
@@ -183,7 +183,7 @@ def announce(prepared: Prepared) -> None:
         axes_line(plan),
         f"micro-batch {batch.micro_batch} × {batch.accumulate}",
         _formats(run, plan),
-        *([layers_line(plan)] if spared else []),
+        *([layers_line(plan)] if saves_memory else []),
         *plan.why[:1],
     ]
     print_now(f"  plan: {'; '.join(parts)}")
@@ -192,33 +192,33 @@ def announce(prepared: Prepared) -> None:
 
 
 def _devices(cluster: ClusterSpec) -> str:
-    """The cluster in a few words, and what of this host a run on its processor leaves idle."""
+    """The cluster in a few words; for CPU ranks also the idle GPUs of this host."""
     from meshwright.launch.machine import visible_gpus
 
     nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
-    said = f"{nodes}{cluster.gpus_per_node} × {cluster.gpu}"
+    devices = f"{nodes}{cluster.gpus_per_node} × {cluster.gpu}"
     if not cluster.is_cpu:
-        return said
+        return devices
     idle = visible_gpus()
     return (
-        f"{said} ({idle} GPU{'s' * (idle > 1)} idle: cluster=auto takes what is here)"
+        f"{devices} ({idle} GPU{'s' * (idle > 1)} idle: cluster=auto takes what is here)"
         if idle
-        else f"{said} (no GPU found here)"
+        else f"{devices} (no GPU found here)"
     )
 
 
 def _formats(run: RunSpec, plan: Plan) -> str:
     precision = plan.precision
-    kinds = dict.fromkeys(layer.linear or precision.linear for layer in plan.layers)
-    low = [kind for kind in kinds if kind != "compute"]
+    formats = dict.fromkeys(layer.linear or precision.linear for layer in plan.layers)
+    low = [name for name in formats if name != "compute"]
     if not low:
         return precision.compute
-    played = " (a processor plays it, slowly)" if run.cluster.is_cpu else ""
-    return f"{precision.compute}, {'some ' * ('compute' in kinds)}linear layers {' and '.join(low)}{played}"
+    emulated = " (emulated on the CPU, slowly)" if run.cluster.is_cpu else ""
+    return f"{precision.compute}, {'some ' * ('compute' in formats)}linear layers {' and '.join(low)}{emulated}"
 
 
 def parse_steps(option: str, text: str | None) -> tuple[int, int] | None:
-    """`A:B` as two step numbers. Raises BadInput when it is not that."""
+    """`A:B` as two step numbers. Raises BadInput for another form."""
     if text is None:
         return None
     first, _, last = text.partition(":")

@@ -1,1 +1,1 @@
-"""The configuration compiler: run, plan and profile files read with the position of every value, checked, completed, and explained."""
+"""Reads run, plan and profile files with the position of every value, checks and completes them."""

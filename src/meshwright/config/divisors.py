@@ -1,4 +1,4 @@
-"""Divisors of the sizes of a model and a cluster, for the nearest valid value of a mistake."""
+"""Divisors of the sizes of a model and a cluster, for the nearest valid values in messages."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, Schedule
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200
-"""A folder's name may have 255 bytes, and the name of a run gets endings such as `-2`."""
+"""Characters of a run's name: a folder name may have 255 bytes, and the run's name gets suffixes such as `-2`."""
 MOST_PARAMETERS = 10**15
 MOST_RANKS = 2**20
 MOST_SEQUENCES = 2**14
-"""Sequences of one rank in one step: a schedule lists every micro-batch."""
+"""Sequences of one rank in one step. A schedule lists every micro-batch, so their number is limited."""
 _WIDTHS = (
     "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size", "max_seq_len",
     "experts", "expert_hidden", "shared_expert_hidden",
@@ -112,7 +112,7 @@ def plan_file_checks(
 
 
 def _plan_file_mesh(plan: Document, run: RunValues, sizes: dict[str, int]) -> Iterator[Mistake]:
-    """Tensor and context axes of a plan file that cannot divide its run's model."""
+    """Mistakes of tensor and context axes of a plan file that cannot divide its run's model."""
     wrong = [_context_error(run, sizes)]
     if expected := _tensor_error(run, sizes.get("tensor", 1)):
         wrong.append(("tensor", expected))
@@ -134,7 +134,7 @@ def _names(run: RunValues) -> Iterator[Mistake]:
 
 
 def _parameters(run: RunValues) -> Iterator[Mistake]:
-    """Few enough parameters for the arithmetic of the cost model."""
+    """The number of parameters does not exceed the range of the cost model's arithmetic."""
     if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
         return
     sizes = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
@@ -155,7 +155,7 @@ def _attention(run: RunValues) -> Iterator[Mistake]:
 
 
 def _experts(run: RunValues) -> Iterator[Mistake]:
-    """A mixture says how many experts a token passes and how wide they are; a dense model says nothing of experts."""
+    """A mixture of experts gives the experts per token and their width; a dense model has no such keys."""
     experts, passed, width = run("model.experts"), run("model.experts_per_token"), run("model.expert_hidden")
     if experts is None:
         return
@@ -273,7 +273,7 @@ def _emulated(run: RunValues) -> Iterator[Mistake]:
     if not emulated or emulated == 1:
         return
     if nodes and nodes > 1:
-        yield run.mistake("cluster.emulate_nodes", f"1, as the cluster has {nodes} hosts: one host plays nodes", "1")
+        yield run.mistake("cluster.emulate_nodes", f"1, as the cluster has {nodes} hosts: one host emulates nodes", "1")
     elif per_node and per_node % emulated:
         near = str(nearest_divisor(per_node, emulated))
         yield run.mistake("cluster.emulate_nodes", f"a divisor of cluster.gpus_per_node = {per_node}", near)
@@ -417,6 +417,6 @@ def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistak
         covered.update(chosen)
     left = set(range(layers)) - covered
     if left and readable:
-        place = document.key_place(path)
+        position = document.key_position(path)
         expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {layer_numbers(left)}"
-        yield Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got)
+        yield Mistake(position.file, position.line, position.column, ".".join(map(str, path)), expected, got)

@@ -1,8 +1,7 @@
-"""From a run file and overrides to one RunSpec, or every mistake in them at once.
+"""Loads a run file and overrides as one RunSpec, or reports every mistake in them.
 
-    defaults < what `extends` names < the file < `train.steps=200` on the command line
-
-Derived values are filled in after merging. A resolved run, written by `resolved_yaml`, loads to an equal RunSpec.
+Precedence, lowest first: defaults, what `extends` names, the file, `train.steps=200` on the command line. Derived
+values are filled in after merging. A resolved run, written by `resolved_yaml`, loads to an equal RunSpec.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-_SAME_TRAINING_SECTIONS = ("seed", "model", "data", "train")
+_COMPARED_SECTIONS = ("seed", "model", "data", "train")
 _NOT_COMPARED = {
     "model.preset", "data.validation", "data.tokenizer_mismatch", "data.changed", "train.validate_every",
     "train.validate_batches", "train.gc_every",
@@ -45,12 +44,13 @@ def load_run(
     model_reader: ModelReader | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> RunSpec:
-    """The run that the file at `path` describes, with `overrides` such as `train.steps=200` laid over it.
+    """The run in the file at `path`, with `overrides` such as `train.steps=200` applied.
 
-    Without a path the overrides describe the run (see `gather`); QUICKSTART is the path of the quick start's. `runs` is where
-    `model.init: checkpoint:NAME` looks for a run by name, `detect` answers `cluster: auto` and a cluster that is left out with
-    ClusterSpec's keys, `model_reader` gives ModelSpec's keys for `model.init: hf:DIR` when the file gives no dimensions, and `note` gets
-    a sentence for each assumption. Raises BadConfig with every mistake found.
+    Without a path the overrides describe the run (see `gather`); QUICKSTART is the path of the quick start's run file.
+    `model.init: checkpoint:NAME` looks for a run named NAME in `runs`. `detect` returns the ClusterSpec keys of this
+    machine for `cluster: auto` and an absent cluster. `model_reader` returns the ModelSpec keys for `model.init:
+    hf:DIR` when the file gives no dimensions. `note` receives a sentence for each assumption. Raises BadConfig with
+    every mistake.
     """
     reading = read_run(path, overrides, runs=runs, detect=detect, model_reader=model_reader)
     run = reading.run()
@@ -67,7 +67,7 @@ def read_run(
     detect: Detect | None = None,
     model_reader: ModelReader | None = None,
 ) -> Reading:
-    """What `load_run` reads, with the mistakes in it and the positions of its keys. Raises nothing for a mistake."""
+    """The values that `load_run` reads, with their positions and mistakes. Does not raise for a mistake."""
     document = gather(path, overrides, detect or _one_cpu_rank)
     notes = _complete(document, path, runs, detect, model_reader)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
@@ -77,15 +77,15 @@ def read_run(
 
 
 def load_resolved(path: Path) -> RunSpec:
-    """The run in a file that `resolved_yaml` wrote, such as the config.yaml of a run's folder or of a checkpoint.
+    """The run in a file written by `resolved_yaml`, such as config.yaml of a run's folder or of a checkpoint.
 
-    Unlike `load_run` it asks for nothing outside the file: the plan file or weights that it names may be gone by now.
-    Raises BadConfig with every mistake found.
+    Unlike `load_run` it reads nothing outside the file: the plan file or weights that it names may be deleted. Raises
+    BadConfig with every mistake.
     """
     document = read_yaml(path)
     pins = document.get(("plan",))
     if isinstance(pins, dict):
-        pins.pop("reduce_engine", None)  # earlier versions wrote every key, also this one, which was removed
+        pins.pop("reduce_engine", None)  # earlier versions wrote this key, which was removed
     given, mistakes, _ = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes
     if mistakes:
@@ -94,7 +94,7 @@ def load_resolved(path: Path) -> RunSpec:
 
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: Detect | None = None) -> ClusterSpec:
-    """The cluster alone of the run that `load_run` would load. A profile that it names is not read: it may be about to be written.
+    """The cluster of the run that `load_run` would load. Its profile is not read: it may not be written yet.
 
     Raises BadConfig with every mistake in the section.
     """
@@ -110,9 +110,9 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
 
 
 def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
-    """The plan in a file that the planner or a person wrote; on a `cluster`, its axes cross what they cross there.
+    """The plan in a file; with `cluster`, `crosses` of each axis is computed for its nodes.
 
-    Raises BadConfig with every mistake found.
+    Raises BadConfig with every mistake.
     """
     document = read_yaml(path)
     given, mistakes, _ = _checked_plan(document)
@@ -123,13 +123,13 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
 
 
 def resolved_yaml(run: RunSpec) -> str:
-    """The run with every value written out, as YAML that `load_run` reads back to an equal RunSpec."""
+    """The run with every value, as YAML that `load_run` reads back to an equal RunSpec."""
     header = "# A resolved run: every value, defaults included. Loading this file gives the same run again.\n"
     return header + dump_yaml(to_plain(run))
 
 
 def plan_yaml(plan: Plan) -> str:
-    """The plan as the file a person reads, edits and passes back with `plan: FILE`."""
+    """The plan as a file that a person reads, edits and passes back with `plan: FILE`."""
     header = (
         "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` bind nothing.\n"
     )
@@ -137,10 +137,10 @@ def plan_yaml(plan: Plan) -> str:
 
 
 def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
-    """The dotted keys, with both values, in which two runs would train differently.
+    """(dotted key, value of a, value of b) for every key that makes the two runs train differently.
 
-    What only moves or watches the training is left out: cluster, plan, checkpoint, observe, validation and time limits.
-    The order of `data.mix` counts, as the order of samples may follow from it.
+    Keys that do not change the training are ignored: cluster, plan, checkpoint, observe, validation and time limits.
+    The order of `data.mix` is compared, as the order of samples may depend on it.
     """
     ours, theirs = _flat(a), _flat(b)
     keys = dict.fromkeys([*ours, *theirs])
@@ -150,7 +150,7 @@ def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
 
 
 def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
-    """What `meshwright check --json` prints for these mistakes."""
+    """The output of `meshwright check --json` for these mistakes."""
     report = BadConfig(mistakes)
     more = {"more": report.unlisted} if report.unlisted else {}
     return {"ok": not report.mistakes, "errors": report.as_plain(), **more}
@@ -159,7 +159,7 @@ def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
 def _complete(
     document: Document, path: Path | None, runs: Path, detect: Detect | None, model_reader: ModelReader | None
 ) -> list[str]:
-    """Adds to `document` what follows from it; returns a sentence for each assumption."""
+    """Adds derived values to `document`; returns a sentence for each assumption."""
     notes = complete(document, (path or QUICKSTART).stem, runs, detect or _one_cpu_rank, model_reader)
     if path is not None:
         return notes
@@ -168,12 +168,12 @@ def _complete(
 
 
 def _embedded_values(document: Document) -> Iterator[tuple[KeyPath, str]]:
-    """Keys that have the quick start's value or its preset's, chip's, and that value in words."""
+    """(path, value as text) of keys whose value comes from the quick start, its preset or a chip."""
     for section, value in document.data.items():
         for key, inner in value.items() if isinstance(value, dict) else ((None, value),):
             path: KeyPath = (section,) if key is None else (section, key)
-            named = path in document.values and document.values[path].file == EMBEDDED
-            if named and (section != "model" or key == "preset"):
+            is_embedded = path in document.values and document.values[path].file == EMBEDDED
+            if is_embedded and (section != "model" or key == "preset"):
                 yield path, "+".join(inner) if isinstance(inner, dict) else str(inner)
 
 
@@ -182,39 +182,52 @@ def _one_cpu_rank() -> dict[str, Any]:
 
 
 def _plan_file_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
-    """What is wrong with the plan file that a run names."""
+    """Mistakes in the plan file that a run names."""
     file = document.data.get("plan")
     if not isinstance(file, str) or file == "auto" or ("plan",) in unusable:
         return []
     plan = read_yaml(Path(file), os.path.relpath(file))
-    _, mistakes, wrong = _checked_plan(plan)
-    return mistakes + plan_file_checks(plan, wrong, document, unusable)
+    _, mistakes, plan_unusable = _checked_plan(plan)
+    return mistakes + plan_file_checks(plan, plan_unusable, document, unusable)
 
 
 def _profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
-    """What is wrong with the machine profile that a run's cluster names."""
+    """Mistakes in the machine profile that a run's cluster names."""
     path: KeyPath = ("cluster", "profile")
     file = document.get(path)
     if not isinstance(file, str) or file == "none" or path in unusable or ("cluster",) in unusable:
         return []
-    place, shown = document.value_place(path), os.path.relpath(file)
+    position, shown = document.value_position(path), os.path.relpath(file)
     expected = "a file that `meshwright profile --out FILE` wrote"
     if not os.path.isfile(file):
         close = nearest(os.path.basename(file), [near.name for near in Path(file).parent.glob("*.json")])
         return [
-            Mistake(place.file, place.line, place.column, "cluster.profile", expected, f"{shown}: no such file", close)
+            Mistake(
+                position.file,
+                position.line,
+                position.column,
+                "cluster.profile",
+                expected,
+                f"{shown}: no such file",
+                close,
+            )
         ]
     try:
         measured = load_profile(file)
     except BadInput as error:
         got = str(error).replace(file, shown)
-        return [Mistake(place.file, place.line, place.column, "cluster.profile", expected, got)]
+        return [Mistake(position.file, position.line, position.column, "cluster.profile", expected, got)]
     gpu = document.get(("cluster", "gpu")) or ClusterSpec().gpu
     if measured.gpu == gpu:
         return []
     return [
         Mistake(
-            place.file, place.line, place.column, "cluster.profile", f"a profile of {gpu}", f"one of {measured.gpu}"
+            position.file,
+            position.line,
+            position.column,
+            "cluster.profile",
+            f"a profile of {gpu}",
+            f"one of {measured.gpu}",
         )
     ]
 
@@ -230,7 +243,7 @@ def _checked_plan(document: Document) -> tuple[dict[str, Any], list[Mistake], se
 def _flat(run: RunSpec) -> dict[str, Any]:
     plain = to_plain(run)
     flat: dict[str, Any] = {}
-    for section in _SAME_TRAINING_SECTIONS:
+    for section in _COMPARED_SECTIONS:
         inner = plain[section]
         flat.update(
             {f"{section}.{key}": value for key, value in inner.items()} if isinstance(inner, dict) else {section: inner}
@@ -239,5 +252,5 @@ def _flat(run: RunSpec) -> dict[str, Any]:
 
 
 def _as_list(value: Any) -> Any:
-    """Mappings as lists, so that their order counts."""
+    """Mappings as lists, so that a comparison includes their order."""
     return list(value.items()) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""What a schema finds wrong, in words a person can act on: where, what was expected, and the nearest valid thing."""
+"""Schema errors as Mistakes: position, what was expected, and the nearest valid value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.config.schema import (
     validate,
 )
 from meshwright.config.value_sources import COMMAND_LINE
-from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, say
+from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, say
 from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.run import RunSpec
@@ -60,46 +60,46 @@ _SHORTHANDS: dict[KeyPath, str] = {
 
 
 def schema_mistakes(cls: type, document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
-    """The checked keys of `document`, all that is wrong with it, and the paths that hold no usable value."""
+    """The validated keys of `document`, its mistakes, and the paths without a usable value."""
     given, wrongs = validate(cls, document.data)
-    wrongs = [wrong for wrong in wrongs if not _said_already(document, wrong.path)]
-    unknown = [wrong for wrong in wrongs if wrong.kind == "unknown"]
-    # Beyond those that are listed, no time goes into what someone meant.
+    wrongs = [wrong for wrong in wrongs if not _is_rejected(document, wrong.path)]
+    unknown = [wrong for wrong in wrongs if wrong.problem == "unknown"]
+    # Suggestions cost time, so only the listed mistakes get one.
     meant = {wrong.path: meant_key(cls, wrong.path, document) for wrong in unknown[:MOST_LISTED]}
     mistakes = [_unknown(cls, document, wrong.path, meant.get(wrong.path)) for wrong in unknown]
-    missing = [wrong.path for wrong in wrongs if wrong.kind == "missing"]
+    missing = [wrong.path for wrong in wrongs if wrong.problem == "missing"]
     missing += [path for path in _required(cls, document) if path not in missing]
     if not document.partial:
         mistakes += _missing(cls, document, [path for path in missing if not _begins(path, meant.values())])
-    mistakes += [_value(cls, document, wrong.path) for wrong in wrongs if wrong.kind == "value"]
+    mistakes += [_value(cls, document, wrong.path) for wrong in wrongs if wrong.problem == "value"]
     return given, mistakes, {wrong.path for wrong in wrongs} | set(missing) | document.rejected
 
 
 def _required(cls: type, document: Document) -> list[KeyPath]:
-    """Dimensions that a run's model must have and has not, defaults or none."""
+    """Paths of required model dimensions that the run has neither given nor derived."""
     model = document.data.get("model") if cls is RunSpec else None
     if not isinstance(model, dict):
         return []
     paths: list[KeyPath] = [("model", name) for name in required_dimensions(model) if model.get(name) is None]
-    return [path for path in paths if not _said_already(document, path)]
+    return [path for path in paths if not _is_rejected(document, path)]
 
 
 def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
-    """The key someone meant who wrote the unknown key at `path`."""
+    """The key that was probably meant by the unknown key at `path`."""
     around, word = path[:-1], str(path[-1]).lower().replace("-", "_")
     section = section_of(annotation_at(cls, around))
-    here = list(hints_of(section)) if section else []
+    siblings = list(hints_of(section)) if section else []
     elsewhere = _key_of_name(cls)
-    if word in here:
+    if word in siblings:
         return (*around, word)
     for table in (elsewhere, _SYNONYMS if cls is RunSpec else {}):
         if word in table:
             return table[word]
-    close = get_close_matches(word, here, n=3, cutoff=0.6)
+    close = get_close_matches(word, siblings, n=3, cutoff=0.6)
     absent = [name for name in close if not document.has((*around, name))]
     if close:
-        # In a file a typo usually stands in for a key that is not there; an override may well mean one that is.
-        likely = close if document.key_place(path).file == COMMAND_LINE else absent or close
+        # In a file a typo usually replaces a key that is absent; an override may mean a key that is present.
+        likely = close if document.key_position(path).file == COMMAND_LINE else absent or close
         return (*around, likely[0])
     far = nearest(word, elsewhere, cutoff=0.8)
     return elsewhere[far] if far else None
@@ -107,28 +107,28 @@ def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
 
 @cache
 def _key_of_name(cls: type) -> dict[str, KeyPath]:
-    """The last step of every key's path → the first key that ends with it."""
+    """The first key path by its last step."""
     return {str(key[-1]): key for key in reversed(list(all_keys(cls)))}
 
 
 def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
-    around, place, got = path[:-1], document.key_place(path), f"'{shorten(str(path[-1]))}'"
+    around, position, got = path[:-1], document.key_position(path), f"'{shorten(str(path[-1]))}'"
     expected = f"a key of {dotted(around)}" if around else "a top-level key"
     refused = _refusal(path if cls is RunSpec else ("plan", *path))
     if refused:
-        return _mistake(place, path, refused, got)
+        return _mistake(position, path, refused, got)
     if meant is None:
         section = section_of(annotation_at(cls, around))
-        return _mistake(place, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
+        return _mistake(position, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
     if meant[:-1] == around:
-        return _mistake(place, path, expected, got, str(meant[-1]))
+        return _mistake(position, path, expected, got, str(meant[-1]))
     if str(path[-1]) == meant[-1] or str(path[-1]) in _SYNONYMS:
-        expected += f"; it lives at {dotted(meant)}"
-    return _mistake(place, path, expected, got, dotted(meant))
+        expected += f"; its path is {dotted(meant)}"
+    return _mistake(position, path, expected, got, dotted(meant))
 
 
 def _refusal(path: KeyPath) -> str | None:
-    """The reason why a key that other trainers or earlier releases have does not exist here."""
+    """The reason why a key of other trainers or of earlier releases does not exist."""
     section, name = path[0], str(path[-1])
     if name.endswith(("dropout", "dropout_p", "dropout_prob")):
         return _NO_DROPOUT
@@ -142,7 +142,7 @@ def _refusal(path: KeyPath) -> str | None:
 def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistake]:
     of_model = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if cls is RunSpec else []
     mistakes = [
-        _mistake(document.key_place(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
+        _mistake(document.key_position(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
         for path in paths
         if not (of_model and path[0] == "model")
     ]
@@ -151,7 +151,7 @@ def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistak
     if needed:
         expected = f"a preset ({', '.join(MODEL_PRESETS)}) or all of {', '.join(required)}"
         got = "none of them" if len(needed) == len(required) else f"no {', '.join(needed)}"
-        mistakes.append(_mistake(document.key_place(("model",)), ("model",), expected, got))
+        mistakes.append(_mistake(document.key_position(("model",)), ("model",), expected, got))
     return mistakes
 
 
@@ -160,11 +160,11 @@ def _value(cls: type, document: Document, path: KeyPath) -> Mistake:
     expected = (_SHORTHANDS.get(path, "") if cls is RunSpec else "") + expected_text(annotation)
     if isinstance(value, int) and value > LARGEST_COUNT and takes(annotation, int) and "<" not in expected:
         expected += f" of at most {LARGEST_COUNT:,}"
-    return _mistake(document.value_place(path), path, expected, say(value), _near_value(annotation, value))
+    return _mistake(document.value_position(path), path, expected, say(value), _near_value(annotation, value))
 
 
 def _near_value(annotation: Any, value: Any) -> str | None:
-    """The valid spelling of a value that is wrong only in its kind."""
+    """The valid spelling of a value that has the wrong type only."""
     options = literal_options(annotation)
     if isinstance(value, str) and takes(annotation, bool):
         return {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}.get(
@@ -182,7 +182,7 @@ def _near_value(annotation: Any, value: Any) -> str | None:
     return None
 
 
-def _said_already(document: Document, path: KeyPath) -> bool:
+def _is_rejected(document: Document, path: KeyPath) -> bool:
     return _begins(path, document.rejected)
 
 
@@ -190,5 +190,5 @@ def _begins(path: KeyPath, others: Iterable[KeyPath | None]) -> bool:
     return any(other is not None and path[: len(other)] == other for other in others)
 
 
-def _mistake(place: Place, path: KeyPath, expected: str, got: str, near: str | None = None) -> Mistake:
-    return Mistake(place.file, place.line, place.column, dotted(path), expected, got, near)
+def _mistake(position: Position, path: KeyPath, expected: str, got: str, near: str | None = None) -> Mistake:
+    return Mistake(position.file, position.line, position.column, dotted(path), expected, got, near)

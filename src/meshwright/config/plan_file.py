@@ -1,4 +1,4 @@
-"""What must hold inside a plan file, whatever run it is for; `config/key_rules.py` holds it against a run."""
+"""Rules inside a plan file, for any run; `config/key_rules.py` compares a plan file with its run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.spec.plan import DATA_AXES, SHARD_AXES
 
 
 def plan_rules(plan: Document) -> list[Mistake]:
-    """What must hold inside a plan file whose values are sound: one axis of a kind, and a batch that adds up."""
+    """Mistakes of a plan file with valid values: repeated axes, and sizes that do not add up."""
     mistakes: list[Mistake] = []
     seen = set()
     for index, axis in enumerate(plan.get(("mesh",))):
@@ -22,12 +22,12 @@ def plan_rules(plan: Document) -> list[Mistake]:
 
 
 def _batch_sum(plan: Document) -> Iterator[Mistake]:
-    """The global batch is the run's, and a person chooses the micro-batch: what is left is how often it is accumulated."""
+    """global_batch, micro_batch and data ranks give accumulate; a person chooses the micro-batch."""
     batch = plan.get(("batch",))
     whole, micro, times = batch["global_batch"], batch["micro_batch"], batch["accumulate"]
     data = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in DATA_AXES)
-    each, odd = divmod(whole, data)
-    if odd:
+    each, remainder = divmod(whole, data)
+    if remainder:
         expected, near = f"a multiple of replicate × shard = {data}", str(-(-whole // data) * data)
         yield plan.mistake(("batch", "global_batch"), expected, str(whole), near)
     elif each % micro:
@@ -40,7 +40,7 @@ def _batch_sum(plan: Document) -> Iterator[Mistake]:
 
 
 def _fold(plan: Document) -> Iterator[Mistake]:
-    """Experts lie on all ranks that hold one copy of a layer's other weights."""
+    """The experts are distributed over all ranks that hold one copy of a layer's other weights."""
     fold = plan.get(("experts",)) if plan.has(("experts",)) else None
     if not isinstance(fold, dict):
         return

@@ -1,10 +1,10 @@
-"""Models and clusters by name: public models with the dimensions their authors published and the training settings each is started from;
-example clusters.
+"""Presets: public models with their published dimensions and training settings, and example clusters.
 
-Sources: GPT-2 and GPT-3 (Brown et al. 2020, table 2.1; 13B at width 5120, which its 40 heads of 128 need), Megatron-Turing NLG 530B
-(Smith et al. 2022), Megatron 1T (Narayanan et al. 2021, table 1), Llama 3.x (Grattafiori et al. 2024 and the released config files),
-Qwen3 and Mixtral (released config files), PanGu-α 200B (Zeng et al. 2021, table 1; planned as 64 plain layers, which make the paper's
-207.0 billion: that its last layer takes its queries from a table of positions is left out).
+Sources: GPT-2 and GPT-3 (Brown et al. 2020, table 2.1; 13B at width 5120, which its 40 heads of 128 need),
+Megatron-Turing NLG 530B (Smith et al. 2022), Megatron 1T (Narayanan et al. 2021, table 1), Llama 3.x (Grattafiori et
+al. 2024 and the released config files), Qwen3 and Mixtral (released config files), PanGu-α 200B (Zeng et al. 2021,
+table 1). PanGu-α is planned as 64 plain layers, which make the paper's 207.0 billion parameters; the position-table
+queries of its last layer are left out.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _SEQUENCE_LENGTHS = {"gpt2-124m": 1024, "pangu-alpha-200b": 1024, "llama-nano": 
 
 
 def run_preset(name: str) -> dict[str, Any]:
-    """The run-file layer that `extends: NAME` stands for: the model and training defaults to start from."""
+    """The run-file keys for which `extends: NAME` stands: the preset with its training settings."""
     seq_len = _SEQUENCE_LENGTHS.get(name, 2048 if name.startswith("gpt") else 8192)
     return {"model": {"preset": name}, "train": {"seq_len": seq_len, "learning_rate": _LEARNING_RATES[name]}}
 

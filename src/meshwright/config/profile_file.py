@@ -1,4 +1,4 @@
-"""A machine's profile as a JSON file: read with checks, and written. Torch-free, so that a laptop can plan with it."""
+"""Reads, checks and writes the JSON file of a machine's profile. Torch-free, so that any machine can plan with it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def load_profile(path: Path | str) -> MachineProfile:
 
 
 def to_json(profile: MachineProfile) -> str:
-    """The profile as its file holds it: one line for each measurement."""
+    """The content of a profile's file: one line for each measurement."""
     lines = []
     for key, value in to_plain(profile).items():
         if isinstance(value, list) and value:
-            rows = ",\n".join(f"  {json.dumps(_short(row))}" for row in value)
-            lines.append(f" {json.dumps(key)}: [\n{rows}\n ]")
+            entries = ",\n".join(f"  {json.dumps(_short(entry))}" for entry in value)
+            lines.append(f" {json.dumps(key)}: [\n{entries}\n ]")
         else:
             lines.append(f" {json.dumps(key)}: {json.dumps(_short(value))}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _short(value: Any) -> Any:
-    """Numbers with the six digits that a measurement may have at most."""
+    """Numbers rounded to six digits, more than the precision of a measurement."""
     if isinstance(value, dict):
         return {key: _short(inner) for key, inner in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -47,7 +47,7 @@ def _short(value: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _loaded(path: str, stamp: int) -> MachineProfile:
-    """A search asks for the same profile thousands of times; `stamp` is when the file was last written."""
+    """Cached, as a search loads the same profile thousands of times; `stamp` is the modification time of the file."""
     try:
         data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -56,20 +56,20 @@ def _loaded(path: str, stamp: int) -> MachineProfile:
         raise BadInput(
             f"{path}: expected a JSON object, as `meshwright profile --out FILE` writes it, got {type(data).__name__}"
         )
-    given, wrongs = validate(MachineProfile, data)
-    if wrongs:
-        raise BadInput("\n".join(f"{path}: {_said(wrong.path, wrong.kind, data)}" for wrong in wrongs))
+    given, mistakes = validate(MachineProfile, data)
+    if mistakes:
+        raise BadInput("\n".join(f"{path}: {_message(wrong.path, wrong.problem, data)}" for wrong in mistakes))
     return from_plain(MachineProfile, given)
 
 
-def _said(path: KeyPath, kind: str, data: dict[str, Any]) -> str:
-    """One mistake in words."""
-    if kind == "unknown":
+def _message(path: KeyPath, problem: str, data: dict[str, Any]) -> str:
+    """The message for one mistake."""
+    if problem == "unknown":
         section = section_of(annotation_at(MachineProfile, path[:-1])) if path[:-1] else MachineProfile
         keys = ", ".join(hints_of(section) if section else ())
         return f"{dotted(path)}: expected a key of a profile ({keys}), got '{path[-1]}'"
     expected = expected_text(annotation_at(MachineProfile, path))
-    return f"{dotted(path)}: expected {expected}, got {'nothing' if kind == 'missing' else say(_at(data, path))}"
+    return f"{dotted(path)}: expected {expected}, got {'nothing' if problem == 'missing' else say(_at(data, path))}"
 
 
 def _at(data: Any, path: KeyPath) -> Any:

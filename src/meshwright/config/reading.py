@@ -1,4 +1,4 @@
-"""A run file as it was read: its values with the position of each, and the mistakes in them."""
+"""A run file as read: its values with their positions, and its mistakes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from meshwright.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class Reading:
-    """The values of a run file, of what it extends and of the command line, and what is wrong with them.
+    """The values of a run file, the files it extends and the command line, with their mistakes.
 
-    `shown` is how mistakes name the run file; `unusable` holds the paths without a usable value; `notes` has a sentence for each
-    assumption.
+    `shown` is the file's name in mistakes; `unusable` holds the paths without a usable value; `notes` has a sentence
+    for each assumption.
     """
 
     document: Document
@@ -36,7 +36,7 @@ class Reading:
         return from_plain(RunSpec, validate(RunSpec, self.document.data)[0])
 
     def is_sound(self, *keys: str) -> bool:
-        """Whether nothing is wrong with the values of these dotted keys, nor around or below them."""
+        """Whether these dotted keys, the sections around them and the keys below them are without mistakes."""
         wrong = {*self.unusable, *(tuple(mistake.key.split(".")) for mistake in self.mistakes)}
         paths = [tuple(key.split(".")) for key in keys]
         return not self.document.partial and not any(
@@ -44,32 +44,32 @@ class Reading:
         )
 
     def sound_part(self) -> RunSpec | None:
-        """The run with an arbitrary valid value for each unusable one, for checks of keys that are sound; None where that cannot be."""
+        """The run with an arbitrary valid value for each unusable one, to check the valid keys; None if that is impossible."""
         data = copy.deepcopy(self.document.data)
         for path in sorted(self.unusable, key=len, reverse=True):
             _remove(data, path)
-        given, wrongs = validate(RunSpec, data)
-        for wrong in wrongs:
-            if wrong.kind != "missing":
+        given, schema_mistakes = validate(RunSpec, data)
+        for wrong in schema_mistakes:
+            if wrong.problem != "missing":
                 return None
             _put(data, wrong.path, _any_value(annotation_at(RunSpec, wrong.path)))
         return from_plain(RunSpec, given or validate(RunSpec, data)[0]) if not self.document.partial else None
 
     def refusal(self, error: MeshwrightError, key: str, expected: str) -> Refusal:
-        """`error` at the position of the key that it carries, else that its message begins with, else of `key`."""
+        """`error` as a Refusal at the position of its key, else of the key that begins its message, else of `key`."""
         key = error.key or key
         first = next(iter(str(error).split()), "").rstrip(":")
         if first.startswith(f"{key}.") and self.document.has(tuple(first.split("."))):
             key = first
         path = _path_in(self.document, key)
-        place = self.document.value_place(path)
+        position = self.document.value_position(path)
         if path[:2] == ("data", "mix"):  # the name of a source is a key
-            place = self.document.key_place(path)
-        return Refusal(place.file, place.line, place.column, key, expected, str(error))
+            position = self.document.key_position(path)
+        return Refusal(position.file, position.line, position.column, key, expected, str(error))
 
 
 def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
-    """Each mistake once: those of the file first, then of other files, then of the command line, each from the top."""
+    """Each mistake once, in order: the file `first`, other files, the command line, each from the top."""
 
     def order(mistake: Mistake) -> tuple[int, str, int, int]:
         rank = {first: 0, COMMAND_LINE: 2}.get(mistake.file, 1)
@@ -79,7 +79,7 @@ def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
 
 
 def _path_in(document: Document, key: str) -> KeyPath:
-    """The path of a dotted key; the name of a source of data may have dots itself."""
+    """The path of a dotted key; the name of a data source may contain dots."""
     if key.startswith("data.mix."):
         return ("data", "mix", key.removeprefix("data.mix."))
     path: KeyPath = tuple(key.split("."))
@@ -100,7 +100,7 @@ def _put(data: Any, path: KeyPath, value: Any) -> None:
 
 
 def _any_value(annotation: Any) -> Any:
-    """A valid value of a required key."""
+    """An arbitrary valid value of a required key."""
     options = literal_options(annotation)
     if options:
         return options[0]

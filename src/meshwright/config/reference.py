@@ -111,10 +111,11 @@ it ([plan file](plan-file.md)).
 
 def _sections(cls: type, key: str, title: str) -> Iterator[str]:
     """One table for `cls`, then one for each section below it."""
-    rows = [_EXTENDS] if cls is RunSpec else []
-    rows += [_row(cls, field) for field in dataclasses.fields(cls)]
-    about = textwrap.fill(" ".join((cls.__doc__ or "").split("\n\n")[0].split()), COLUMNS, break_on_hyphens=False)
-    yield f"## {title}\n\n{about}\n\n{_table(['key', 'type', 'default', 'meaning'], rows)}"
+    entries = [_EXTENDS] if cls is RunSpec else []
+    entries += [_table_entry(cls, field) for field in dataclasses.fields(cls)]
+    paragraph = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+    description = textwrap.fill(paragraph, COLUMNS, break_on_hyphens=False)
+    yield f"## {title}\n\n{description}\n\n{_table(['key', 'type', 'default', 'meaning'], entries)}"
     for name, annotation in hints_of(cls).items():
         section = section_of(annotation)
         if section:
@@ -124,7 +125,7 @@ def _sections(cls: type, key: str, title: str) -> Iterator[str]:
             yield from _sections(section, below, f"{start}`{below}{items}`")
 
 
-def _row(cls: type, field: dataclasses.Field[Any]) -> list[str]:
+def _table_entry(cls: type, field: dataclasses.Field[Any]) -> list[str]:
     return [field.name, _type(hints_of(cls)[field.name]), _default(cls, field), docs_of(cls)[field.name]]
 
 
@@ -137,7 +138,7 @@ def _type(annotation: Any) -> str:
 
 
 def _default(cls: type, field: dataclasses.Field[Any]) -> str:
-    """What holds when the key is left out, as the table says it."""
+    """The default in the table: the value of a key that is left out."""
     if field.name in _DERIVED and issubclass(cls, (ModelSpec, ClusterSpec, RunSpec)):
         return _DERIVED[field.name]
     if issubclass(cls, ModelSpec) and field.name in DIMENSIONS:
@@ -155,14 +156,14 @@ def _default(cls: type, field: dataclasses.Field[Any]) -> str:
 
 def _presets() -> str:
     """The table of model presets."""
-    rows = []
+    entries = []
     for name, dimensions in MODEL_PRESETS.items():
         spec = from_plain(ModelSpec, dimensions)
         start = run_preset(name)["train"]
         count = _human(parameter_count(spec)) + ("" if spec.vocab_size else " + embedding")
         shape = [str(n) for n in (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn_hidden)]
         vocabulary = str(spec.vocab_size) if spec.vocab_size else "tokenizer's"
-        rows.append(
+        entries.append(
             [
                 name,
                 count,
@@ -174,8 +175,8 @@ def _presets() -> str:
             ]
         )
     head = ["preset", "parameters", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "max_seq_len"]
-    about = "`model: NAME` takes the dimensions; `extends: NAME` also starts from the last two columns.\n"
-    return f"## Model presets\n\n{about}\n{_table([*head, 'train.seq_len', 'train.learning_rate'], rows)}"
+    note = "`model: NAME` takes the dimensions; `extends: NAME` also starts from the last two columns.\n"
+    return f"## Model presets\n\n{note}\n{_table([*head, 'train.seq_len', 'train.learning_rate'], entries)}"
 
 
 def _human(count: int) -> str:
@@ -183,7 +184,7 @@ def _human(count: int) -> str:
     return f"{count / size:.4g} {unit}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def _table(head: list[str], entries: list[list[str]]) -> str:
     """A Markdown table whose first column is code."""
-    lines = [head, ["---"] * len(head), *([f"`{row[0]}`", *row[1:]] for row in rows)]
+    lines = [head, ["---"] * len(head), *([f"`{entry[0]}`", *entry[1:]] for entry in entries)]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)

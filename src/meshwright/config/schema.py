@@ -1,8 +1,8 @@
-"""The spec dataclasses as pydantic models and as a JSON schema: one declaration, checked and explained everywhere.
+"""The spec dataclasses as pydantic models and as a JSON schema.
 
-Nothing is declared twice: types, bounds, defaults and documentation are read from the dataclasses. The models are
-strict (`"12"` is not an integer, an unknown key is an error), except that an integer is good for a number and the word
-`none` for null.
+Types, bounds, defaults and documentation are read from the dataclasses, so nothing is declared twice. The models are
+strict (`"12"` is not an integer, an unknown key is an error), except that an integer is accepted as a number and the
+word `none` as null.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ _SECTION, _TEXT, _NUMBER = "|section|", "|text|", "|number|"
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """One thing that a schema says about plain data."""
+class SchemaMistake:
+    """One mismatch between a schema and plain data."""
 
     path: KeyPath
-    kind: Literal["unknown", "missing", "value"]
+    problem: Literal["unknown", "missing", "value"]
 
 
-def validate(cls: type, data: dict[str, Any]) -> tuple[dict[str, Any], list[Wrong]]:
-    """The given keys, coerced for `cls`, and everything wrong with them (the first is empty when anything is)."""
+def validate(cls: type, data: dict[str, Any]) -> tuple[dict[str, Any], list[SchemaMistake]]:
+    """The given keys, coerced for `cls`, and all mismatches; the keys are empty if there is any mismatch."""
     try:
-        return edge_model(cls).model_validate(data).model_dump(exclude_unset=True), []
+        return pydantic_model(cls).model_validate(data).model_dump(exclude_unset=True), []
     except ValidationError as error:
-        return {}, [_wrong(detail) for detail in error.errors(include_url=False, include_context=False)]
+        return {}, [_schema_mistake(detail) for detail in error.errors(include_url=False, include_context=False)]
 
 
 @cache
-def edge_model(cls: type) -> type[BaseModel]:
+def pydantic_model(cls: type) -> type[BaseModel]:
     """The pydantic model of a spec dataclass."""
-    fields: dict[str, Any] = {f.name: (_edge_type(hints_of(cls)[f.name]), _default(f)) for f in dataclasses.fields(cls)}
+    fields: dict[str, Any] = {
+        f.name: (_pydantic_type(hints_of(cls)[f.name]), _default(f)) for f in dataclasses.fields(cls)
+    }
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(cls.__name__, __config__=config, __doc__=_first_line(cls), **fields)
 
@@ -66,7 +68,7 @@ def section_of(annotation: Any) -> type | None:
     if _is_section(annotation):
         return annotation
     inner = typing.get_args(annotation) if typing.get_origin(annotation) is not Literal else ()
-    return next((found for part in inner if (found := section_of(part))), None)
+    return next((section for part in inner if (section := section_of(part))), None)
 
 
 def annotation_at(cls: type, path: KeyPath) -> Any:
@@ -92,7 +94,7 @@ def all_keys(cls: type, under: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def expected_text(annotation: Any) -> str:
-    """What a field takes, in words."""
+    """The values that a field accepts, in words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation == hints_of(RunSpec)["plan"]:
         return "auto, a plan file, or a section of pins"
@@ -110,21 +112,21 @@ def expected_text(annotation: Any) -> str:
 
 
 def literal_options(annotation: Any) -> tuple[str, ...]:
-    """The words a field takes; empty when it is not a choice of words."""
+    """The words that a field accepts; empty if it is not a choice of words."""
     if typing.get_origin(annotation) is Literal:
         return tuple(map(str, typing.get_args(annotation)))
     return tuple(word for part in typing.get_args(annotation) for word in literal_options(part))
 
 
-def takes(annotation: Any, kind: type) -> bool:
-    """Whether a field takes plain values of `kind`."""
+def takes(annotation: Any, plain_type: type) -> bool:
+    """Whether a field accepts plain values of `plain_type`."""
     inner = typing.get_args(annotation) if typing.get_origin(annotation) in (Annotated, Union, types.UnionType) else ()
-    return annotation is kind or any(takes(part, kind) for part in inner)
+    return annotation is plain_type or any(takes(part, plain_type) for part in inner)
 
 
 def json_schema() -> dict[str, Any]:
     """JSON schema (2020-12) of a run file, for editors. No key is required: `extends` or an override may give it."""
-    schema = edge_model(RunSpec).model_json_schema()
+    schema = pydantic_model(RunSpec).model_json_schema()
     definitions = schema.pop("$defs")
     for cls in [RunSpec, *_sections(RunSpec)]:
         described = schema if cls is RunSpec else definitions[cls.__name__]
@@ -144,47 +146,47 @@ def json_schema() -> dict[str, Any]:
 
 def _sections(cls: type) -> list[type]:
     """The spec dataclasses below `cls`, each once."""
-    found: dict[type, None] = {}
+    sections: dict[type, None] = {}
     for annotation in hints_of(cls).values():
         section = section_of(annotation)
         if section:
-            found.update(dict.fromkeys([section, *_sections(section)]))
-    return list(found)
+            sections.update(dict.fromkeys([section, *_sections(section)]))
+    return list(sections)
 
 
 def _allow(prop: dict[str, Any], shorthand: dict[str, Any]) -> None:
-    """Adds a shorthand beside the section or mapping that `prop` describes."""
-    about = {key: prop.pop(key) for key in ("description", "default", "title") if key in prop}
+    """Adds a shorthand as an alternative to the section or mapping that `prop` describes."""
+    annotations = {key: prop.pop(key) for key in ("description", "default", "title") if key in prop}
     section = dict(prop)
     prop.clear()
-    prop.update({"anyOf": [section, shorthand], **about})
+    prop.update({"anyOf": [section, shorthand], **annotations})
 
 
-def _edge_type(annotation: Any) -> Any:
+def _pydantic_type(annotation: Any) -> Any:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         limits = [_limits(bound) for bound in arguments[1:] if isinstance(bound, Bound)]
-        return _ANNOTATED[_edge_type(arguments[0]), *limits]
+        return _ANNOTATED[_pydantic_type(arguments[0]), *limits]
     if origin in (Union, types.UnionType):
-        return _edge_union(annotation, arguments)
+        return _pydantic_union(annotation, arguments)
     if origin is tuple:
-        return _LIST[_edge_type(arguments[0])]
+        return _LIST[_pydantic_type(arguments[0])]
     if origin is dict:
-        return _DICT[str, _edge_type(arguments[1])]
+        return _DICT[str, _pydantic_type(arguments[1])]
     if _is_section(annotation):
-        return edge_model(annotation)
+        return pydantic_model(annotation)
     return _ANNOTATED[float, Field(allow_inf_nan=False)] if annotation is float else annotation
 
 
-def _edge_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
-    """`X | None`, or a section or a number beside text."""
+def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
+    """The type of `X | None`, or of a section or number as an alternative to text."""
     options = [part for part in arguments if part is not type(None)]
     if len(options) == 1:
-        nullable = _edge_type(options[0]) | None
+        nullable = _pydantic_type(options[0]) | None
         own_none = _takes_none_as_text(annotation)
         return nullable if own_none else _ANNOTATED[nullable, BeforeValidator(_none_word), _NONE_WORD]
     tags = [_SECTION if _is_section(part) else _NUMBER if takes(part, int) else _TEXT for part in options]
-    branches = [_ANNOTATED[_edge_type(part), Tag(tag)] for part, tag in zip(options, tags, strict=True)]
+    branches = [_ANNOTATED[_pydantic_type(part), Tag(tag)] for part, tag in zip(options, tags, strict=True)]
     return _ANNOTATED[reduce(operator.or_, branches), Discriminator(_branch_of_value)]
 
 
@@ -229,7 +231,7 @@ def _is_section(annotation: Any) -> TypeGuard[type]:
 
 
 def _container(annotation: Any) -> Any:
-    """The part of an annotation that can hold keys or items: bounds, None and plain text taken away."""
+    """The part of an annotation that can hold keys or items, without bounds, None and plain text."""
     if typing.get_origin(annotation) is Annotated:
         return _container(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (Union, types.UnionType):
@@ -238,10 +240,10 @@ def _container(annotation: Any) -> Any:
     return annotation
 
 
-def _wrong(detail: Any) -> Wrong:
+def _schema_mistake(detail: Any) -> SchemaMistake:
     path = tuple(step for step in detail["loc"] if step not in (_SECTION, _TEXT, _NUMBER))
-    kinds: dict[str, Literal["unknown", "missing"]] = {"extra_forbidden": "unknown", "missing": "missing"}
-    return Wrong(path, kinds.get(detail["type"], "value"))
+    problems: dict[str, Literal["unknown", "missing"]] = {"extra_forbidden": "unknown", "missing": "missing"}
+    return SchemaMistake(path, problems.get(detail["type"], "value"))
 
 
 def _first_line(cls: type) -> str:

@@ -1,8 +1,8 @@
-"""Where a run's values come from, in fixed order: the base that a file extends, the file, the command line.
+"""The sources of a run's values, in fixed order: the file that `extends` names, the run file, the command line.
 
-Every source is read with the places of its tokens, its shorthands are expanded (`model: NAME`, `data.mix: DIR`,
-`cluster: auto | NAME | FILE`), and a later source is merged over the earlier ones. Files that describe something (`extends`,
-`cluster`, `plan`, `cluster.profile`) are looked for beside the file that names them; data and weights from the current directory.
+Every source is read with the positions of its tokens, its shorthands are expanded (`model: NAME`, `data.mix: DIR`,
+`cluster: auto | NAME | FILE`), and a later source is merged over the earlier ones. Descriptions (`extends`, `cluster`,
+`plan`, `cluster.profile`) are relative to the file that names them; data and weights to the current directory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.presets import CLUSTER_PRESETS, MODEL_PRESETS, cluster_names, run_preset
-from meshwright.config.yaml_positions import Document, KeyPath, Place, dotted, parse_yaml, read_yaml, say
+from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, parse_yaml, read_yaml, say
 from meshwright.spec.errors import nearest_file
 
 COMMAND_LINE = "command line"
@@ -24,39 +24,39 @@ _SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe
 
 
 def shown_name(path: Path | None) -> str:
-    """How messages name a run's file."""
+    """The name of a run's file in messages."""
     return EMBEDDED if path in (None, QUICKSTART) else str(path)
 
 
 def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> Document:
-    """Everything that is said about the run whose file is at `path`, merged; see `merge` for the rules.
+    """The merged sources of the run whose file is at `path`; see `merge` for the rules.
 
-    Without a path the overrides are laid over the quick start's run, of which its cluster is left out, and its model where an override
-    names any key of a model: `model.family=gpt2` must not train a model with the dimensions of another.
+    Without a path the overrides are applied to the quick start's run without its cluster, and without its model if an
+    override sets any key of the model: `model.family=gpt2` must not train a model with the dimensions of another.
     """
     document = _with_base(path or QUICKSTART, shown_name(path), (), detect)
     if path is None:
         _drop(document, "cluster")
         if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "model" for text in overrides):
             _drop(document, "model")
-            document.put(("model",), {}, Place(COMMAND_LINE))
+            document.put(("model",), {}, Position(COMMAND_LINE))
     for text in overrides:
         document = _overridden(document, text, detect)
     return document
 
 
 def _drop(document: Document, section: str) -> None:
-    """Takes a section out of `document`, with the places of its keys."""
+    """Removes a section from `document`, with the positions of its keys."""
     del document.data[section]
-    for places in (document.keys, document.values):
-        for path in [path for path in places if path[:1] == (section,)]:
-            del places[path]
+    for positions in (document.keys, document.values):
+        for path in [path for path in positions if path[:1] == (section,)]:
+            del positions[path]
 
 
 def merge(base: Document, over: Document) -> Document:
-    """`over` laid on `base`: sections key by key; lists, `data.mix` and values of another kind as a whole.
+    """`over` merged over `base`: sections key by key; lists, `data.mix` and values of another type as a whole.
 
-    A later source that names another preset starts the `model` section anew.
+    A later source that names another preset replaces the whole `model` section.
     """
     return Document(
         merged(base.data, over.data),
@@ -70,7 +70,7 @@ def merge(base: Document, over: Document) -> Document:
 
 
 def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
-    """The merge of plain data alone."""
+    """The merge of plain data."""
     if not isinstance(base, dict) or not isinstance(over, dict) or path == ("data", "mix"):
         return over
     if path == ("model",) and over.get("preset") not in (None, base.get("preset")):
@@ -78,31 +78,31 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
     return {**base, **{key: merged(base.get(key), value, (*path, key)) for key, value in over.items()}}
 
 
-def _with_base(path: Path, shown: str, above: tuple[Path, ...], detect: Detect) -> Document:
-    """The file at `path` over what it extends."""
+def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: Detect) -> Document:
+    """The file at `path`, merged over the file or preset that it extends."""
     document = read_yaml(path, shown)
     if document.has(("mesh",)) and document.has(("batch",)):
         beside = f"a run file; a plan is given beside one, as plan={shown}"
-        document.complain(document.key_place(("mesh",)), "mesh", beside, "a plan")
+        document.complain(document.key_position(("mesh",)), "mesh", beside, "a plan")
         document.data, document.partial = {}, True
-    place = document.value_place(("extends",))
+    position = document.value_position(("extends",))
     name = document.data.pop("extends", None)
     _expand(document, path.parent, detect)
     if name is None:
         return document
     if isinstance(name, str) and name in MODEL_PRESETS:
-        base = Document({}, place)
+        base = Document({}, position)
         for section, keys in run_preset(name).items():
-            base.put((section,), keys, place)
+            base.put((section,), keys, position)
         return merge(base, document)
     file = path.parent / os.path.expanduser(str(name))
-    chain = (*above, path.resolve())
+    chain = (*extended_by, path.resolve())
     if not isinstance(name, str) or not os.path.isfile(file):
         close = nearest_file(str(name), [*MODEL_PRESETS, *_yaml_files(path.parent)])
-        document.complain(place, "extends", "a preset or an existing run file", say(name), close)
+        document.complain(position, "extends", "a preset or an existing run file", say(name), close)
     elif file.resolve() in chain:
-        circle = " → ".join(part.name for part in (*chain, file.resolve()))
-        document.complain(place, "extends", "a chain of files that ends", f"a circle: {circle}")
+        cycle = " → ".join(part.name for part in (*chain, file.resolve()))
+        document.complain(position, "extends", "a chain of files that ends", f"a cycle: {cycle}")
     else:
         return merge(_with_base(file, os.path.normpath(file), chain, detect), document)
     document.partial = True
@@ -110,12 +110,12 @@ def _with_base(path: Path, shown: str, above: tuple[Path, ...], detect: Detect) 
 
 
 def _overridden(document: Document, text: str, detect: Detect) -> Document:
-    """`document` with one `KEY=VALUE` of the command line laid over it."""
-    place = Place(COMMAND_LINE)
+    """`document` with one `KEY=VALUE` of the command line applied."""
+    position = Position(COMMAND_LINE)
     key, equals, written = text.removeprefix("--").partition("=")
     value = parse_yaml(written, COMMAND_LINE)
     for mistake in value.mistakes:
-        document.complain(place, key, mistake.expected, mistake.got)
+        document.complain(position, key, mistake.expected, mistake.got)
     try:
         if not equals or not key:
             raise _CannotOverride("KEY=VALUE, as in train.steps=200", say(text))
@@ -124,19 +124,19 @@ def _overridden(document: Document, text: str, detect: Detect) -> Document:
         steps = ["data", "mix", key[len("data.mix.") :]] if key.startswith("data.mix.") else key.split(".")
         data = _nested(document.data, steps, value.data if written.strip() else None, ())
     except _CannotOverride as refusal:
-        document.complain(place, key, refusal.expected, refusal.got)
+        document.complain(position, key, refusal.expected, refusal.got)
         return document
     if value.mistakes:
         return document
     over = Document(data, document.top)
     path = _changed(document, steps)
-    over.mark(path, over.get(path), place)
+    over.mark(path, over.get(path), position)
     _expand(over, Path(), detect)
     return merge(document, over)
 
 
 def _changed(document: Document, steps: list[str]) -> KeyPath:
-    """The path of what an override sets, steps into lists as numbers; it ends where there was no section to go into."""
+    """The path that an override sets, with list indices as numbers; it ends where there is no section to descend into."""
     path: KeyPath = ()
     for step in steps:
         around = document.get(path)
@@ -152,49 +152,49 @@ class _CannotOverride(Exception):
         self.expected, self.got = expected, got
 
 
-def _nested(there: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
-    """The data that, merged over `there`, sets `value` at `steps` below it."""
+def _nested(current: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
+    """The data that sets `value` at `steps` when it is merged over `current`."""
     if not steps:
         return value
-    step, rest = steps[0], steps[1:]
-    if isinstance(there, list):
-        if not step.isdigit() or int(step) >= len(there):
-            raise _CannotOverride(f"an item of {dotted(path)}, 0 to {len(there) - 1}", say(step))
-        items = list(there)
-        items[int(step)] = merged(items[int(step)], _nested(items[int(step)], rest, value, (*path, step)))
+    step, below = steps[0], steps[1:]
+    if isinstance(current, list):
+        if not step.isdigit() or int(step) >= len(current):
+            raise _CannotOverride(f"an item of {dotted(path)}, 0 to {len(current) - 1}", say(step))
+        items = list(current)
+        items[int(step)] = merged(items[int(step)], _nested(items[int(step)], below, value, (*path, step)))
         return items
-    if path == ("plan",) and isinstance(there, str) and there != "auto":
-        raise _CannotOverride("plan=auto before it, or a change in the plan file", f"a pin beside plan={there}")
-    known = there if isinstance(there, dict) else {}
-    inner = _nested(known.get(step), rest, value, (*path, step))
+    if path == ("plan",) and isinstance(current, str) and current != "auto":
+        raise _CannotOverride("plan=auto before it, or a change in the plan file", f"a pin beside plan={current}")
+    known = current if isinstance(current, dict) else {}
+    inner = _nested(known.get(step), below, value, (*path, step))
     return {**known, step: inner} if path == ("data", "mix") else {step: inner}
 
 
 def _expand(document: Document, folder: Path, detect: Detect) -> None:
-    """Replaces the shorthands of one source by the sections they stand for, and `~` by the home directory."""
+    """Replaces the shorthands of one source by their sections, and `~` by the home directory."""
     data = document.data
     for section in _SECTIONS:
         if section in data and data[section] is None:
             data[section] = {}
     if isinstance(data.get("model"), str):
-        document.put(("model",), {"preset": data["model"]}, document.value_place(("model",)))
+        document.put(("model",), {"preset": data["model"]}, document.value_position(("model",)))
     _expand_cluster(document, folder, detect)
     _expand_profile(document, folder)
     _expand_plan(document, folder)
     if isinstance(document.get(("data", "mix")), str):
-        document.put(("data", "mix"), {data["data"]["mix"]: 1.0}, document.value_place(("data", "mix")))
+        document.put(("data", "mix"), {data["data"]["mix"]: 1.0}, document.value_position(("data", "mix")))
     project = document.get(("observe", "wandb"))
     if isinstance(project, str) and project != "none":
-        document.put(("observe", "wandb"), {"project": project}, document.value_place(("observe", "wandb")))
+        document.put(("observe", "wandb"), {"project": project}, document.value_position(("observe", "wandb")))
     _expand_home(document)
 
 
 def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
-    given, place = document.get(("cluster",)), document.value_place(("cluster",))
+    given, position = document.get(("cluster",)), document.value_position(("cluster",))
     if not isinstance(given, str):
         return
     if given == "auto":
-        document.put(("cluster",), detect(), place)
+        document.put(("cluster",), detect(), position)
         return
     file = folder / os.path.expanduser(given)
     if given in cluster_names() and not os.path.isfile(file):
@@ -208,7 +208,7 @@ def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
 
 
 def _expand_profile(document: Document, folder: Path) -> None:
-    """A profile is looked for beside the file that names it: the run's, or the cluster's own."""
+    """Makes the path of a profile absolute; it is relative to the file that names it, the run's or the cluster's."""
     given = document.get(("cluster", "profile"))
     if isinstance(given, str) and given != "none":
         document.data["cluster"]["profile"] = os.path.abspath(folder / os.path.expanduser(given))
@@ -229,16 +229,16 @@ def _expand_plan(document: Document, folder: Path) -> None:
 def _expand_home(document: Document) -> None:
     mix, validation = document.get(("data", "mix")), document.get(("data", "validation"))
     if isinstance(mix, dict) and any(name.startswith("~") for name in mix):
-        places = {name: document.value_place(("data", "mix", name)) for name in mix}
-        document.put(("data", "mix"), {}, document.value_place(("data", "mix")))
+        positions = {name: document.value_position(("data", "mix", name)) for name in mix}
+        document.put(("data", "mix"), {}, document.value_position(("data", "mix")))
         for name, weight in mix.items():
-            document.put(("data", "mix", os.path.expanduser(name)), weight, places[name])
+            document.put(("data", "mix", os.path.expanduser(name)), weight, positions[name])
     if isinstance(validation, str):
         document.data["data"]["validation"] = os.path.expanduser(validation)
     init = document.get(("model", "init"))
     if isinstance(init, str):
-        kind, colon, where = init.partition(":")
-        document.data["model"]["init"] = f"{kind}{colon}{os.path.expanduser(where)}"
+        source, colon, folder = init.partition(":")
+        document.data["model"]["init"] = f"{source}{colon}{os.path.expanduser(folder)}"
 
 
 def _yaml_files(folder: Path) -> list[str]:

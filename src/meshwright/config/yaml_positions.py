@@ -1,7 +1,7 @@
 """YAML to plain data, with the file, line and column of every key and value.
 
 Scalars follow YAML 1.2's core schema (`3e-4` is a number; `no`, `on` and `12:30:45` are text; `010` is ten), and
-`1_000` is an integer. No tag constructs an object, and anchors expand to a bounded size. Whatever is wrong becomes a
+`1_000` is an integer. No tag constructs an object, and anchors expand to a bounded size. Every error becomes a
 `Mistake`.
 """
 
@@ -30,13 +30,13 @@ KeyPath = tuple[str | int, ...]
 MAX_BYTES = 512 << 10
 MAX_DEPTH = 32
 MAX_VALUES = 5_000
-"""Parsing in Python takes about a second for a file at these limits; a run file has a hundredth of them."""
+"""Limits that keep parsing in Python at about a second; a run file needs a hundredth of them."""
 _CORE = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a token stands; `line` and `column` count from 1 and are None on the command line."""
+class Position:
+    """Position of a token; `line` and `column` count from 1 and are None on the command line."""
 
     file: str
     line: int | None = None
@@ -45,16 +45,16 @@ class Place:
 
 @dataclass
 class Document:
-    """Plain data, where each key and value of it was written, and what was wrong on the way.
+    """Plain data, the position of each key and value, and the mistakes of reading it.
 
-    `partial` says that something could not be read, so that what is absent here may not be absent in the file.
-    `rejected` holds the paths that were complained about with `reject`: nothing more should be said of them.
+    `partial` means that a part could not be read, so a key absent here may be in the file. `rejected` holds the paths
+    of mistakes reported with `reject`; later checks skip them.
     """
 
     data: Any
-    top: Place
-    keys: dict[KeyPath, Place] = field(default_factory=dict)
-    values: dict[KeyPath, Place] = field(default_factory=dict)
+    top: Position
+    keys: dict[KeyPath, Position] = field(default_factory=dict)
+    values: dict[KeyPath, Position] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     partial: bool = False
     rejected: set[KeyPath] = field(default_factory=set)
@@ -70,67 +70,67 @@ class Document:
         return value
 
     def has(self, path: KeyPath) -> bool:
-        """Whether something was written at `path`."""
+        """Whether the file has a value at `path`."""
         parent = self.get(path[:-1]) if path else None
         if isinstance(parent, list):
             return isinstance(path[-1], int) and path[-1] < len(parent)
         return not path or (isinstance(parent, dict) and path[-1] in parent)
 
-    def value_place(self, path: KeyPath) -> Place:
-        """Where the value at `path` is written, or the key of the closest section around it."""
+    def value_position(self, path: KeyPath) -> Position:
+        """Position of the value at `path`, or of the key of the closest section around it."""
         if path in self.values and self.has(path):
             return self.values[path]
-        return self.key_place(path)
+        return self.key_position(path)
 
-    def key_place(self, path: KeyPath) -> Place:
-        """Where the last key of `path` is written, or the key of the closest section around it."""
+    def key_position(self, path: KeyPath) -> Position:
+        """Position of the last key of `path`, or of the key of the closest section around it."""
         while path:
             if path in self.keys and self.has(path):
                 return self.keys[path]
             path = path[:-1]
         return self.top
 
-    def complain(self, place: Place, key: str, expected: str, got: str, nearest: str | None = None) -> None:
-        self.mistakes.append(Mistake(place.file, place.line, place.column, key, expected, got, nearest))
+    def complain(self, position: Position, key: str, expected: str, got: str, nearest: str | None = None) -> None:
+        self.mistakes.append(Mistake(position.file, position.line, position.column, key, expected, got, nearest))
 
     def mistake(self, path: KeyPath, expected: str, got: str, nearest: str | None = None) -> Mistake:
-        """What is wrong with the value at `path`, at its place."""
-        place = self.value_place(path)
-        return Mistake(place.file, place.line, place.column, ".".join(map(str, path)), expected, got, nearest)
+        """A Mistake of the value at `path`, at its position."""
+        position = self.value_position(path)
+        return Mistake(position.file, position.line, position.column, ".".join(map(str, path)), expected, got, nearest)
 
     def reject(self, path: KeyPath, expected: str, got: str | None = None, nearest: str | None = None) -> None:
-        """Complains about the value at `path`."""
+        """Reports a mistake of the value at `path` and marks it as rejected."""
         shown = say(self.get(path)) if got is None else got
-        self.complain(self.value_place(path), dotted(path), expected, shown, nearest)
+        self.complain(self.value_position(path), dotted(path), expected, shown, nearest)
         self.rejected.add(path)
 
-    def put(self, path: KeyPath, value: Any, place: Place) -> None:
-        """Sets a value that follows from the token at `place`."""
+    def put(self, path: KeyPath, value: Any, position: Position) -> None:
+        """Sets a value that is derived from the token at `position`."""
         section = self.get(path[:-1])
         section[path[-1]] = value
-        self.mark(path, value, place)
+        self.mark(path, value, position)
 
-    def mark(self, path: KeyPath, value: Any, place: Place) -> None:
-        self.keys[path] = self.values[path] = place
+    def mark(self, path: KeyPath, value: Any, position: Position) -> None:
+        self.keys[path] = self.values[path] = position
         for step, inner in (
             value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
         ):
-            self.mark((*path, step), inner, place)
+            self.mark((*path, step), inner, position)
 
     def graft(self, name: str, section: Document) -> None:
-        """Puts a document of its own under the key `name`."""
+        """Inserts another document below the key `name`."""
         self.data[name] = section.data
-        for path, place in section.keys.items():
-            self.keys[name, *path] = place
-        for path, place in section.values.items():
-            self.values[name, *path] = place
+        for path, position in section.keys.items():
+            self.keys[name, *path] = position
+        for path, position in section.values.items():
+            self.values[name, *path] = position
         self.mistakes += section.mistakes
         if section.partial:
             self.rejected.add((name,))
 
 
 def read_yaml(path: Path, shown: str | None = None) -> Document:
-    """The mapping in the file at `path`; `shown` is how mistakes name the file. Raises nothing: see `mistakes`."""
+    """The mapping in the file at `path`; `shown` is the file's name in mistakes. Does not raise: see `mistakes`."""
     file = shown or str(path)
     try:
         with path.open("rb") as stream:
@@ -155,7 +155,7 @@ def read_yaml(path: Path, shown: str | None = None) -> Document:
 
 
 def parse_yaml(text: str, file: str) -> Document:
-    """Any YAML value; an empty text is an empty mapping."""
+    """The value of a YAML text; an empty text is an empty mapping."""
     try:
         node = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
@@ -169,10 +169,10 @@ def parse_yaml(text: str, file: str) -> Document:
         line, column = _line_and_column(text, int(error.position))
         return _unreadable(file, line, column, "printable text", f"the character U+{ord(text[error.position]):04X}")
     if node is None:
-        return Document({}, Place(file, 1, 1))
-    building = _Building(Document(None, _place(file, node)))
-    building.document.data = building.value(node, ())
-    return building.document
+        return Document({}, Position(file, 1, 1))
+    builder = _TreeBuilder(Document(None, _node_position(file, node)))
+    builder.document.data = builder.value(node, ())
+    return builder.document
 
 
 def dump_yaml(data: Any) -> str:
@@ -186,7 +186,7 @@ def dump_yaml(data: Any) -> str:
 
 
 def say(value: Any) -> str:
-    """A value as a message shows it: scalars as YAML, text in quotes, the kind alone for anything larger."""
+    """A value as messages show it: scalars as YAML, text in quotes, the type alone for anything larger."""
     if isinstance(value, dict):
         return "a section" if value else "an empty section"
     if isinstance(value, list):
@@ -203,8 +203,8 @@ class _Resolver(BaseResolver):
 
     yaml_implicit_resolvers = {
         None: [
-            (f"{_CORE}{kind}", re.compile(pattern))
-            for kind, pattern in (
+            (f"{_CORE}{tag}", re.compile(pattern))
+            for tag, pattern in (
                 ("null", r"(?:~|null|Null|NULL|)\Z"),
                 ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z"),
                 ("int", r"(?:[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
@@ -251,27 +251,27 @@ class _Dumper(Emitter, Serializer, SafeRepresenter, _Resolver):
         return True
 
     def choose_scalar_style(self) -> str:
-        """In single quotes PyYAML loses line separators (a NEL comes back as a space): double quotes take them."""
+        """Selects double quotes for unprintable text: in single quotes PyYAML loses line separators such as NEL."""
         text: str = getattr(self.event, "value", "")
         return super().choose_scalar_style() if text.isprintable() else '"'
 
 
-class _Building:
-    """Turns composed nodes into plain data, noting places and mistakes in `document`."""
+class _TreeBuilder:
+    """Turns composed nodes into plain data; stores positions and mistakes in `document`."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
-        self.built = 0
+        self.values_built = 0
         self.file = document.top.file
 
     def value(self, node: Node, path: KeyPath) -> Any:
-        place = _place(self.file, node)
-        self.document.values[path] = place
-        self.built += 1
-        if self.built > MAX_VALUES or len(path) > MAX_DEPTH:
+        position = _node_position(self.file, node)
+        self.document.values[path] = position
+        self.values_built += 1
+        if self.values_built > MAX_VALUES or len(path) > MAX_DEPTH:
             if not self.document.partial:
                 limit = f"at most {MAX_VALUES} values, {MAX_DEPTH} levels deep, after anchors are expanded"
-                self.document.complain(place, "yaml", limit, "more (an anchor inside itself?)")
+                self.document.complain(position, "yaml", limit, "more (an anchor inside itself?)")
             self.document.partial = True
             return None
         if isinstance(node, MappingNode) and node.tag == f"{_CORE}map":
@@ -283,17 +283,17 @@ class _Building:
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            place = _place(self.file, key_node)
+            position = _node_position(self.file, key_node)
             if not isinstance(key_node, ScalarNode):
-                self.document.complain(place, dotted(path), "a plain word as key", "a list or mapping as key")
+                self.document.complain(position, dotted(path), "a plain word as key", "a list or mapping as key")
                 continue
             key = key_node.value
             if key in mapping:
                 first = self.document.keys[*path, key]
                 expected = f"one '{key}' in this section; the first is on line {first.line}"
-                self.document.complain(place, dotted((*path, key)), expected, "a second one")
+                self.document.complain(position, dotted((*path, key)), expected, "a second one")
                 continue
-            self.document.keys[*path, key] = place
+            self.document.keys[*path, key] = position
             mapping[key] = self.value(value_node, (*path, key))
             if self.document.partial:
                 break
@@ -308,15 +308,15 @@ class _Building:
         return items
 
     def _scalar(self, node: Node, path: KeyPath) -> Any:
-        kind = node.tag.removeprefix(_CORE)
-        if isinstance(node, ScalarNode) and kind == "str":
+        tag = node.tag.removeprefix(_CORE)
+        if isinstance(node, ScalarNode) and tag == "str":
             return node.value
         untagged = _Resolver().resolve(ScalarNode, node.value, (True, False)) if isinstance(node, ScalarNode) else ""
         if untagged != node.tag:
             got = f"the tag {node.tag.replace(_CORE, '!!')}"
-            self.document.complain(_place(self.file, node), dotted(path), "plain YAML without tags", got)
+            self.document.complain(_node_position(self.file, node), dotted(path), "plain YAML without tags", got)
             return None
-        return _CONSTRUCT[kind](node.value)
+        return _CONSTRUCT[tag](node.value)
 
 
 def _integer(text: str) -> int | str:
@@ -335,12 +335,12 @@ _CONSTRUCT = {
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as messages and command-line overrides write it."""
+    """A path in the notation of messages and command-line overrides."""
     return ".".join(map(str, path)) or "yaml"
 
 
-def _place(file: str, node: Node) -> Place:
-    return Place(file, node.start_mark.line + 1, node.start_mark.column + 1)
+def _node_position(file: str, node: Node) -> Position:
+    return Position(file, node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 def _line_and_column(text: str, position: int) -> tuple[int, int]:
@@ -350,6 +350,6 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 def _unreadable(
     file: str, line: int | None, column: int | None, expected: str, got: str, close: str | None = None
 ) -> Document:
-    document = Document({}, Place(file, line, column), partial=True)
+    document = Document({}, Position(file, line, column), partial=True)
     document.complain(document.top, "yaml", expected, got, close)
     return document

@@ -145,7 +145,7 @@ class Constants:
     benchmarks/results/2026-11-22-tensor-4xH200.json). Of more a guess."""
     lone_copies: Array = 1.0
     """1 where a rank that shares weights with nobody copies them, and scales and copies their gradients, as ranks that do; 0 where it casts
-    both once (`parallel.fsdp.LoneUnit`)."""
+    both once (`parallel.fsdp.UnsharedParameterGroup`)."""
     packing: Array = 1.0
     """Share of device memory's bandwidth at which gradients, experts' left out, are laid into the reduced buffer rank by rank
     (`kernels.pack`)."""

@@ -29,8 +29,10 @@ from meshwright.costs.machine import Machine
 from meshwright.costs.offload_costs import exposed_copies, host_optimizer
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
-from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, Layouts
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.messages import context_messages, expert_message, tensor_messages, weight_collectives
 from meshwright.workload.model_shape import Shape
+from meshwright.workload.step_shape import step_shape
 
 WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
@@ -190,61 +192,54 @@ def _stalls(machine: Machine, layout: Layouts, k: Constants, filled: Array) -> A
 
 
 def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Two all-reduces (or gather-scatter pairs) per layer and direction, two more when the forward is repeated; half of it in parallel
-    blocks. Tokens of several sequences are put in order behind kernels."""
-    tokens = layout.micro_batch * layout.seq / layout.context
+    """A gather and a scattered sum take as long as an all-reduce; the gather for weight gradients is not in the fit. Tokens of several
+    sequences are put in order behind kernels."""
+    tokens = step_shape(shape, layout).tokens
+    _, sums = tensor_messages(shape, layout, step_shape(shape, layout))
     where = group(machine, k, layout.tensor, layout.tensor_step, crowding(machine, layout, k))
-    each = all_reduce(where, k, tokens * shape.hidden * 2)
-    count = np.where(layout.recompute >= ALL_BUT_ATTENTION, 6.0, 4.0) / (1 + shape.parallel) - 2.0 * (
-        shape.moe_layers > 0
-    )
+    each = all_reduce(where, k, sums.bytes)
     ordered = tokens * shape.hidden * k.token_passes / (machine.hbm * k.hbm / k.slow) / 4
     ordered = np.where((layout.tensor > 1) & (np.asarray(layout.micro_batch) > 1), ordered, 0.0)
     by_kernels = each * k.tensor_exposed + ordered
     copied = np.asarray(layout.tokens_copied) > 0
     shown = np.where(layout.tensor > 2, k.copied_tokens_of_more, k.copied_tokens)
-    return shape.layers * count * np.where(copied, each * k.tensor_exposed * shown, by_kernels)
+    return sums.count * np.where(copied, each * k.tensor_exposed * shown, by_kernels)
 
 
 def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
     """What attention does not hide of context ranks' messages, over all layers, forward and backward.
 
-    Keys and values pass every rank of a ring, half of it under attention: once forward, again where that is repeated, and in backward once
-    and then as gradients. Those are summed in fp32, so they are twice the bytes, and this program's engine sends them on once more, home.
-    Before that, ranks that exchange heads do so: all-to-alls of queries, keys, values and outputs in both directions, and again where they
-    are recomputed. A rank then has its share of the heads of as many sequence parts as exchange.
+    Half of a ring's messages run under attention. Published stacks repeat no message, sum gradients in bf16 and do not send them home.
     """
-    tokens = layout.micro_batch * layout.seq
-    ring = group(machine, k, layout.ring, layout.ring_step)
-    passed = tokens * shape.kv_width / layout.tensor / layout.ulysses * 2
-    once = RING_SHOWN * gather(ring, k, passed)
-    turns = np.maximum(1.0, layout.ring)
-    sums = np.where(k.copies > 0, 2 * turns / np.maximum(1.0, turns - 1), 1.0)
-    mode = np.asarray(layout.recompute)
-    again = np.where((k.copies > 0) & (mode == FULL), 1.0, 0.0)
+    own = _as_repeated(layout, k)
+    heads, passes, sums = context_messages(shape, own, step_shape(shape, own))
     exchanging = group(machine, k, layout.ulysses, layout.ulysses_step)
-    widths = (shape.query_width + shape.kv_width + shape.value_width) / layout.tensor
-    heads = all_to_all(exchanging, k, machine, tokens / layout.context * widths * 2)
-    anew = np.where((k.copies > 0) & (mode > 0), 2.0, 1.0)
-    forward, backward = heads + once, heads * anew + once * (1 + again + sums)
-    return shape.attention_layers * forward, shape.attention_layers * backward
+    exchange = all_to_all(exchanging, k, machine, heads.bytes)
+    turns = np.maximum(1.0, layout.ring - 1)
+    once = RING_SHOWN * gather(group(machine, k, layout.ring, layout.ring_step), k, passes.bytes * layout.ring) / turns
+    summed = np.where(k.copies > 0, sums.bytes / passes.bytes * sums.count, passes.forward)
+    forward = heads.forward * exchange + passes.forward * once
+    return forward, heads.backward * exchange + (passes.backward + summed) * once
+
+
+def _as_repeated(layout: Layouts, k: Constants) -> Layouts:
+    """The layout whose recompute mode says which messages are repeated: of this program's engine alone."""
+    return replace(layout, recompute=np.where(k.copies > 0, layout.recompute, 0.0))
 
 
 def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, compute: Array) -> Array:
-    """Dispatch and combine, forward and backward; in this program's engine also where forward is repeated, and each forward asks first how
-    many rows come, for which the host waits. Where another micro-batch computes beside the exchange, `compute` hides it."""
+    """Dispatch and combine, forward and backward; in this program's engine each forward asks first how many rows come, for which the host
+    waits. Where another micro-batch computes beside the exchange, `compute` hides it."""
     if not np.any(shape.moe_layers):
         return np.zeros_like(compute)
-    tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
+    message = expert_message(shape, _as_repeated(layout, k), step_shape(shape, layout))
     where = group(machine, k, layout.expert, 1.0)
     sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(where.domains, shape.top_k, layout), 1.0)
-    each = all_to_all(where, k, machine, tokens * shape.top_k * shape.expert_in * 2, sent_once)
-    forwards = 1 + np.where((k.copies > 0) & (np.asarray(layout.recompute) >= ALL_BUT_ATTENTION), 1.0, 0.0)
+    rows = message.count * all_to_all(where, k, machine, message.bytes, sent_once) * layout.imbalance
+    forwards = message.count / 2 - shape.moe_layers
     counts = k.copies * forwards * (all_to_all(where, k, machine, 0.0) + COUNTS_US * 1e-6) * (layout.expert > 1)
-    rows = shape.moe_layers * (2 + 2 * forwards) * each * layout.imbalance
     beside = np.asarray(layout.exchange_beside) > 0
-    shown = np.where(beside, _shown(rows, compute, k.overlap_tax), rows * k.expert_exposed)
-    return shown + shape.moe_layers * counts
+    return np.where(beside, _shown(rows, compute, k.overlap_tax), rows * k.expert_exposed) + counts
 
 
 def _expert_launches(shape: Shape, layout: Layouts, k: Constants) -> Array:
@@ -298,16 +293,16 @@ def _weights_traffic(
     whole = whole + gather(experts, k, size, shape.moe_layers)
     scatter = whole * (k.scatter_bytes / WEIGHT_BYTES)
     scatter = scatter + _yielded(where, layout, k, scatter, backward)
-    gathers = np.where(layout.gather_once > 0, 0.0, 2.0 - layout.keep_gathered)
+    gathers, reductions = (count / layout.micro_batches for count in weight_collectives(layout))
+    gathers = np.where(layout.gather_once > 0, 0.0, gathers)
     once = np.where((layout.pipeline > 1) & (layout.micro_batches <= 1), 1.0, np.asarray(layout.reduce_once) > 0)
-    reductions = 1.0 - once
-    times = np.where(layout.layered > 0, 1 / layout.micro_batches, 1.0)
+    reductions = (1.0 - once) * reductions
     sharded = layout.zero >= 3
     kernel = np.where((where.domains > 1) & (k.copies > 0), k.net_tax, k.overlap_tax)
     copy = np.where(copied & (ranks <= 1), k.overlap_tax * k.copy_tax, kernel)
     return (
-        _Traffic(np.where(sharded, gathers * one * times, 0.0), np.where(sharded, layout.gather_once * one, 0.0), copy),
-        _Traffic(np.where(sharded, reductions * scatter * times, 0.0), np.where(sharded, once * scatter, 0.0), kernel),
+        _Traffic(np.where(sharded, gathers * one, 0.0), np.where(sharded, layout.gather_once * one, 0.0), copy),
+        _Traffic(np.where(sharded, reductions * scatter, 0.0), np.where(sharded, once * scatter, 0.0), kernel),
     )  # fmt: skip
 
 

@@ -1,3 +1,2 @@
-"""Corpora, tokenizing, packing and order. Floor 1: imports spec only, and torch only in `loader`, where tensors are
-made.
-"""
+"""Corpora, tokenizing, packing and sample order. Layer 1: imports spec only.
+Torch is imported only in `loader`, which makes tensors."""

@@ -22,7 +22,7 @@ DIGEST_PIECE = 8 << 20
 
 
 class CheckedFile:
-    """A file of fixed size, open for reading at any offset by any number of threads. `size` is its bytes at opening."""
+    """A file of fixed size for reads at any offset by any number of threads. `size` is its size at opening in bytes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class CheckedFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes [offset, offset + count). Raises Damaged, which names file and offset, when the file ends before or cannot be read."""
+        """Bytes [offset, offset + count). Raises Damaged with file and offset if the file is shorter or cannot be read."""
         pieces: list[bytes] = []
         end = offset + count
         while offset < end:
@@ -56,14 +56,14 @@ class CheckedFile:
         return state.hexdigest()
 
     def check_size(self) -> None:
-        """Raise Damaged when the file has grown or shrunk since it was opened."""
-        found = os.fstat(self._descriptor).st_size
-        if found != self.size:
-            raise Damaged(f"{self.path}: expected {self.size} bytes as when it was opened, found {found}")
+        """Raise Damaged if the size of the file has changed since it was opened."""
+        actual = os.fstat(self._descriptor).st_size
+        if actual != self.size:
+            raise Damaged(f"{self.path}: expected {self.size} bytes as when it was opened, found {actual}")
 
 
 class Entries:
-    """`count` numbers of a file from `offset` on, as a sequence; single entries are read by blocks, which are cached."""
+    """`count` numbers of a file from `offset` on, as a sequence; single entries are read in cached blocks."""
 
     def __init__(self, file: CheckedFile, dtype: np.dtype[Any], offset: int, count: int) -> None:
         self._file, self._dtype, self._offset, self._count = file, dtype, offset, count

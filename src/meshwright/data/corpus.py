@@ -1,7 +1,7 @@
-"""Where text comes from: files, directories and record files, read as one ordered stream of documents.
+"""Reads files, directories and record files as one ordered stream of documents.
 
-A document is a text file, a line of `.jsonl` (also `.gz`, `.zst`), or a row of `.parquet`. What cannot be read comes
-out as a BadDocument that says where and why; what to do with it is the caller's choice.
+A document is a text file, a line of `.jsonl` (also `.gz`, `.zst`), or a row of `.parquet`. A document that cannot be
+read becomes a BadDocument with its position and the reason; the caller decides what to do with it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "_
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read. `name` is how it is shown; `key` is its place within its input and does not change when that
-    moves.
+    """A file to read. `name` is shown to people; `key` is its path in its input and does not change if the input moves.
 
-    `found` says that a directory was searched for it, so that a binary or empty file is passed over.
-    `before` is the bytes of all files that come before this one.
+    `from_search` means that it comes from the search of a directory, so that a binary or empty file is skipped.
+    `before` is the size of all files before this one in bytes.
     """
 
     path: Path
     name: str
     key: str
     size: int
-    found: bool = False
+    from_search: bool = False
     before: int = 0
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text: its file, its id there, its key in the whole corpus, and how many bytes of all inputs lie behind it."""
+    """A text: its file, its id there, its key in the corpus, and the bytes of all inputs read up to its end."""
 
     file: str
     id: int | str
@@ -55,7 +54,7 @@ class Document:
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be used: `where` is file:line (file:row for parquet), `why` what was expected."""
+    """An unusable document: `where` is file:line (file:row for parquet), `why` what was expected."""
 
     where: str
     why: str
@@ -66,33 +65,33 @@ class BadDocument:
 
 @dataclass(frozen=True)
 class TextlessFile:
-    """A binary or empty file that the search of a directory found."""
+    """A binary or empty file from the search of a directory."""
 
     file: InputFile
 
 
 def list_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
-    """Every file behind `inputs` (files, directories, or the word `stdlib`), in an order that depends on names alone.
+    """Every file of `inputs` (files, directories, or the word `stdlib`), in an order that depends on names only.
 
-    Hidden files and everything under `exclude` (the output) are left out. Raises BadInput when an input is missing or
+    Hidden files and the files below `exclude` (the output) are left out. Raises BadInput if an input is missing or
     empty.
     """
     files: list[InputFile] = []
     for name in inputs:
         path = Path(name)
         if name == STDLIB and not path.exists():
-            found = list(_stdlib_files())
+            matches = list(_stdlib_files())
         elif path.is_dir():
             if exclude is not None and path.resolve() == exclude.resolve():
                 raise BadInput(f"{name}: is both input and output; choose another --out")
-            found = list(_directory_files(path, exclude))
+            matches = list(_directory_files(path, exclude))
         elif path.is_file():
-            found = [InputFile(path, name, path.name, path.stat().st_size)]
+            matches = [InputFile(path, name, path.name, path.stat().st_size)]
         else:
             raise BadInput(_missing(name, path))
-        if not found:
+        if not matches:
             raise BadInput(f"{name}: no files here to read")
-        files += found
+        files += matches
     if not files:
         raise BadInput(f"no input given: expected files, directories, or the word `{STDLIB}`")
     _check_extras(files)
@@ -116,7 +115,7 @@ def _read_text(file: InputFile) -> Iterator[Document | BadDocument | TextlessFil
     except OSError as error:
         yield BadDocument(file.name, f"cannot be read: {error}")
         return
-    if file.found and (not content or b"\0" in content[:8192]):
+    if file.from_search and (not content or b"\0" in content[:8192]):
         yield TextlessFile(file)
         return
     try:
@@ -158,7 +157,7 @@ def _parse_line(file: InputFile, number: int, line: bytes, text_key: str, consum
         return BadDocument(where, f"no key {text_key!r}; keys: {', '.join(map(repr, record))}{hint}")
     identity = record.get("id")
     shown = identity if isinstance(identity, (int, str)) and not isinstance(identity, bool) else number
-    return _checked(where, file, number, shown, record[text_key], consumed)
+    return _checked_document(where, file, number, shown, record[text_key], consumed)
 
 
 def _read_parquet(file: InputFile, text_key: str) -> Iterator[Document | BadDocument]:
@@ -174,18 +173,20 @@ def _read_parquet(file: InputFile, text_key: str) -> Iterator[Document | BadDocu
             yield BadDocument(file.name, f"no column {text_key!r}; columns: {', '.join(map(repr, columns))}{hint}")
             return
         wanted = [text_key, *(["id"] if "id" in columns and text_key != "id" else [])]
-        number, rows = 0, table.metadata.num_rows or 1
+        number, row_count = 0, table.metadata.num_rows or 1
         for batch in table.iter_batches(batch_size=1024, columns=wanted):
-            for row in batch.to_pylist():
+            for record in batch.to_pylist():
                 number += 1
-                identity = row.get("id")
+                identity = record.get("id")
                 shown = identity if isinstance(identity, (int, str)) and text_key != "id" else number
-                yield _checked(f"{file.name}:{number}", file, number, shown, row[text_key], file.size * number // rows)
+                yield _checked_document(
+                    f"{file.name}:{number}", file, number, shown, record[text_key], file.size * number // row_count
+                )
     except (pyarrow.ArrowException, OSError) as error:
         yield BadDocument(file.name, f"cannot be read as parquet: {error}")
 
 
-def _checked(
+def _checked_document(
     where: str, file: InputFile, number: int, shown: int | str, text: Any, consumed: int
 ) -> Document | BadDocument:
     if not isinstance(text, str):
@@ -222,13 +223,13 @@ def _stdlib_files() -> Iterator[InputFile]:
     for path in _walk(root, NOT_STDLIB, None):
         if path.suffix == ".py" and path.stat().st_size:
             key = path.relative_to(root).as_posix()
-            yield InputFile(path, f"{STDLIB}/{key}", key, path.stat().st_size, found=True)
+            yield InputFile(path, f"{STDLIB}/{key}", key, path.stat().st_size, from_search=True)
 
 
 def _directory_files(root: Path, exclude: Path | None) -> Iterator[InputFile]:
     for path in _walk(root, {"__pycache__"}, exclude):
         key = path.relative_to(root).as_posix()
-        yield InputFile(path, str(path), key, path.stat().st_size, found=True)
+        yield InputFile(path, str(path), key, path.stat().st_size, from_search=True)
 
 
 def _walk(root: Path, skipped: set[str], exclude: Path | None) -> Iterator[Path]:
@@ -243,7 +244,7 @@ def _walk(root: Path, skipped: set[str], exclude: Path | None) -> Iterator[Path]
 
 
 def _check_extras(files: list[InputFile]) -> None:
-    """Say before any work which package a file needs."""
+    """Raise BadInput before any work if a file needs a package that is not installed."""
     for suffix, module in ((".zst", "zstandard"), (".parquet", "pyarrow")):
         needing = next((file for file in files if file.name.endswith(suffix)), None)
         if needing is not None and not _importable(module):

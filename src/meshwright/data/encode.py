@@ -1,7 +1,6 @@
-"""Documents to token ids, many at a time, in order.
+"""Encodes documents to token ids with several threads, in order.
 
-`tokenizers` releases Python's lock while it works, so plain threads use every core; each thread encodes one batch
-alone.
+`tokenizers` releases Python's lock while it works, so threads use every core; each thread encodes one batch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class EncodedDocument:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a document that is encoded at one time; `context` is text before it that its first tokens may depend on."""
+    """A part of a document that is encoded in one call; `context` is the text before it that affects its first tokens."""
 
     document: Document
     text: str
@@ -49,9 +48,9 @@ class Piece:
 def encode_documents(
     documents: Iterable[Document], tokenizer: LoadedTokenizer, dtype: str, workers: int
 ) -> Generator[EncodedDocument, None, None]:
-    """Encode `documents` with `workers` threads; results come in the order of the documents.
+    """Encode `documents` with `workers` threads; results have the order of the documents.
 
-    At most two batches for each worker are held. Beside its text a long document takes the memory of its tokens alone.
+    At most two batches per worker are in memory. Besides its text a long document needs only the memory of its tokens.
     """
     ids: list[np.ndarray] = []
     for piece, tokens in _encode_pieces(_pieces_of(documents, tokenizer), tokenizer, dtype, workers):
@@ -63,7 +62,7 @@ def encode_documents(
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The narrowest dtype that Megatron's readers know for a vocabulary."""
+    """The smallest dtype for a vocabulary that Megatron's readers support."""
     return "uint16" if vocab_size < 65536 else "int32"
 
 
@@ -104,9 +103,9 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _pieces_of(documents: Iterable[Document], tokenizer: LoadedTokenizer) -> Iterator[Piece]:
-    """Each document in pieces of bounded length whose tokens, one after another, are those of the whole.
+    """Each document in pieces of bounded length, whose concatenated tokens are those of the whole document.
 
-    The encoder takes some hundred bytes of memory for each character, and one thread for each piece.
+    The encoder needs some hundred bytes of memory per character, and one thread per piece.
     """
     for document in documents:
         text, start, context = document.text, 0, ""
@@ -118,10 +117,11 @@ def _pieces_of(documents: Iterable[Document], tokenizer: LoadedTokenizer) -> Ite
 
 
 def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> tuple[int, str]:
-    """Where to cut at or after `near`, and the text before that the next piece is encoded with.
+    """(position at or after `near` to cut at, context for the next piece).
 
-    The cut lies before a line end or behind a word, where the tokenizer itself shows that no token crosses it. Before a line end, because
-    the rules of GPT-2 and its kin join it to the indentation that follows. A text without such a cut is cut at `near`.
+    The cut is before a line end or after a word, where the tokenizer shows that no token crosses it. It is before a
+    line end because the rules of GPT-2 and similar tokenizers join it to the indentation that follows. A text without
+    such a cut is cut at `near`.
     """
     end = near + LONGEST_PIECE // 4
     for pattern in (LINE_END, WORD_END):
@@ -136,7 +136,7 @@ def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> tuple[int, st
 
 @contextmanager
 def _one_thread_for_each_call() -> Iterator[None]:
-    """`tokenizers` reads this variable at every call; it is put back afterwards."""
+    """Disable the threads of `tokenizers` for a block, by an environment variable that is restored afterwards."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

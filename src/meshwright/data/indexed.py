@@ -31,7 +31,7 @@ SPANS_AT_ONCE = 16
 
 
 class Span(NamedTuple):
-    """Part of one document: its number in the file, its whole range of tokens in the file, first and last+1."""
+    """A part of a document: the document's number, and its token range [start, stop) in the file."""
 
     document: int
     start: int
@@ -39,11 +39,11 @@ class Span(NamedTuple):
 
 
 class IndexedFile:
-    """A `.bin`/`.idx` pair, opened and not read: opening costs a few pages whatever the size.
+    """An open `.bin`/`.idx` pair; opening reads a few pages for files of any size.
 
-    `stem` is the path without suffix. Raises BadInput when a file is missing, Damaged when header or sizes disagree; a
-    gap between sequences, which only a pass over the index can find, is looked for by `check_layout`. Every read raises
-    Damaged where a file was truncated since.
+    `stem` is the path without suffix. Raises BadInput if a file is missing, Damaged if header or sizes disagree;
+    `check_layout` detects gaps between sequences, which needs a pass over the index. A read raises Damaged if a file
+    was truncated.
     """
 
     def __init__(self, stem: Path) -> None:
@@ -64,17 +64,17 @@ class IndexedFile:
         return self._tokens.read(start, stop)
 
     def check_sizes(self) -> None:
-        """Raise Damaged when either file has grown or shrunk since it was opened."""
+        """Raise Damaged if the size of a file has changed since it was opened."""
         self._bin.check_size()
         self._idx.check_size()
 
     def digests(self) -> Iterator[tuple[str, Path, str]]:
-        """Read both files whole: key in the manifest, path, and xxh3_128."""
+        """Read both files completely: (key in the manifest, path, xxh3_128) of each."""
         yield "idx", self.idx_path, self._idx.digest()
         yield "bin", self.bin_path, self._bin.digest()
 
     def document_spans(self, start: int, stop: int) -> list[Span]:
-        """The documents that hold tokens [start, stop), in order; empty documents are passed over."""
+        """The documents with tokens in [start, stop), in order; empty documents are skipped."""
         spans: list[Span] = []
         document = self._document_at(start)
         while document < self.documents:
@@ -92,11 +92,11 @@ class IndexedFile:
         return span.stop - span.start
 
     def token_offset(self, token: int) -> int:
-        """Byte in `.bin` at which a token of the file lies."""
+        """Offset in `.bin` of a token, in bytes."""
         return token * self.dtype.itemsize
 
     def check_layout(self) -> None:
-        """Read the whole index: raises Damaged unless sequences follow each other without gaps and documents ascend."""
+        """Read the whole index; raise Damaged unless sequences have no gaps and documents ascend."""
         pointers = self._pointers.read(0, self.sequences)
         ends = np.cumsum(self._lengths.read(0, self.sequences), dtype=np.int64) * self.dtype.itemsize
         expected = np.concatenate([[0], ends])[: self.sequences]
@@ -140,10 +140,10 @@ class IndexedFile:
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * self.sequences
         documents_at = pointers_at + 8 * self.sequences
-        size, found = documents_at + 8 * entries, self._idx.size
-        if found not in (size, size + self.sequences):
+        size, actual = documents_at + 8 * entries, self._idx.size
+        if actual not in (size, size + self.sequences):
             counts = f"{self.sequences} sequences and {entries} document entries"
-            raise Damaged(f"{self.idx_path}: expected {size} bytes for {counts}, found {found}")
+            raise Damaged(f"{self.idx_path}: expected {size} bytes for {counts}, found {actual}")
         lengths = Entries(self._idx, np.dtype("<i4"), lengths_at, self.sequences)
         pointers = Entries(self._idx, np.dtype("<i8"), pointers_at, self.sequences)
         documents = Entries(self._idx, np.dtype("<i8"), documents_at, entries)
@@ -156,20 +156,20 @@ class IndexedFile:
         return lengths, pointers, documents
 
     def _check_end(self) -> int:
-        """Number of tokens, once the end of the last sequence is known to be the end of `.bin`."""
+        """Number of tokens; raises Damaged unless the last sequence ends at the end of `.bin`."""
         expected = 0
         if self.sequences:
             expected = self._pointers[-1] + self._lengths[-1] * self.dtype.itemsize
-        found = self._bin.size
-        if found != expected:
-            raise Damaged(f"{self.bin_path}: expected {expected} bytes (by its .idx), found {found}")
-        return found // self.dtype.itemsize
+        actual = self._bin.size
+        if actual != expected:
+            raise Damaged(f"{self.bin_path}: expected {expected} bytes (by its .idx), found {actual}")
+        return actual // self.dtype.itemsize
 
 
 class IndexedWriter:
-    """Writes a `.bin`/`.idx` pair, one sequence per document; the pair has its names only after `finish`.
+    """Writes a `.bin`/`.idx` pair, one sequence per document; `finish` gives the files their names.
 
-    `digests` maps "bin" and "idx" to the xxh3_128 of what was written, once finished.
+    `digests` has the xxh3_128 of "bin" and "idx" after `finish`.
     """
 
     def __init__(self, stem: Path, dtype: str) -> None:
@@ -182,7 +182,7 @@ class IndexedWriter:
         self._bin: BinaryIO = _partial(bin_path(stem)).open("wb")
 
     def add_document(self, tokens: np.ndarray) -> None:
-        """Append one document. Raises BadInput when its length does not fit the format."""
+        """Append a document. Raises BadInput if its length exceeds the format."""
         if len(tokens) > LONGEST_DOCUMENT:
             raise BadInput(f"{self.stem}: a document of {len(tokens)} tokens; .idx can hold at most {LONGEST_DOCUMENT}")
         content = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
@@ -192,7 +192,7 @@ class IndexedWriter:
         self.tokens += len(tokens)
 
     def finish(self) -> None:
-        """Make both files durable and give them their names, `.idx` last: a pair with an `.idx` is whole."""
+        """Make both files durable and publish them, `.idx` last: a pair with an `.idx` is complete."""
         _sync_and_close(self._bin)
         index = self._index()
         with _partial(idx_path(self.stem)).open("wb") as file:
@@ -203,7 +203,7 @@ class IndexedWriter:
             publish(_partial(path), path)
 
     def abandon(self) -> None:
-        """Close without publishing; the partial file stays for the next attempt to overwrite."""
+        """Close without publishing; the next attempt overwrites the partial file."""
         self._bin.close()
 
     def _index(self) -> bytes:

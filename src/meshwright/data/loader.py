@@ -1,7 +1,7 @@
-"""Micro-batches for one rank as torch tensors, read ahead by a thread.
+"""Micro-batches of one rank as torch tensors, prefetched by a thread.
 
 Step t of a run reads global samples [t * global_batch, (t + 1) * global_batch); data rank d takes the d-th contiguous
-part. The state is one integer, the global samples consumed, and means the same on any number of ranks.
+part. The state is one integer, the number of global samples consumed, and is valid for any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ __all__ = ["Batch", "DataSource", "Loader", "MicroBatch", "has_validation", "ope
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """int64 tensors of `(micro_batch, seq)`; `targets` is -1 where nothing is to be learned, and None where logits are wanted instead.
+    """int64 tensors of shape `(micro_batch, seq)`; `targets` is -1 for ignored positions, None if only logits are needed.
 
-    `positions` and `documents` are None without `data.document_mask`: a row is then one document, counted from 0.
-
-    `valid_tokens` is the number of targets that are not -1, counted on the host so that nobody waits for the device.
+    `positions` and `documents` are None without `data.document_mask`: each sequence is then one document, counted from
+    0. `valid_tokens` is the number of targets other than -1, counted on the host to avoid synchronisation.
     """
 
     tokens: torch.Tensor
@@ -40,21 +39,21 @@ class MicroBatch:
     valid_tokens: int
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """The same with `change` applied to each tensor."""
+        """A copy with `change` applied to each tensor."""
         given = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
         return replace(self, **{name: change(tensor) for name, tensor in given.items() if tensor is not None})
 
 
 @dataclass(frozen=True)
-class _Ahead:
-    """A step read ahead, and the event behind its copies to the device where there are any."""
+class _ReadStep:
+    """A prefetched step, and the event after its copies to the device, if there are any."""
 
     step: list[MicroBatch]
-    arrived: torch.cuda.Event | None
+    copy_done: torch.cuda.Event | None
 
 
 class Samples(Protocol):
-    """What a loader reads: a `DataSource`, or a part of it."""
+    """The source of a loader: a `DataSource`, or a part of it."""
 
     document_mask: bool
 
@@ -64,13 +63,11 @@ class Samples(Protocol):
 
 
 class Loader:
-    """Iterator over steps; each item is this data rank's list of micro-batches for one step. It never ends by itself.
+    """Endless iterator over steps; each item is this data rank's list of micro-batches for one step.
 
-    `prefetch` steps are read ahead by a thread. On a CUDA device it also copies them there, on a stream of its own, so
-    that `next` hands out what lies on the device already: the current stream waits for the copy, the host does not.
-
-    Close it, or use it in a `with` block. Raises BadInput when `global_batch` cannot be cut evenly; what goes wrong in
-    the thread is raised by the `next` that would have had the data.
+    A thread prefetches `prefetch` steps. For a CUDA device it also copies them there on its own stream, so that `next`
+    returns device tensors: the current stream waits for the copy, the host does not. Close it, or use it in a `with`
+    block. Raises BadInput if `global_batch` does not divide evenly; `next` raises the errors of the thread.
     """
 
     def __init__(
@@ -90,11 +87,11 @@ class Loader:
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.device = _with_index(torch.device(device or "cpu"))
         self.consumed = start_sample
-        """Global samples consumed by all ranks: the whole state of the data."""
+        """Global samples consumed by all ranks; the complete state of the data."""
         self.wait_seconds = 0.0
-        """Time the last `next` waited for the thread."""
+        """Seconds that the last `next` waited for the thread."""
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._ready: queue.Queue[_Ahead | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
+        self._ready: queue.Queue[_ReadStep | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), name="data", daemon=True)
         self._thread.start()
@@ -112,7 +109,7 @@ class Loader:
             self.close()
             raise item
         self.consumed += self.global_batch
-        return self._handed_out(item)
+        return self._on_current_stream(item)
 
     def close(self) -> None:
         """End the thread; a second call does nothing."""
@@ -125,21 +122,21 @@ class Loader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
     def _read_ahead(self, sample: int) -> None:
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # else pinning would open a context on device 0 too
-            while self._offer(self._sent(self._read_step(sample))):
+                torch.cuda.set_device(self.device)  # otherwise pinning memory would also open a context on device 0
+            while self._offer(self._copy_to_device(self._read_step(sample))):
                 sample += self.global_batch
-        except BaseException as error:  # handed to the consumer, which raises it
+        except BaseException as error:  # the consumer raises it
             self._offer(error)
 
-    def _offer(self, item: _Ahead | BaseException) -> bool:
-        """Wait for room in the queue; false when the loader was closed meanwhile."""
+    def _offer(self, item: _ReadStep | BaseException) -> bool:
+        """Wait for space in the queue; False if the loader was closed meanwhile."""
         while not self._stop.is_set():
             try:
                 self._ready.put(item, timeout=0.1)
@@ -165,22 +162,22 @@ class Loader:
         )
         return micro.map(torch.Tensor.pin_memory) if self.device.type == "cuda" else micro
 
-    def _sent(self, step: list[MicroBatch]) -> _Ahead:
-        """The step on its way to the device."""
+    def _copy_to_device(self, step: list[MicroBatch]) -> _ReadStep:
+        """Start the copies of a step to the device."""
         if self._copies is None:
-            return _Ahead(step, None)
+            return _ReadStep(step, None)
         with torch.cuda.stream(self._copies):
-            there = [micro.map(lambda tensor: tensor.to(self.device, non_blocking=True)) for micro in step]
-        arrived = torch.cuda.Event()
-        arrived.record(self._copies)
-        return _Ahead(there, arrived)
+            copied = [micro.map(lambda tensor: tensor.to(self.device, non_blocking=True)) for micro in step]
+        copy_done = torch.cuda.Event()
+        copy_done.record(self._copies)
+        return _ReadStep(copied, copy_done)
 
-    def _handed_out(self, ahead: _Ahead) -> list[MicroBatch]:
-        """The step for the current stream: it waits for the copies, and their memory is kept until it is through."""
-        if ahead.arrived is None:
+    def _on_current_stream(self, ahead: _ReadStep) -> list[MicroBatch]:
+        """The step for the current stream, which waits for the copies; their memory is kept until the stream has used it."""
+        if ahead.copy_done is None:
             return ahead.step
         stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(ahead.arrived)
+        stream.wait_event(ahead.copy_done)
 
         def used(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(stream)

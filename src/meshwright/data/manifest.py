@@ -180,7 +180,7 @@ def locate(path: Path) -> tuple[Path, tuple[Path, ...]]:
 def held_out_beside(path: Path) -> Path | None:
     """The held-out set that was prepared together with the data at `path`, if there is one."""
     candidates = [path / HELD_OUT] + ([path.parent / HELD_OUT] if path.name == TRAIN else [])
-    return next((found for found in candidates if (found / MANIFEST).is_file()), None)
+    return next((folder for folder in candidates if (folder / MANIFEST).is_file()), None)
 
 
 def verify(path: Path) -> list[str]:
@@ -223,10 +223,10 @@ def _shards_of(
 def _check_tokenizer(directory: Path, manifest: Manifest) -> None:
     """Raise Damaged when the tokenizer beside the shards is not the one that made them."""
     path, expected = directory / manifest.tokenizer.file, manifest.tokenizer.digest
-    found = _digest_or_none(path)
-    if found != expected:
+    actual = _digest_or_none(path)
+    if actual != expected:
         raise Damaged(
-            f"{path}: expected digest {expected} (by the manifest), found {found or 'no file'}; put the tokenizer back"
+            f"{path}: expected digest {expected} (by the manifest), found {actual or 'no file'}; put the tokenizer back"
         )
 
 
@@ -234,9 +234,9 @@ def _check_shard(stem: Path, record: Shard | None) -> IndexedFile:
     if record is not None:
         for key in ("bin", "idx"):
             path = shard_files(stem)[key]
-            found = path.stat().st_size if path.is_file() else None
-            if found != record.bytes[key]:
-                what = "no file" if found is None else str(found)
+            actual = path.stat().st_size if path.is_file() else None
+            if actual != record.bytes[key]:
+                what = "no file" if actual is None else str(actual)
                 raise Damaged(f"{path}: expected {record.bytes[key]} bytes (by the manifest), found {what}")
     file = IndexedFile(stem)
     if record is None:
@@ -254,11 +254,11 @@ def _verify_shard(stem: Path, record: Shard | None) -> list[str]:
         return [str(error)]
     if record is None:
         return []
-    found = {key: _digest_or_none(path) for key, path in shard_files(stem).items()}
+    actual = {key: _digest_or_none(path) for key, path in shard_files(stem).items()}
     return [
-        f"{shard_files(stem)[key]}: expected digest {expected}, found {found[key] or 'no file'}"
+        f"{shard_files(stem)[key]}: expected digest {expected}, found {actual[key] or 'no file'}"
         for key, expected in record.digest.items()
-        if found[key] != expected
+        if actual[key] != expected
     ]
 
 

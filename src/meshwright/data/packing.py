@@ -67,13 +67,13 @@ class TokenStream:
 
     def parts(self, start: int, stop: int) -> list[DocumentPart]:
         """The documents of tokens [start, stop), each with the part that lies inside, in order."""
-        found = []
+        parts = []
         for shard, first, last in self._ranges(start, stop):
             for span in self.files[shard].document_spans(first, last):
                 begin, end = max(span.start, first), min(span.stop, last)
                 offset = self._starts[shard] + begin
-                found.append(DocumentPart(shard, span.document, begin - span.start, end - span.start, offset))
-        return found
+                parts.append(DocumentPart(shard, span.document, begin - span.start, end - span.start, offset))
+        return parts
 
     def files_of(self, windows: np.ndarray, seq_len: int) -> set[int]:
         """The numbers of the files that hold a part of these windows, the target behind the last input included."""

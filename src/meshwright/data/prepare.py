@@ -1,8 +1,7 @@
-"""`meshwright data prepare`: text in, token shards out, in parallel, and continued after a kill to the very same bytes.
+"""`meshwright data prepare`: converts text to token shards in parallel; continues after a kill with identical bytes.
 
-OUT holds one prepared directory, or with held-out documents two: OUT/train and OUT/held_out. While the work goes on OUT
-also holds `unfinished.json` (the request) and `journal.jsonl` (finished shards); a directory has a manifest only when
-it is whole.
+OUT has one prepared directory or, with held-out documents, two: OUT/train and OUT/held_out. During the work OUT also
+has `unfinished.json` (the request) and `journal.jsonl` (finished shards); only a complete directory has a manifest.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ NAMED = 20
 
 @dataclass
 class BadDocuments:
-    """How many documents could not be used, and the first of them."""
+    """The number of unusable documents, and the first of them."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -60,9 +59,9 @@ class BadDocuments:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` left behind. `bad` and `passed` are empty when everything was already there (`reused`).
+    """The result of `prepare`. `bad` and `passed` are empty if all output existed already (`reused`).
 
-    `passed` counts the files of searched directories that hold no text, by extension.
+    `passed` counts the files without text in searched directories, by extension.
     """
 
     out: Path
@@ -96,19 +95,19 @@ def prepare(
     Raises BadInput for inputs or tokenizers that cannot be used and when `out` holds something else, OutOfResources
     when the disk is too small. A request that is refused before its first shard is finished leaves nothing in `out`.
     """
-    asked = Preparation(tuple(inputs), tokenizer, out, held_out, text_key, on_bad, eos, shard_tokens)
-    asked.check()
+    preparation = Preparation(tuple(inputs), tokenizer, out, held_out, text_key, on_bad, eos, shard_tokens)
+    preparation.check()
     files = list_inputs(inputs, exclude=out)
-    request = asked.describe(files)
+    request = preparation.describe(files)
     with locked(out, wait):
-        done = finished_manifests(asked)
+        done = finished_manifests(preparation)
         if done:
             check_same(out, done[TRAIN].request, request)
             (out / JOURNAL).unlink(missing_ok=True)
             return Prepared(out, done, BadDocuments(), Counter(), reused=True)
-        begin(asked, files, request)
+        begin(preparation, files, request)
         try:
-            return _run(asked, files, request, workers or os.cpu_count() or 1, shown)
+            return _run(preparation, files, request, workers or os.cpu_count() or 1, shown)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -120,38 +119,40 @@ def prepare(
             raise
 
 
-def _run(asked: Preparation, files: list[InputFile], request: dict[str, Any], workers: int, shown: bool) -> Prepared:
-    if asked.on_bad == "refuse":
-        _refuse_bad(files, asked.text_key)
-    tokenizer = _tokenizer(asked, files, shown)
+def _run(
+    preparation: Preparation, files: list[InputFile], request: dict[str, Any], workers: int, shown: bool
+) -> Prepared:
+    if preparation.on_bad == "refuse":
+        _refuse_bad(files, preparation.text_key)
+    tokenizer = _tokenizer(preparation, files, shown)
     dtype = token_dtype(tokenizer.record.vocab_size)
-    journal = recover_journal(asked.out)
+    journal = recover_journal(preparation.out)
     writers = {
-        split: SplitWriter(asked.out, split, directory, dtype, asked.shard_tokens, journal)
-        for split, directory in asked.directories().items()
+        split: SplitWriter(preparation.out, split, directory, dtype, preparation.shard_tokens, journal)
+        for split, directory in preparation.directories().items()
     }
-    _check_space(asked.out, files, np.dtype(dtype).itemsize, writers)
+    _check_space(preparation.out, files, np.dtype(dtype).itemsize, writers)
     bad, passed = BadDocuments(), Counter[str]()
     try:
-        _write_shards(asked, files, tokenizer, writers, bad, passed, workers, shown)
+        _write_shards(preparation, files, tokenizer, writers, bad, passed, workers, shown)
     finally:
         for writer in writers.values():
             writer.abandon()
     for split, writer in writers.items():
         if not writer.shards:
             # Nothing here is worth keeping, and without a journal a corrected command may start afresh.
-            (asked.out / JOURNAL).unlink(missing_ok=True)
-            raise BadInput(_no_documents(asked, split, bad))
+            (preparation.out / JOURNAL).unlink(missing_ok=True)
+            raise BadInput(_no_documents(preparation, split, bad))
     manifests = {
         split: Manifest(tokenizer.record, dtype, tuple(writer.shards), bad.count, request)
         for split, writer in writers.items()
     }
-    _commit(asked, manifests)
-    return Prepared(asked.out, manifests, bad, passed, reused=False)
+    _commit(preparation, manifests)
+    return Prepared(preparation.out, manifests, bad, passed, reused=False)
 
 
 def _write_shards(
-    asked: Preparation,
+    preparation: Preparation,
     files: list[InputFile],
     tokenizer: LoadedTokenizer,
     writers: dict[str, SplitWriter],
@@ -160,14 +161,14 @@ def _write_shards(
     workers: int,
     shown: bool,
 ) -> None:
-    """Read, encode and write every document that no finished shard holds yet."""
-    places: deque[tuple[str, int]] = deque()  # split and number of each document that is on its way through the encoder
+    """Read, encode and write every document that is not in a finished shard."""
+    pending: deque[tuple[str, int]] = deque()  # (split, number) of each document in the encoder
 
     def wanted() -> Iterator[Document]:
-        for number, document in enumerate(_documents(files, asked.text_key, bad, passed)):
-            split = asked.split_of(document.key)
+        for number, document in enumerate(_documents(files, preparation.text_key, bad, passed)):
+            split = preparation.split_of(document.key)
             if number > writers[split].done_through:
-                places.append((split, number))
+                pending.append((split, number))
                 yield document
 
     dtype = token_dtype(tokenizer.record.vocab_size)
@@ -176,7 +177,7 @@ def _write_shards(
         closing(encode_documents(wanted(), tokenizer, dtype, workers)) as encoded_documents,
     ):
         for encoded in encoded_documents:
-            split, number = places.popleft()
+            split, number = pending.popleft()
             writers[split].add(encoded, number)
             documents = sum(writer.documents for writer in writers.values())
             report(encoded.document.consumed, documents, sum(writer.tokens for writer in writers.values()))
@@ -195,34 +196,38 @@ def _documents(files: list[InputFile], text_key: str, bad: BadDocuments, passed:
                 passed[document.file.path.suffix or "no extension"] += 1
 
 
-def _tokenizer(asked: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:
-    """The tokenizer of an earlier attempt, or the one asked for; written into every split's directory."""
-    directories = list(asked.directories().values())
+def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) -> LoadedTokenizer:
+    """The tokenizer of an earlier attempt or of the request; also written into every split's directory."""
+    directories = list(preparation.directories().values())
     earlier = directories[0] / TOKENIZER
     if earlier.is_file():
         content, where = earlier.read_bytes(), str(earlier)
-    elif size := parse_train_request(asked.tokenizer):
+    elif size := parse_train_request(preparation.tokenizer):
         if shown:
             sys.stderr.write(f"training a tokenizer of {size} tokens\n")
-        texts = sample_texts(files, asked.text_key)
-        content, where = train_tokenizer((text for key, text in texts if asked.split_of(key) == TRAIN), size), "train"
+        texts = sample_texts(files, preparation.text_key)
+        content, where = (
+            train_tokenizer((text for key, text in texts if preparation.split_of(key) == TRAIN), size),
+            "train",
+        )
     else:
-        content, where = tokenizer_file(Path(asked.tokenizer)).read_bytes(), asked.tokenizer
+        content, where = tokenizer_file(Path(preparation.tokenizer)).read_bytes(), preparation.tokenizer
     for directory in reversed(directories):
         directory.mkdir(exist_ok=True)
         write_durable(directory / TOKENIZER, content)
-    return parse_tokenizer(content, where, asked.eos)
+    return parse_tokenizer(content, where, preparation.eos)
 
 
-def _commit(asked: Preparation, manifests: dict[str, Manifest]) -> None:
+def _commit(preparation: Preparation, manifests: dict[str, Manifest]) -> None:
     for split in reversed(manifests):
-        manifests[split].write(asked.directories()[split])
-    (asked.out / UNFINISHED).unlink()
-    (asked.out / JOURNAL).unlink()
+        manifests[split].write(preparation.directories()[split])
+    (preparation.out / UNFINISHED).unlink()
+    (preparation.out / JOURNAL).unlink()
 
 
 def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict[str, SplitWriter]) -> None:
-    """Refuse before hours of work: a token stands for at least two bytes of text, compression for a factor of four."""
+    """Raise OutOfResources if the disk is too small.
+    Assumes at least two bytes of text per token, and a compression factor of four."""
     packed = (".gz", ".zst", ".parquet")
     text = sum(file.size * (4 if file.name.endswith(packed) else 1) for file in files)
     done = sum(sum(shard.bytes.values()) for writer in writers.values() for shard in writer.shards)
@@ -239,9 +244,7 @@ def _refuse_bad(files: list[InputFile], text_key: str) -> None:
         raise BadInput(f"{bad.count} bad documents (`--on-bad skip` leaves them out):\n{bad}")
 
 
-def _no_documents(asked: Preparation, split: str, bad: BadDocuments) -> str:
-    if asked.held_out and bad.count == 0:
-        return (
-            f"{asked.out}: held-out fraction {asked.held_out:g} leaves no document for {split}; choose another fraction"
-        )
-    return f"{', '.join(asked.inputs)}: no usable document for {split}; the bad ones:\n{bad}"
+def _no_documents(preparation: Preparation, split: str, bad: BadDocuments) -> str:
+    if preparation.held_out and bad.count == 0:
+        return f"{preparation.out}: held-out fraction {preparation.held_out:g} leaves no document for {split}; choose another fraction"
+    return f"{', '.join(preparation.inputs)}: no usable document for {split}; the bad ones:\n{bad}"

@@ -1,4 +1,4 @@
-"""How far a long read has come: a bar on a terminal, a plain line now and then elsewhere; always on stderr."""
+"""Progress of a long read on stderr: a bar on a terminal, a plain line at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def progress(title: str, total_bytes: int, shown: bool) -> Iterator[Report]:
-    """A `Report` to call as often as one likes; with `shown` false it does nothing."""
+    """A `Report` to be called at any rate; with `shown` false it does nothing."""
     if not shown:
         yield lambda done, documents, tokens: None
     elif sys.stderr.isatty():
@@ -26,7 +26,7 @@ def progress(title: str, total_bytes: int, shown: bool) -> Iterator[Report]:
 
 
 class _Meter:
-    """Figures of a preparation that goes on. What a continued one finds done counts in the sums and not in the rates."""
+    """Figures of a running preparation. Work of earlier attempts counts in the sums, not in the rates."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total = max(total_bytes, 1)
@@ -34,7 +34,7 @@ class _Meter:
         self._first = (0, 0)
 
     def words(self, done: int, documents: int, tokens: int) -> str:
-        """Documents, tokens and their rates, and the time left once there is a rate."""
+        """Documents, tokens and their rates, and the remaining time if there is a rate."""
         now = time.monotonic()
         if self._started is None:
             self._started, self._first = now, (done, tokens)

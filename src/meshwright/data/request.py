@@ -1,4 +1,4 @@
-"""What a preparation was asked to make, and whether an output directory holds it, a part of it, or something else."""
+"""The request of a preparation, and whether an output directory has its result, a part of it, or other data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARD_TOKENS = 1 << 27
 
 @dataclass(frozen=True)
 class Preparation:
-    """Everything that decides the bytes of the output. Arguments as in `prepare.prepare`."""
+    """The arguments that determine the bytes of the output, as in `prepare.prepare`."""
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -36,16 +36,16 @@ class Preparation:
     shard_tokens: int = SHARD_TOKENS
 
     def directories(self) -> dict[str, Path]:
-        """Where each split goes."""
+        """The output directory of each split."""
         return {TRAIN: self.out / TRAIN, HELD_OUT: self.out / HELD_OUT} if self.held_out else {TRAIN: self.out}
 
     def split_of(self, key: str) -> str:
-        """The split of a document, from its key alone: it stays when other files come or go."""
+        """The split of a document, a function of its key only: adding or removing other files does not change it."""
         share = xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogateescape")) / 2**64
         return HELD_OUT if share < self.held_out else TRAIN
 
     def check(self) -> None:
-        """Raises BadInput for arguments that cannot be used, before anything is written."""
+        """Raises BadInput for unusable arguments, before anything is written."""
         if not 0 <= self.held_out < 1:
             raise BadInput(f"held-out fraction {self.held_out}: expected at least 0 and below 1, for example 0.01")
         if self.shard_tokens < 1:
@@ -75,36 +75,37 @@ class Preparation:
         }
 
 
-def finished_manifests(asked: Preparation) -> dict[str, Manifest]:
-    """The manifests under `asked.out` when every split is whole, else nothing."""
-    directories = asked.directories()
+def finished_manifests(preparation: Preparation) -> dict[str, Manifest]:
+    """The manifests in `preparation.out` if every split is complete, else empty."""
+    directories = preparation.directories()
     whole = all((directory / MANIFEST).is_file() for directory in directories.values())
-    if not whole or (asked.out / UNFINISHED).exists():
+    if not whole or (preparation.out / UNFINISHED).exists():
         return {}
     return {split: Manifest.read(directory) for split, directory in directories.items()}
 
 
-def begin(asked: Preparation, files: list[InputFile], request: dict[str, Any]) -> None:
-    """Write down what is being made. An earlier attempt at the same is continued; one at something else is refused once
-    it has finished a shard, and forgotten before.
+def begin(preparation: Preparation, files: list[InputFile], request: dict[str, Any]) -> None:
+    """Store the request in `out`, and continue an earlier attempt at the same request.
+
+    An attempt at another request raises BadInput if it has finished a shard, and is removed otherwise.
     """
     newest = max(file.path.stat().st_mtime_ns for file in files)
     full = {**request, "newest_input_ns": newest}
-    path = asked.out / UNFINISHED
+    path = preparation.out / UNFINISHED
     if path.is_file():
         before = json.loads(path.read_bytes())
-        if (asked.out / JOURNAL).exists():
-            check_same(asked.out, before, full)
+        if (preparation.out / JOURNAL).exists():
+            check_same(preparation.out, before, full)
         if before == full:
             return
-        forget(asked.out)
+        forget(preparation.out)
     else:
-        _check_unused(asked.out, request)
+        _check_unused(preparation.out, request)
     write_durable(path, json.dumps(full, indent=1).encode() + b"\n")
 
 
 def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises BadInput naming what differs between the request that `out` was made with and this one."""
+    """Raises BadInput naming the differences between the request of `out` and this one."""
     differing = [key for key in now if before.get(key) != now[key]]
     if differing:
         changes = "; ".join(f"{key}: {before.get(key)} before, {now[key]} now" for key in differing)
@@ -122,7 +123,7 @@ def _check_unused(out: Path, request: dict[str, Any]) -> None:
 
 
 def forget(out: Path) -> None:
-    """Remove what an attempt leaves that finished no shard."""
+    """Remove the files of an attempt that finished no shard."""
     (out / UNFINISHED).unlink(missing_ok=True)
     for split in (TRAIN, HELD_OUT):
         if (out / split).is_dir():

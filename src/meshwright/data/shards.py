@@ -1,8 +1,4 @@
-"""Writes the shards of one split, and a journal of those that are finished, so that a killed preparation continues.
-
-A shard counts once its line in `journal.jsonl` is durable; anything else in the directory is overwritten by the next
-attempt.
-"""
+"""Writes the shards of a split, and a journal of finished shards with which a killed preparation continues."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ JOURNAL = "journal.jsonl"
 
 @dataclass(frozen=True)
 class JournalLine:
-    """A finished shard: its split, its record, and the number in the whole corpus of its last document."""
+    """A finished shard: its split, its record, and the corpus number of its last document."""
 
     split: str
     through: int
@@ -29,7 +25,7 @@ class JournalLine:
 
 
 def recover_journal(out: Path) -> list[JournalLine]:
-    """Shards an earlier attempt finished. A last line cut short by a kill is removed; its shard is made again."""
+    """Shards that an earlier attempt finished. A truncated last line is removed; its shard is written again."""
     path = out / JOURNAL
     if not path.is_file():
         return []
@@ -64,12 +60,12 @@ class SplitWriter:
 
     @property
     def tokens(self) -> int:
-        """Tokens so far, the shard being written included."""
+        """Tokens so far, including the open shard."""
         return self._finished_tokens + (self._writer.tokens if self._writer else 0)
 
     @property
     def documents(self) -> int:
-        """Documents so far, the shard being written included."""
+        """Documents so far, including the open shard."""
         return self._finished_documents + len(self._lines)
 
     def add(self, encoded: EncodedDocument, number: int) -> None:
@@ -84,7 +80,7 @@ class SplitWriter:
             self.finish_shard()
 
     def finish_shard(self) -> None:
-        """Make the shard being written durable, and then its line in the journal; nothing when no shard is open."""
+        """Make the open shard durable, then add its line to the journal; does nothing without an open shard."""
         if self._writer is None:
             return
         writer, stem = self._writer, self._writer.stem
@@ -102,6 +98,6 @@ class SplitWriter:
         self._writer, self._lines, self._text_bytes = None, [], 0
 
     def abandon(self) -> None:
-        """Close the file being written without giving it a name."""
+        """Close the open file without publishing it."""
         if self._writer is not None:
             self._writer.abandon()

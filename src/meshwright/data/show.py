@@ -1,6 +1,4 @@
-"""What did step N see? The answer follows from seed and configuration alone, so any step can be asked for, past or
-future.
-"""
+"""The samples of a training step, past or future, from seed and configuration only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a run reads: `DataSpec` opened, from global sample index to token arrays, and back to the documents they came
-from.
-"""
+"""The data of a run: maps a global sample index to token arrays, and back to the documents they came from."""
 
 from __future__ import annotations
 
@@ -66,8 +64,8 @@ def open_data(
     paths = train if split == "train" else _validation_paths(spec, train, seq_len)
     if not paths:
         hint = "prepare with --held-out FRACTION, or set data.validation"
-        found = f"no {HELD_OUT} of more than {seq_len} tokens beside {', '.join(map(str, train.values()))}"
-        raise BadInput(f"no validation data: {found}; {hint}")
+        missing = f"no {HELD_OUT} of more than {seq_len} tokens beside {', '.join(map(str, train.values()))}"
+        raise BadInput(f"no validation data: {missing}; {hint}")
     sources = [Source(name, open_directory(path, spec.damaged), seq_len) for name, path in paths.items()]
     _check_tokenizers(sources, vocab_size)
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
@@ -76,12 +74,12 @@ def open_data(
 
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
-    """Whether `open_data(..., split="validation")` would find something: held-out text that nobody asked for must fill a sequence."""
+    """Whether `open_data(..., split="validation")` would succeed; without `data.validation` the text must fill a sequence."""
     return bool(_validation_paths(spec, {name: _path_of(name, stdlib) for name in spec.mix}, seq_len))
 
 
 class Source:
-    """One prepared directory as a stream of windows. Raises BadInput when it does not fill one."""
+    """A prepared directory as a stream of windows. Raises BadInput if it is shorter than a window."""
 
     def __init__(self, name: str, directory: PreparedDirectory, seq_len: int) -> None:
         self.name, self.directory, self.seq_len = name, directory, seq_len
@@ -97,13 +95,13 @@ class Source:
         return len(self.stream)
 
     def check_sizes(self) -> None:
-        """Raise Damaged when a file has grown or shrunk since it was opened, with the sizes of its manifest."""
+        """Raise Damaged if a file's size differs from its size at opening and in its manifest."""
         for shard in self.directory.shards:
             shard.file.check_sizes()
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text for each token (end-of-document tokens counted), or None when the data is foreign."""
+        """Bytes of text per token (end-of-document tokens counted), or None for data that was prepared elsewhere."""
         records = [shard.record for shard in self.directory.shards if shard.record]
         return sum(r.text_bytes for r in records) / sum(r.tokens for r in records) if records else None
 
@@ -143,23 +141,23 @@ class DataSource:
         self._verifier = verifier
         self._first_numbers = list(accumulate((len(source.stream.files) for source in self._ordered), initial=0))
         self._used: set[int] = set()
-        """Numbers of the shards that the verifier has, over all sources."""
+        """Numbers of the shards given to the verifier, over all sources."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens of the tokenizer the data was made with; None when no source knows."""
+        """Vocabulary size of the data's tokenizer; None if no source has one."""
         manifests = [source.directory.manifest for source in self._ordered]
         return max((m.tokenizer.vocab_size for m in manifests if m), default=None)
 
     @property
     def eos(self) -> int | None:
-        """Id of the token that ends each document; None when no source knows."""
+        """Id of the token that ends each document; None if no source has one."""
         manifests = [source.directory.manifest for source in self._ordered]
         return next((m.tokenizer.eos for m in manifests if m), None)
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The `tokenizer.json` that the data was made with; None when no source has one."""
+        """The `tokenizer.json` of the data; None if no source has one."""
         files = [source.directory.tokenizer_file for source in self._ordered]
         return next((file for file in files if file), None)
 
@@ -175,7 +173,7 @@ class DataSource:
         return float(sum(share * value for share, value in zip(shares, known, strict=True) if value is not None))
 
     def record(self) -> dict[str, dict[str, str | None]]:
-        """What a checkpoint keeps of each source: the digests of its content and tokenizer."""
+        """The record of each source in a checkpoint: the digests of its content and tokenizer."""
         directories = {source.name: source.directory for source in self._ordered}
         return {
             name: {"content": directory.content_digest, "tokenizer": directory.tokenizer_digest}
@@ -184,14 +182,14 @@ class DataSource:
 
     @property
     def windows(self) -> int:
-        """Different windows in all sources together."""
+        """Number of different windows in all sources."""
         return sum(source.windows for source in self._ordered)
 
     def begin_step(self, indices: Sequence[int] | np.ndarray) -> None:
-        """Check the data of a step before it is read; `indices` are the samples of all ranks, so that all check alike.
+        """Check the data of a step before it is read; `indices` are the samples of all ranks, so all ranks check the same.
 
-        When a source begins an epoch, the sizes of its files are compared with those at opening. The contents of a shard go to
-        the verifier when a step first uses it. Raises Damaged, also for what the verifier has found until now.
+        When a source begins an epoch, the sizes of its files are compared with those at opening. A shard is given to
+        the verifier when a step first uses it. Raises Damaged, also for errors that the verifier has detected.
         """
         draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
         for number, source in enumerate(self._ordered):
@@ -217,7 +215,7 @@ class DataSource:
 
         Raises Damaged when a token id does not fit the model's vocabulary, naming file and offset.
         """
-        packed = [self._sample(source, window) for source, window in self._places(indices)]
+        packed = [self._sample(source, window) for source, window in self._locate_samples(indices)]
         return Batch(
             tokens=np.stack([sample.tokens for sample in packed]),
             targets=np.stack([sample.targets for sample in packed]),
@@ -226,8 +224,8 @@ class DataSource:
         )
 
     def describe(self, index: int) -> dict[str, Any]:
-        """Where one global sample comes from: `{global_index, source, documents: [{file, id, start, end}], tokens}`."""
-        source, window = self._places([index])[0]
+        """The origin of a global sample: `{global_index, source, documents: [{file, id, start, end}], tokens}`."""
+        source, window = self._locate_samples([index])[0]
         documents = source.describe(window)
         return {"global_index": index, "source": source.name, "documents": documents, "tokens": self.seq_len}
 
@@ -236,7 +234,7 @@ class DataSource:
         frequency: the loss of a model that knows how often tokens occur and nothing else.
         """
         counts = np.zeros(0, dtype=np.int64)
-        for source, window in self._places(range(samples)):
+        for source, window in self._locate_samples(range(samples)):
             targets = self._sample(source, window).targets
             more = np.bincount(targets[targets >= 0], minlength=len(counts))
             more[: len(counts)] += counts
@@ -244,7 +242,7 @@ class DataSource:
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
 
-    def _places(self, indices: Sequence[int] | np.ndarray) -> list[tuple[Source, int]]:
+    def _locate_samples(self, indices: Sequence[int] | np.ndarray) -> list[tuple[Source, int]]:
         draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
         return [(self._ordered[s], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
 
@@ -298,8 +296,8 @@ def _validation_paths(spec: DataSpec, train: dict[str, Path], seq_len: int) -> d
         path = train.get(spec.validation) or _path_of(spec.validation, None)
         held_out = held_out_beside(path) if path.name != TRAIN else None
         return {spec.validation: held_out or path}
-    beside = {name: found for name, path in train.items() if (found := held_out_beside(path))}
-    return {name: found for name, found in beside.items() if Manifest.read(found).tokens > seq_len}
+    beside = {name: held_out for name, path in train.items() if (held_out := held_out_beside(path))}
+    return {name: folder for name, folder in beside.items() if Manifest.read(folder).tokens > seq_len}
 
 
 def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:
@@ -308,7 +306,9 @@ def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None
         first, expected = known[0]
         if tokenizer.digest != expected.digest:
             paths = f"{first.directory.path} and {source.directory.path}"
-            raise BadInput(f"data.mix: {paths} were prepared with different tokenizers; prepare both with one")
+            raise BadInput(
+                f"data.mix: {paths} were prepared with different tokenizers; prepare both with the same tokenizer"
+            )
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             has = f"its tokenizer has {tokenizer.vocab_size} tokens"
             raise BadInput(f"{source.directory.path}: {has}, expected at most model.vocab_size {vocab_size}")

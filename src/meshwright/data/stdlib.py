@@ -1,6 +1,4 @@
-"""The corpus everybody has: the source files of Python's own standard library, prepared on first use (`data.mix:
-stdlib`).
-"""
+"""The built-in corpus: the source files of Python's standard library, prepared on first use (`data.mix: stdlib`)."""
 
 from __future__ import annotations
 
@@ -24,18 +22,18 @@ def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False)
     2% of the files are held out. Any number of processes may call it at once: one works, the others wait for it.
     Raises BadInput when the folder holds it with another vocabulary.
     """
-    asked = Preparation((STDLIB,), f"{TRAIN_PREFIX}{vocab}", folder, held_out=HELD_OUT_FRACTION)
-    for manifest in finished_manifests(asked).values():
-        if manifest.request["tokenizer"] != asked.tokenizer:
+    preparation = Preparation((STDLIB,), f"{TRAIN_PREFIX}{vocab}", folder, held_out=HELD_OUT_FRACTION)
+    for manifest in finished_manifests(preparation).values():
+        if manifest.request["tokenizer"] != preparation.tokenizer:
             made = manifest.request["tokenizer"]
             raise BadInput(
-                f"{folder}: prepared with tokenizer {made}, asked for {asked.tokenizer}; choose another folder"
+                f"{folder}: prepared with tokenizer {made}, asked for {preparation.tokenizer}; choose another folder"
             )
         return folder
-    prepare(asked.inputs, asked.tokenizer, folder, held_out=asked.held_out, shown=shown, wait=True)
+    prepare(preparation.inputs, preparation.tokenizer, folder, held_out=preparation.held_out, shown=shown, wait=True)
     return folder
 
 
 def stdlib_folder(vocab: int = VOCABULARY) -> Path:
-    """Where `stdlib` is kept when nobody says: the user's cache, by vocabulary and Python version."""
+    """Default folder of the built-in corpus: in the user's cache, by vocabulary and Python version."""
     return user_cache() / f"{STDLIB}-{vocab}-py{platform.python_version()}"

@@ -96,7 +96,7 @@ def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> Loade
         raise BadInput(f"{where}: not a tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # A special token spelled out inside a document is text, never a command to the model.
+    # The spelling of a special token inside a document is encoded as text.
     tokenizer.encode_special_tokens = True
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     record = TokenizerRecord(TOKENIZER, max(vocabulary.values()) + 1, digest(content), _eos_id(vocabulary, where, eos))
@@ -106,22 +106,22 @@ def parse_tokenizer(content: bytes, where: str, eos: str | None = None) -> Loade
 def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMPLE_BYTES) -> Iterator[tuple[str, str]]:
     """(key, text) of documents spread evenly over `files`, about `sample_bytes`, to train a tokenizer on.
 
-    Each file owes its share by size. Nothing is read until a whole file or a 64th of the sample is owed, so that small
-    files are taken whole, evenly spread, and large ones give their beginning.
+    The budget grows by each file's share of the total size. A file is read when the budget covers it whole, or a 64th of the sample; so
+    some small files are read whole, evenly spread, and large ones from their beginning.
     """
     total = sum(file.size for file in files) or 1
-    owed = 0.0
+    budget = 0.0
     for file in files:
-        owed += file.size / total * sample_bytes
-        if owed < min(file.size, sample_bytes // 64):
+        budget += file.size / total * sample_bytes
+        if budget < min(file.size, sample_bytes // 64):
             continue
         for document in read_documents(file, text_key):
             if not isinstance(document, Document):
                 continue
-            text = document.text[: int(owed) + 1]
+            text = document.text[: int(budget) + 1]
             yield document.key, text
-            owed -= len(text)
-            if owed <= 0:
+            budget -= len(text)
+            if budget <= 0:
                 break
 
 

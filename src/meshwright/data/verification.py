@@ -61,11 +61,11 @@ class ShardVerifier:
 def _verify(shard: OpenShard) -> None:
     """Raise Damaged when a file that training reads is not what its manifest says."""
     assert shard.record is not None, "foreign shards are not added"
-    for key, path, found in shard.file.digests():
+    for key, path, actual in shard.file.digests():
         expected = shard.record.digest[key]
-        if found != expected:
+        if actual != expected:
             raise Damaged(
-                f"{path}: expected content with digest {expected} (by the manifest), found {found}; put the shard back, or delete it and "
+                f"{path}: expected content with digest {expected} (by the manifest), found {actual}; put the shard back, or delete it and "
                 "set `data.damaged: skip` to train without it"
             )
     log.debug("verified %s", shard.file.stem)

@@ -16,7 +16,7 @@ TOKENIZER, VOCABULARY, MERGES, ADDED = "tokenizer.json", "vocab.json", "merges.t
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a tokenizer by id, added tokens included, and its rules in order: BPE's merges, or a Unigram model's scores."""
+    """The tokens of a tokenizer by id, with added tokens, and its ordered rules: BPE merges or Unigram scores."""
 
     file: Path
     tokens: dict[int, str]

@@ -118,6 +118,11 @@ class Channel:
         return cls(int(env[CHANNEL]) if CHANNEL in env else None)
 
     @property
+    def descriptors(self) -> list[int]:
+        """The pipe's descriptor; empty without a launcher."""
+        return [] if self._descriptor is None else [self._descriptor]
+
+    @property
     def connected(self) -> bool:
         return self._descriptor is not None
 

@@ -1,1 +1,1 @@
-"""Starting a run: what machine this is, which folder and plan the run gets, and the processes of its ranks. Torch-free."""
+"""Starting a run: this machine's devices, the run's folder and plan, and the processes of its ranks. Torch-free."""

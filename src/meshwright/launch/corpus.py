@@ -1,4 +1,4 @@
-"""What a run needs of its corpus: the tokenizer of the weights that it starts from, and the text that its checkpoints were trained on."""
+"""Compares a run's corpus with the tokenizer of its initial weights and with the data of its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Note = Callable[[str], None]
 
 
 def check_tokenizer(run: RunSpec, source: DataSource, note: Note) -> None:
-    """Raise BadInput when the initial weights were trained with another tokenizer than the corpus has; see `data.tokenizer_mismatch`."""
+    """Raise BadInput if the initial weights were trained with another tokenizer than the corpus.
+
+    `data.tokenizer_mismatch=accept` reports it instead.
+    """
     init = run.model.init
     theirs = _vocabulary_of(init)
     ours = read_vocabulary(source.tokenizer_file.parent) if source.tokenizer_file else None
@@ -41,7 +44,10 @@ def check_tokenizer(run: RunSpec, source: DataSource, note: Note) -> None:
 
 
 def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) -> None:
-    """Raise BadInput when the corpus is not what the run's newest checkpoint was trained on; see `data.changed`."""
+    """Raise BadInput if the corpus differs from the data of the run's newest checkpoint.
+
+    `data.changed=accept` reports it instead.
+    """
     checkpoint, recorded = _recorded_corpus(folder)
     if checkpoint is None:
         return
@@ -65,7 +71,7 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
 
 
 def _vocabulary_of(init: str) -> Vocabulary | None:
-    """The vocabulary of the weights that `model.init` names; None where their folder keeps no tokenizer."""
+    """The vocabulary of the weights that `model.init` names; None if their folder has no tokenizer."""
     source, _, folder = init.partition(":")
     if source == "checkpoint":
         return read_vocabulary(newest_checkpoint(Path(folder), contents=False).parent.parent)
@@ -73,14 +79,14 @@ def _vocabulary_of(init: str) -> Vocabulary | None:
 
 
 def _recorded_corpus(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:
-    """The newest checkpoint of a run's folder whose state is readable, and what it records of the corpus."""
-    for row in reversed(list_checkpoints(folder, contents=False)):
-        if not row["ok"]:
+    """The newest checkpoint of a run's folder with a readable state, and its record of the corpus."""
+    for entry in reversed(list_checkpoints(folder, contents=False)):
+        if not entry["ok"]:
             continue
-        path = Path(row["path"])
+        path = Path(entry["path"])
         try:
             state = Vouched(path, read_manifest(path)).small(STATE, STATE_BYTES)
             return path, decode_state(state, path / STATE).get("data")
-        except Damaged:  # the ranks report it, and load an older one
+        except Damaged:  # the ranks report it and load an older checkpoint
             continue
     return None, None

@@ -1,4 +1,4 @@
-"""When a run will write checkpoints, and whether its disk has room for them. Torch-free."""
+"""When a run writes checkpoints, and whether its disk has space for them. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.run import RunSpec
 
 BYTES_PER_PARAMETER = 12
-"""A checkpoint's master weight and two moments in fp32."""
+"""Bytes in a checkpoint per parameter: master weight and two moments in fp32."""
 
 
 def checkpoint_bytes(model: ModelSpec) -> int:
@@ -25,9 +25,9 @@ def checkpoint_bytes(model: ModelSpec) -> int:
 
 
 def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) -> None:
-    """Raise OutOfResources when the checkpoints that the run will add do not fit on its folder's disk.
+    """Raise OutOfResources if the checkpoints that the run will add do not fit on its folder's disk.
 
-    While a checkpoint is written, the `checkpoint.keep` newest ones before it are still there, so at most `keep + 1` count. With
+    While a checkpoint is written, the `checkpoint.keep` newest ones still exist, so at most `keep + 1` count. With
     `checkpoint.every: auto` their number follows from the predicted `step_seconds`; without a prediction one counts.
     """
     existing = steps_in(folder / "checkpoints")
@@ -49,7 +49,7 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
 
 
 def checkpoints_line(run: RunSpec) -> str | None:
-    """When the run writes checkpoints, their size and how many stay, for the first lines of a start; None when it writes none."""
+    """The first line of a start about checkpoints: times, size and number kept; None if the run writes none."""
     spec, times = run.checkpoint, []
     if spec.every == "auto":
         times.append(

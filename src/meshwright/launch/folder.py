@@ -1,4 +1,4 @@
-"""The folder of a run: which one, whether it continues what is there or has nothing left to do, and that one job at a time works in it."""
+"""The folder of a run: its name, whether the run resumes or is finished, and a lock against other jobs."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _WHY_FIXED = {
     "train.schedule": _SCHEDULE,
     "train.decay_fraction": _SCHEDULE,
 }
-"""Why a key, or a section's keys, must stay what they were when the run began."""
+"""Reasons why a key, or the keys of a section, must not change after a run's first start."""
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep other jobs out of a run's folder for the length of a `with` block. It is made when missing, and removed when it is left empty.
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Lock a run's folder against other jobs for a `with` block; create it if it is missing, remove it if it stays empty.
 
-    Taken once a job, by the process that prepares it: the launcher, or rank 0 where another launcher started the ranks. The lock is the
-    process's, so one that was killed leaves none. Raises BadInput when another process has it, or, on a file system without locks, when
-    the folder's lease is that of a living process of this host.
+    The process that prepares a job takes the lock: the launcher, or rank 0 under another launcher. It is released when that process ends,
+    however it ends. Raises BadInput when another process holds it or, on a file system without locks, when the folder's lease belongs to
+    a living process of this host.
     """
     with locked(folder, wait=False, instead=_INSTEAD) as exclusive:
         if exclusive:
@@ -59,10 +59,9 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def take_over(folder: Path) -> Lease:
-    """Take the lease of a run's folder, which this process holds, and remove the unfinished checkpoints of earlier starts.
+    """Take the lease of a run's folder, which this process has locked, and remove unfinished checkpoints of earlier starts.
 
-    A process of an earlier start that still runs cannot commit from here on: its lease is not the folder's, and its attempt is gone. What
-    it committed before is among the checkpoints that this start resumes from.
+    A process of an earlier start that still runs then commits no checkpoint.
     """
     checkpoints = folder / "checkpoints"
     lease = take_lease(folder, lambda: newest_commit(checkpoints))
@@ -71,16 +70,16 @@ def take_over(folder: Path) -> Lease:
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:
-    """The run under a name that is not taken: NAME, or NAME-2, NAME-3, …"""
+    """The run with a name that is not in use: NAME, or NAME-2, NAME-3, …"""
     names = chain([run.name], (f"{run.name}-{number}" for number in count(2)))
     return replace(run, name=next(name for name in names if not (runs / name).exists()))
 
 
 def continues(run: RunSpec, folder: Path) -> bool:
-    """Whether the run continues what is in its folder. A run that ended before its first step left nothing to continue, whatever it was.
+    """Whether the run continues from its folder; a run that ended before its first step has nothing to continue.
 
-    `train.steps` may have been raised: the steps that are done stay what they are, and the schedule of those to come gets longer. Raises
-    BadInput naming every other key that differs in what is trained, and why it must not change.
+    `train.steps` may increase: the remaining steps follow the longer schedule. Raises BadInput naming every other key that differs, with
+    the reason why it must not change.
     """
     config = _earlier_config(folder)
     if config is None or not _began(folder):
@@ -100,13 +99,13 @@ def continues(run: RunSpec, folder: Path) -> bool:
 
 
 def _earlier_config(folder: Path) -> Path | None:
-    """The configuration that the run had at its last start: the folder's, or where that was lost, its newest checkpoint's."""
+    """The configuration of the run's last start: from its folder or, if it is lost there, from its newest checkpoint."""
     kept = (path / "config.yaml" for path in reversed(steps_in(folder / "checkpoints")))
     return next((path for path in (folder / "config.yaml", *kept) if path.exists()), None)
 
 
 def _why_fixed(key: str) -> str:
-    """Why a key must stay what it was when the run began."""
+    """The reason why a key must not change after a run's first start."""
     if key == "train.steps":
         return "steps may be raised, not lowered"
     section = key.partition(".")[0]
@@ -121,6 +120,6 @@ def _began(folder: Path) -> bool:
 
 
 def is_finished(run: RunSpec, folder: Path) -> bool:
-    """Whether the run's last step is in a checkpoint, and that is what was written."""
+    """Whether the run's last step is in a checkpoint."""
     step = newest_step(folder)
     return step >= run.train.steps and not verify(folder / "checkpoints" / step_name(step), run_id_of(folder))

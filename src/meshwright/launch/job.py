@@ -1,4 +1,4 @@
-"""A run on this host's ranks, from its description to the job's exit code."""
+"""A run on this host's ranks: from its description to the job's exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshwright.checkpoint.verify import where_it_continues
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
-from meshwright.launch.folder import held
+from meshwright.launch.folder import folder_lock
 from meshwright.launch.local import Listener, Ranks, rank_threads, started_ranks
 from meshwright.launch.machine import check_devices
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, Interrupted
@@ -29,11 +29,11 @@ def run_job(
     announce: Callable[[Prepared], None] = lambda prepared: None,
     listener: Listener | None = None,
 ) -> int:
-    """Start the run's local ranks, prepare the run while they import, and let them train; returns the job's exit code.
+    """Start the run's local ranks, prepare the run while they import, and train; returns the job's exit code.
 
-    `note` takes remarks of the preparation, `announce` the prepared run before it begins, `listener` the ranks' messages; what `listener`
-    raises stops the run after the running step, with a checkpoint, and is raised then. Raises what `prepare_run` raises, BadInput for a
-    cluster of several hosts, and Interrupted at the second Ctrl-C.
+    `note` receives remarks of the preparation, `announce` the prepared run before it begins, `listener` the ranks'
+    messages. An exception of `listener` stops the run after the current step, with a checkpoint, and is raised then.
+    Raises the errors of `prepare_run`, BadInput for a cluster of several hosts, and Interrupted at the second Ctrl-C.
     """
     if run.cluster.nodes > 1:
         raise BadInput(
@@ -42,19 +42,19 @@ def run_job(
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
     if run.train.global_batch % run.cluster.ranks:
-        # Where the batch divides, no part of one host is faster (`planner.devices`), and the launcher is spared the planner's import.
+        # If the batch divides, no part of a host is faster (`planner.devices`); then the planner need not be imported.
         from meshwright.launch.prepare import on_used_devices
 
         run = on_used_devices(run, note)
     check_devices(run.cluster)
     device, folder = "cpu" if run.cluster.is_cpu else "cuda", runs / run.name
     with (
-        held(folder),
+        folder_lock(folder),
         started_ranks(
             "meshwright.training.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
         ) as ranks,
     ):
-        from meshwright.launch.prepare import prepare_run  # while the ranks import too
+        from meshwright.launch.prepare import prepare_run  # during the imports of the ranks
 
         prepared = prepare_run(run, runs, profile=profile, note=note, timeline=timeline)
         if prepared is None:
@@ -73,7 +73,7 @@ def run_job(
 
 
 class _Guard:
-    """Passes messages to a listener until it raises; then asks the ranks to stop, and keeps what was raised."""
+    """Passes messages to a listener until it raises; then requests a stop of the ranks, and stores the exception."""
 
     def __init__(self, listener: Listener | None, ranks: Ranks) -> None:
         self._listener, self._ranks = listener, ranks

@@ -1,9 +1,10 @@
-"""Start, watch and stop the ranks of one host.
+"""Starts, monitors and stops the ranks of one host.
 
-The parent makes a listening socket on 127.0.0.1 that rank 0's store serves, so no port is open beyond loopback. Ranks run in sessions of
-their own: Ctrl-C reaches only the parent, which passes it on once and kills at the second. When a rank fails, the parent tells the others
-to end, gives them some seconds (`policies.job_end`) to write their report and close their files, and kills what still runs then. Ranks do
-not depend on the parent being scheduled: while it is stopped (SIGSTOP, Ctrl-Z) they train on.
+The parent creates a listening socket on 127.0.0.1 for rank 0's store, so no port is open beyond loopback. Ranks run in
+sessions of their own: Ctrl-C reaches only the parent, which forwards it once and kills the ranks at the second. When a
+rank fails, the parent requests the others to end, gives them some seconds (`policies.job_end`) to write their report
+and close their files, and kills those that still run. Ranks do not depend on the parent being scheduled: while it is
+stopped (SIGSTOP, Ctrl-Z) they continue to train.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import stop_signals
 
 KILL_SECONDS = 30.0
-"""How long the kernel may take to end a killed process."""
+"""Seconds that the kernel may take to end a killed process."""
 POLL_SECONDS = 0.05
+WRITER_SECONDS = 60.0
+"""How long the launcher waits for processes that still write a checkpoint when their ranks have ended."""
 Listener = Callable[[int, Message], None]
-"""Called with a rank and its message."""
+"""A function that receives a rank and its message."""
 
 
 def run_ranks(
@@ -51,10 +54,11 @@ def run_ranks(
     enough: Callable[[], bool] | None = None,
     listener: Listener | None = None,
 ) -> int:
-    """Run `python -m module arguments…` as the ranks of a cluster of this one host and return the exit code of the job.
+    """Run `python -m module arguments…` as the ranks of a cluster of this host; returns the job's exit code.
 
-    Rank 0 keeps this terminal unless `quiet`; the others write to `logs/rank-NNNNN.log`. Once `enough` says so all ranks are ended, which
-    is no failure. The code is 0 when all succeed, else that of the first rank that failed by itself.
+    Rank 0 keeps this terminal unless `quiet`; the others write to `logs/rank-NNNNN.log`. When `enough` returns true all
+    ranks are ended, which is not a failure. The code is 0 if all succeed, else that of the first rank that failed by
+    itself.
     """
     with started_ranks(module, arguments, cluster=cluster, threads=threads, logs=logs, quiet=quiet) as ranks:
         return ranks.finish(logs, assignment=assignment, enough=enough, listener=listener, quiet=quiet)
@@ -72,8 +76,8 @@ def started_ranks(
 ) -> Iterator[Ranks]:
     """Start the ranks of `run_ranks` and yield them; kill those that still run at the end of the block.
 
-    Without `logs` all ranks write to this terminal until they redirect their output themselves. Ranks start with stop signals blocked, so
-    that none is lost before they listen and unblock them.
+    Without `logs` all ranks write to this terminal until they redirect their output themselves. Ranks start with stop
+    signals blocked, so that no signal is lost before they install their handlers.
     """
     ranks = Ranks()
     try:
@@ -90,7 +94,7 @@ def started_ranks(
 
 
 class Ranks:
-    """Started ranks of one host."""
+    """Running ranks of this host."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -98,7 +102,7 @@ class Ranks:
         self._states: list[RankState] = []
 
     def add(self, started: tuple[subprocess.Popen[bytes], MessageReader]) -> None:
-        """Take over a process and the reading end of its channel."""
+        """Add a process and the reader of its channel."""
         self._states.append(RankState(len(self.processes)))
         self.processes.append(started[0])
         self._readers.append(started[1])
@@ -112,12 +116,10 @@ class Ranks:
         listener: Listener | None = None,
         quiet: bool = False,
     ) -> int:
-        """Hand `assignment` to the ranks, pass stop signals on and wait; returns the exit code.
+        """Send `assignment` to the ranks, forward stop signals and wait; returns the job's exit code.
 
-        Unless `quiet`, writes to stderr why ranks failed.
-
-        `listener` is called with the ranks' messages as they arrive, between two looks at the ranks; what it raises is raised. A second
-        Ctrl-C kills the ranks and raises Interrupted.
+        Unless `quiet`, writes the reasons of failures to stderr. `listener` is called with the ranks' messages as they
+        arrive; its exceptions are raised. A second Ctrl-C kills the ranks and raises Interrupted.
         """
         with self._forwarding():
             if assignment is not None:
@@ -127,16 +129,17 @@ class Ranks:
         self._read(listener)
         for line in () if quiet else outcome_lines(self._states, logs):
             write_line(line if line.startswith("  ") else f"meshwright: {line}")
+        self._await_writers(listener)
         return job_code(exit_codes(self._states))
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send a stop signal to every running rank: they end together after the running step, with a checkpoint."""
+        """Send a stop signal to every running rank: they end together after the current step, with a checkpoint."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """End every rank that still runs, with the processes that it started, and wait for that."""
+        """Kill every running rank and the processes that it started, and wait for their end."""
         running = [process for process in self.processes if process.poll() is None]
         self._kill_at_once()
         for process in running:
@@ -164,31 +167,41 @@ class Ranks:
             process.stdin.close()
 
     def _wait(self, enough: Callable[[], bool] | None, listener: Listener | None) -> None:
-        """Return when all ranks ended, it is `enough`, or ranks that were told to end did not."""
-        failed_at = told_at = None
+        """Return when all ranks ended, `enough` is true, or ranks did not end in time after a request."""
+        failed_at = requested_at = None
         while True:
             for state, process in zip(self._states, self.processes, strict=True):
                 state.code = process.poll()
-            self._read(listener)  # after the codes: what a rank wrote before it ended is there
+            self._read(listener)  # after the codes, so that no message written before the end is missed
             if all(state.code is not None for state in self._states):
                 return
             now = time.monotonic()
             if any(state.failed for state in self._states):
                 failed_at = failed_at or now
                 codes = exit_codes(self._states)
-                action = next_action(codes, now - failed_at, None if told_at is None else now - told_at)
+                action = next_action(codes, now - failed_at, None if requested_at is None else now - requested_at)
                 if action == "kill":
                     return
                 if action == "request end":
-                    told_at, first = now, culprit(codes)
+                    requested_at, first = now, culprit(codes)
                     assert first is not None, "a rank has failed"
                     self._send(End(cause(self._states[first])))
             elif enough is not None and enough():
                 return
             self._await_message()
 
+    def _await_writers(self, listener: Listener | None) -> None:
+        """Wait for the checkpoint writers of ranks that have ended, at most `WRITER_SECONDS`; a writer keeps its rank's pipe open."""
+        deadline = time.monotonic() + WRITER_SECONDS
+        while any(reader.open for reader in self._readers):
+            if time.monotonic() > deadline:
+                write_line("meshwright: a checkpoint is still being written; it becomes visible once it is complete")
+                return
+            self._await_message()
+            self._read(listener)
+
     def _await_message(self) -> None:
-        """Return when a rank wrote something, after `POLL_SECONDS` at the latest."""
+        """Return when a rank has written a message, at the latest after `POLL_SECONDS`."""
         poll = select.poll()  # select() takes no descriptor above 1023
         for reader in self._readers:
             if reader.open:
@@ -209,12 +222,15 @@ class Ranks:
         """Write a message to every running rank's standard input."""
         for process in self.processes:
             assert process.stdin is not None, "ranks are started with a pipe"
-            with suppress(OSError):  # a rank that is gone already shows in its exit code
+            with suppress(OSError):  # the exit code shows that the rank has ended
                 os.write(process.stdin.fileno(), encode(message))
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
-        """Pass stop signals on to the ranks, of which rank 0 prints that it stops; the second Ctrl-C kills them and raises Interrupted."""
+        """Forward stop signals to the ranks; the second Ctrl-C kills them and raises Interrupted.
+
+        Rank 0 prints that it stops.
+        """
         interrupts = 0
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -230,32 +246,33 @@ class Ranks:
 
 
 def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threads: int) -> dict[str, str]:
-    """One rank's environment. The rank's own variables win over what the user exported, which wins over what the cluster file says.
+    """The environment of one rank.
 
-    Ranks of one host talk over loopback unless somebody says otherwise.
+    The rank's own variables take precedence over the user's, and those over the cluster file's. Ranks of one host use
+    loopback by default.
     """
     network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | network_environment(cluster, rank)
-    place = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": cluster.ranks}
-    place |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
-    place |= {START_TIME_VARIABLE: process_start_time()}
+    own = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": cluster.ranks}
+    own |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
+    own |= {START_TIME_VARIABLE: process_start_time()}
     env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": "127.0.0.1"}
-    return env | {name: str(value) for name, value in place.items()}
+    return env | {name: str(value) for name, value in own.items()}
 
 
 def _torch_defaults(threads: int) -> dict[str, str]:
-    """What torch reads from the environment, where the user says nothing of it.
+    """Defaults of environment variables that torch reads.
 
-    Left alone the compiler starts as many processes as the host has cores, up to 32, for every rank.
+    Without them the compiler starts as many processes as the host has cores, up to 32, for every rank.
     """
-    usual = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     cache = compiler_cache()
-    return usual | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
+    return defaults | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
 
 
 def _start(
     module: str, arguments: list[str], rank: int, env: dict[str, str], listener: socket.socket, logs: Path | None
 ) -> tuple[subprocess.Popen[bytes], MessageReader]:
-    """Start a rank with a pipe to its standard input and one for its messages; its output goes to `logs` unless that is None."""
+    """Start a rank with pipes for its standard input and its messages; its output goes to `logs` unless that is None."""
     reading, writing = os.pipe()
     try:
         env, passed = env | {CHANNEL: str(writing)}, [writing]
@@ -285,7 +302,7 @@ def _output(rank: int, logs: Path | None) -> Iterator[int | None]:
 
 
 def rank_threads(cluster: ClusterSpec) -> int:
-    """Processor threads of one rank: its share of this host, of which a rank that computes on a GPU needs only a few."""
+    """CPU threads of one rank: its share of this host's cores; a rank that computes on a GPU needs only a few."""
     share = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
     return share if cluster.is_cpu else min(8, share)
 
@@ -309,7 +326,7 @@ def _listening_socket() -> Iterator[socket.socket]:
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Hold stop signals back while ranks are started. The ranks inherit it, and hold them back until they listen."""
+    """Block stop signals while ranks are started. Ranks inherit this and unblock them when their handlers are installed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
@@ -319,7 +336,7 @@ def _blocked() -> Iterator[None]:
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle stop signals for the length of a block. Outside the main thread, where Python allows no handlers, this does nothing."""
+    """Install a handler of stop signals for a block; does nothing outside the main thread, where Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

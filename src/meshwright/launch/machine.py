@@ -1,4 +1,4 @@
-"""What this host has, found without torch."""
+"""The devices and memory of this host, detected without torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Where a GPU shows that nvidia-smi may not know: in a container without it, of another make, under WSL."""
+"""Device files of GPUs that nvidia-smi may not list: in a container without it, of another vendor, under WSL."""
 
 
 def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The `cluster` section that `auto` stands for: this host's GPUs or one CPU rank, or as many of either as a launcher started."""
+    """The `cluster` section for `auto`: this host's GPUs or one CPU rank, or the ranks that a launcher started."""
     names = _gpu_names()
     section: dict[str, Any] = {"gpu": "cpu", "nodes": 1, "gpus_per_node": max(1, len(names))}
     if names:
@@ -33,16 +33,16 @@ def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     return section
 
 
-def is_here(cluster: ClusterSpec, found: Mapping[str, Any] | None = None) -> bool:
-    """Whether this machine (`found`, as `found_cluster` describes it) has what `cluster` asks for."""
+def is_here(cluster: ClusterSpec, here: Mapping[str, Any] | None = None) -> bool:
+    """Whether this machine (`here`, as returned by `found_cluster`) has the devices of `cluster`."""
     if cluster.is_cpu or cluster.nodes > 1:
         return cluster.nodes == 1
-    here = found or found_cluster()
+    here = here or found_cluster()
     return cluster.gpu == here["gpu"] and cluster.gpus_per_node <= int(here["gpus_per_node"])
 
 
 def check_devices(cluster: ClusterSpec) -> None:
-    """Raise BadInput when this host lacks the GPUs on which a local run would compute; of one nvidia-smi does not know, torch tells."""
+    """Raise BadInput if this host lacks the GPUs of a local run. Torch checks GPUs that nvidia-smi does not know."""
     if cluster.is_cpu:
         return
     count = visible_gpus()
@@ -50,18 +50,18 @@ def check_devices(cluster: ClusterSpec) -> None:
     if count == 0 and (hidden or not any(list(Path("/dev").glob(name)) for name in _DEVICE_NODES)):
         why = " (CUDA_VISIBLE_DEVICES is empty)" if hidden else ""
         raise BadInput(
-            f"cluster.gpu is {cluster.gpu} and this host has no GPU{why}; say cluster=auto to train on what it has, or cluster.gpu=cpu; "
+            f"cluster.gpu is {cluster.gpu} and this host has no GPU{why}; set cluster=auto to train on what it has, or cluster.gpu=cpu; "
             "`meshwright plan` needs no GPU"
         )
     if 0 < count < cluster.gpus_per_node:
         raise BadInput(
-            f"cluster.gpus_per_node is {cluster.gpus_per_node} and this host shows {count} GPU{'s' * (count > 1)}; say "
+            f"cluster.gpus_per_node is {cluster.gpus_per_node} and this host shows {count} GPU{'s' * (count > 1)}; set "
             f"cluster.gpus_per_node={count}, or cluster=auto to take what is here"
         )
 
 
 def visible_gpus() -> int:
-    """GPUs that nvidia-smi and CUDA_VISIBLE_DEVICES show."""
+    """Number of GPUs listed by nvidia-smi and allowed by CUDA_VISIBLE_DEVICES."""
     return len(_gpu_names())
 
 
@@ -85,7 +85,7 @@ def _gpu_memory_gib() -> float:
 
 
 def _query(field: str) -> list[str]:
-    """One line per visible GPU from nvidia-smi; empty when there is none."""
+    """One line of nvidia-smi's output per visible GPU; empty without GPUs."""
     if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]

@@ -1,4 +1,4 @@
-"""How a job ended, from its ranks' exit codes and last messages: the lines that say why."""
+"""Lines that explain how a job ended, from its ranks' exit codes and last messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.spec.errors import EXIT_DONE, EXIT_INTERNAL
 
 @dataclass
 class RankState:
-    """What the launcher knows of one rank. `code` is None while it runs, and a signal's negative number when one killed it."""
+    """The launcher's record of one rank. `code` is None while it runs, and negative if a signal killed it."""
 
     rank: int
     code: int | None = None
@@ -27,7 +27,7 @@ class RankState:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code that the rank reported, if it reported one, else that of its process."""
+        """The exit code that the rank reported, else that of its process."""
         return self.failure.exit_code if self.failure else self.code
 
 
@@ -37,14 +37,17 @@ def exit_codes(ranks: Sequence[RankState]) -> list[int | None]:
 
 
 def cause(rank: RankState) -> str:
-    """Why the other ranks have to end, in one sentence about the rank that is to blame (`policies.job_end.culprit`)."""
+    """A sentence about the rank that caused the end of the job (`policies.job_end.culprit`), for the other ranks."""
     if rank.failure:
         return f"rank {rank.rank} failed: {rank.failure.message}"
     return f"rank {rank.rank} {_death(rank.code)}"
 
 
 def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
-    """Lines for the terminal, at least one when a rank failed: ranks that died or did not answer, then each distinct failure once."""
+    """Lines for the terminal, at least one if a rank failed.
+
+    First ranks that died or did not answer, then each distinct failure once.
+    """
     failed = [rank for rank in ranks if rank.failed]
     only_peer_loss = bool(failed) and all(rank.exit_code in PEER_LOSS_CODES for rank in failed)
     culprits = [rank for rank in failed if rank.failure and rank.exit_code not in PEER_LOSS_CODES]
@@ -68,7 +71,7 @@ def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
 
 
 def _messages(ends: Sequence[RankState]) -> Iterator[str]:
-    """Each message once, with the rank that sent it where that was not the first one."""
+    """Each message once, with the number of its rank unless that is 0."""
     seen: set[str] = set()
     for end in ends:
         assert end.failure is not None, "only ranks with a message are listed"

@@ -1,7 +1,7 @@
-"""From a loaded run file to a run folder its ranks can start from: data resolved, plan chosen, resume decided.
+"""From a loaded run file to a run folder from which ranks can start: data, plan, resume.
 
-A run folder holds config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json, metrics.jsonl, checkpoints/, logs/
-and report.html.
+A run folder holds config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json, metrics.jsonl,
+checkpoints/, logs/ and report.html.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, RunSpec
 
 VOCABULARY_MULTIPLE = 128
-"""A model's vocabulary taken from a tokenizer is rounded up to this: whole tiles of the head's matrix product."""
+"""A vocabulary taken from a tokenizer is rounded up to a multiple of this: whole tiles of the head's matrix product."""
 
 Note = Callable[[str], None]
 T = TypeVar("T")
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that may start: its folder exists, and `assignment` is written in it."""
+    """A run that is ready to start: its folder exists and contains `assignment`."""
 
     assignment: Assignment
     folder: Path
@@ -64,9 +64,9 @@ class Prepared:
 
 
 def resolve_data(run: RunSpec, note: Note) -> RunSpec:
-    """Prepare the built-in corpus if it is asked for, open the data, and give a model without a vocabulary its tokenizer's.
+    """Prepare the built-in corpus if it is used, open the data, and set the vocabulary size from the tokenizer.
 
-    Raises BadInput when the data cannot be read or a model's vocabulary cannot be known, and Damaged (see `data.damaged`).
+    Raises BadInput if the data cannot be read or the vocabulary size is unknown, and Damaged (see `data.damaged`).
     """
     if lacks_stdlib(run):
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
@@ -79,20 +79,21 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
             f"model.vocab_size is not set and {', '.join(run.data.mix)} has no tokenizer to take it from; set model.vocab_size",
             key="model.vocab_size",
         )
-    return _for_tokens(run, source.vocab_size)
+    return _with_vocabulary_of(run, source.vocab_size)
 
 
 def open_run_data(run: RunSpec) -> DataSource:
-    """The run's training data; opening it finds what is wrong with it before any rank starts."""
+    """The run's training data, opened before any rank starts, so that its errors are found early."""
     return open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=run.model.vocab_size or None)
 
 
 def check_validation(run: RunSpec, note: Note) -> None:
-    """Raise BadInput or Damaged when the validation data cannot be read, or is not of the training data's tokenizer."""
+    """Raise BadInput or Damaged if the validation data cannot be read, or has another tokenizer than the training data."""
     if not has_validation(run.data, run.train.seq_len):
         if has_validation(run.data, 0):
             note(
-                f"no validation: what was held out fills no sequence of {run.train.seq_len:,} tokens; data.validation may name other text"
+                f"no validation: the held-out text is shorter than a sequence of {run.train.seq_len:,} tokens; "
+                "data.validation can name other text"
             )
         return
     vocabulary = run.model.vocab_size or None
@@ -111,27 +112,27 @@ def _tokenizer_digests(source: DataSource) -> set[str]:
 
 
 def needs_stdlib(run: RunSpec) -> bool:
-    """Whether the run reads the built-in corpus, which is prepared on first use."""
+    """Whether the run uses the built-in corpus, which is prepared on first use."""
     return STDLIB in (*run.data.mix, run.data.validation) and not Path(STDLIB).exists()
 
 
 def lacks_stdlib(run: RunSpec) -> bool:
-    """Whether this is the first use."""
+    """Whether the run uses the built-in corpus and it is not prepared yet."""
     return needs_stdlib(run) and not stdlib_folder().exists()
 
 
 def with_vocabulary(run: RunSpec) -> RunSpec:
-    """The run with a vocabulary to plan for: its data's, or the built-in tokenizer's size when that is not there yet."""
-    return run if run.model.vocab_size else _for_tokens(run, _tokens_of_data(run) or VOCABULARY)
+    """The run with a vocabulary size for planning: its data's, or the built-in tokenizer's if the data is not prepared."""
+    return run if run.model.vocab_size else _with_vocabulary_of(run, _vocabulary_of_data(run) or VOCABULARY)
 
 
-def _for_tokens(run: RunSpec, count: int) -> RunSpec:
+def _with_vocabulary_of(run: RunSpec, count: int) -> RunSpec:
     return replace(run, model=replace(run.model, vocab_size=-(-count // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE))
 
 
-def _tokens_of_data(run: RunSpec) -> int | None:
-    """Tokens of the tokenizer that the run's data was made with; None where no data says it. What else is wrong with the data is no matter
-    of the plan's: `resolve_data` says it."""
+def _vocabulary_of_data(run: RunSpec) -> int | None:
+    """Vocabulary size of the data's tokenizer; None if no source gives it.
+    Other errors of the data are reported by `resolve_data`."""
     sizes = []
     for name in run.data.mix:
         try:
@@ -143,8 +144,11 @@ def _tokens_of_data(run: RunSpec) -> int | None:
 
 
 def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
-    """The plan in the run's plan file, or the planner's choice around its pins of what this release can train, over all devices; and every
-    candidate, the chosen one first."""
+    """The plan and every candidate, the chosen one first.
+
+    A run with a plan file has that plan and no candidates. Otherwise the planner chooses, within the pins, a plan for
+    all devices that this release can train.
+    """
     if isinstance(run.plan, str) and run.plan != "auto":
         return given_plan(run), ()
     answer = search_or_fixes(run, memory_bytes=device_memory(run))
@@ -152,9 +156,9 @@ def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
 
 
 def given_plan(run: RunSpec) -> Plan:
-    """The plan in the run's plan file. What it says of why it was chosen is of before it was edited.
+    """The plan in the run's plan file. Its reasons are replaced, as the file may be edited.
 
-    Raises BadInput, which names the file, where its schedule cannot be made for so many ranks and micro-batches.
+    Raises BadInput with the file's name if its schedule is impossible for its ranks and micro-batches.
     """
     plan = load_plan(Path(str(run.plan)), run.cluster)
     try:
@@ -165,41 +169,42 @@ def given_plan(run: RunSpec) -> Plan:
 
 
 def device_memory(run: RunSpec) -> int | None:
-    """A CPU rank's share of this host's memory; None for GPUs, whose cluster says it."""
+    """A CPU rank's share of this host's memory in bytes; None for GPUs, whose cluster gives it."""
     return host_memory_bytes() // run.cluster.gpus_per_node if run.cluster.is_cpu else None
 
 
 def on_this_host(run: RunSpec) -> RunSpec:
-    """The run, with this host's memory where its cluster of GPUs does not say."""
+    """The run with this host's memory, if its cluster of GPUs does not give it."""
     if run.cluster.is_cpu or run.cluster.host_memory_gib is not None:
         return run
     return replace(run, cluster=replace(run.cluster, host_memory_gib=host_memory_bytes() / GiB))
 
 
 def training_plan(run: RunSpec, note: Note) -> Plan:
-    """The plan of a run that will train; `note` hears what of it gains nothing. Raises BadInput and OutOfResources as `refuse_untrainable`
-    does."""
+    """The plan with which the run trains; `note` receives a line for each field that has no effect.
+
+    Raises BadInput and OutOfResources as `refuse_untrainable`.
+    """
     run = on_this_host(run)
     plan, _ = plan_for(run)
     refuse_untrainable(run, plan)
-    for said in idle_fields(plan):
-        note(said)
+    for sentence in idle_fields(plan):
+        note(sentence)
     return plan
 
 
 def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
-    """The run on the devices of this host that `train` starts ranks on: all, or a part of them where that is faster (`planner.devices`),
-    of which `note` hears.
+    """The run on the devices of this host that `train` uses: all, or fewer if that is faster (`planner.devices`).
 
-    Runs of several hosts, plan files and ranks that a launcher started keep the devices that they have. A run that has no plan is left as
-    it is, for its preparation to refuse.
+    `note` receives a sentence about idle devices. Runs of several hosts, plan files and ranks that a launcher started
+    keep their devices. A run without a possible plan is returned unchanged; its preparation reports the error.
     """
     fixed = isinstance(run.plan, str) and run.plan != "auto"
     if fixed or run.cluster.nodes > 1 or started_by_launcher() or not run.train.global_batch % run.cluster.ranks:
         return run
-    asked = on_this_host(with_vocabulary(run))
+    local_run = on_this_host(with_vocabulary(run))
     try:
-        idle = (chosen := choose_devices(asked, memory_bytes=device_memory(run))).idle
+        idle = (chosen := choose_devices(local_run, memory_bytes=device_memory(run))).idle
     except MeshwrightError:
         return run
     if idle is None:
@@ -209,7 +214,7 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
 
 
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
-    """Raise BadInput for a plan that this release can only plan, and OutOfResources for one that does not fit; a plan file is named."""
+    """Raise BadInput if this release cannot train the plan, OutOfResources if it does not fit; names the plan file."""
     named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
     if refused := untrainable(plan, mixture=run.model.experts > 0):
         raise BadInput(named + refused)
@@ -218,25 +223,25 @@ def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
 
 
 def misfit(run: RunSpec, plan: Plan) -> str | None:
-    """What a rank of the plan needs beyond its device's memory, or what it lets wait beyond the host's, and which keys lower that; None
-    where all fits. A plan that a person wrote may fill the share of a device that a search leaves free."""
+    """The missing device or host memory of the plan and the keys that lower it, in words; None if it fits.
+    A plan written by a person may use the share of device memory that a search leaves free."""
     memory = run.cluster.memory_bytes() or device_memory(run)
     if any(over_by_rank(run, plan, memory)):
         return f"{shortfall(run, plan, memory)}; lower batch.micro_batch, shard over more ranks, or set recompute or offload in layers"
     if over := over_host(run, plan):
-        said = "" if run.cluster.host_memory_gib else ", a guess where it is not given"
+        source = "" if run.cluster.host_memory_gib else ", a default"
         return (
-            f"what waits in host memory is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used "
-            f"({HOST_HEADROOM:.0%} of cluster.host_memory_gib{said}); offload fewer layers, or use more nodes"
+            f"offloaded data exceed host memory by {over / 1e9:.1f} GB of {host_budget(run) / 1e9:.1f} GB usable per host "
+            f"({HOST_HEADROOM:.0%} of cluster.host_memory_gib{source}); offload fewer layers, or use more nodes"
         )
     return None
 
 
 class Attempt(Protocol):
-    """Runs one check and returns what `work` returns. An implementation raises the check's error, or records it and returns None.
+    """Runs one check and returns the result of `work`; raises its error, or records it and returns None.
 
-    `key` is the run-file key to blame, `expected` what should be there. `needs` are other keys that must be valid before the check makes
-    sense; where they are not, it is not run.
+    `key` is the run-file key of the error, `expected` what should be there. The check is skipped unless the keys
+    `needs` are valid.
     """
 
     def __call__(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None: ...
@@ -244,7 +249,7 @@ class Attempt(Protocol):
 
 @dataclass(frozen=True)
 class Readiness:
-    """What the checks before a start found."""
+    """Result of the checks before a start."""
 
     run: RunSpec
     """The run, with `vocab_size` taken from its data."""
@@ -256,17 +261,18 @@ class Readiness:
 def check_start(
     run: RunSpec, runs: Path, attempt: Attempt, note: Note, *, build_stdlib: bool, fresh: bool = False
 ) -> Readiness:
-    """Run every check between a loaded run and its start, for `check` and `train` alike, through `attempt`.
+    """Run every check between a loaded run and its start through `attempt`, for `check` and `train` alike.
 
-    `build_stdlib` prepares the built-in corpus on its first use; if False, checks that need it are skipped then. With `fresh`, an existing
-    run of this name is not compared: the caller chooses another name. A run that trains holds its folder's lock.
+    `build_stdlib` prepares the built-in corpus on its first use; if False, checks that need it are skipped then. With
+    `fresh`, an existing run of this name is not compared: the caller chooses another name. A run that trains holds its
+    folder's lock.
     """
     folder = runs / run.name
     run = _check_data(run, attempt, note, build_stdlib=build_stdlib)
     known = bool(run.model.vocab_size)
     run = with_vocabulary(run)
     resumes = None
-    if known and not fresh:  # without its vocabulary a run would seem to differ from every earlier run
+    if known and not fresh:  # without its vocabulary a run would differ from every earlier run
         same_name = "a new name, or a run with the same configuration"
         resumes = attempt("name", same_name, lambda: continues(run, folder), ("seed", "model", "data", "train"))
     if resumes and is_finished(run, folder):
@@ -281,25 +287,27 @@ def check_start(
     attempt("model", "a model", lambda: _note_export(run, note))
     plan = attempt("plan", "a plan that fits the cluster", lambda: _make_plan(run, note), ("model", "train", "cluster"))
     seconds = plan.predicted.step_seconds if plan is not None and plan.predicted is not None else None
-    room = "room for the run's checkpoints"
-    attempt("checkpoint", room, lambda: check_disk(run, folder, seconds), ("model", "name"))
+    space = "space for the run's checkpoints"
+    attempt("checkpoint", space, lambda: check_disk(run, folder, seconds), ("model", "name"))
     return Readiness(run, resumes=bool(resumes), plan=plan)
 
 
 def _note_export(run: RunSpec, note: Note) -> None:
     if obstacle := export_obstacle(run.model):
-        note(f"this model trains, and cannot be exported to a Hugging Face folder: {obstacle}")
+        note(f"this model can be trained but not exported to a Hugging Face folder: {obstacle}")
 
 
 def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: bool) -> RunSpec:
-    """The run with the vocabulary of its data, every source of which is looked for before any is opened or prepared."""
-    expected, found = "prepared data", True
+    """The run with the vocabulary of its data. Every source is located before any is opened or prepared."""
+    expected, all_exist = "prepared data", True
     for name in run.data.mix:
-        found &= attempt(f"data.mix.{name}", expected, lambda name=name: _check_source(run, name), ("data",)) or False
+        all_exist &= (
+            attempt(f"data.mix.{name}", expected, lambda name=name: _check_source(run, name), ("data",)) or False
+        )
     validation = run.data.validation
     if validation:
-        found &= attempt("data.validation", expected, lambda: _check_exists(validation), ("data",)) or False
-    if not found or (lacks_stdlib(run) and not build_stdlib):
+        all_exist &= attempt("data.validation", expected, lambda: _check_exists(validation), ("data",)) or False
+    if not all_exist or (lacks_stdlib(run) and not build_stdlib):
         return run
     fitting = "prepared data with a tokenizer that the model fits"
     resolved = attempt("data.mix", fitting, lambda: resolve_data(run, note), ("data", "model", "train.seq_len"))
@@ -309,7 +317,7 @@ def _check_data(run: RunSpec, attempt: Attempt, note: Note, *, build_stdlib: boo
 
 
 def _check_source(run: RunSpec, name: str) -> bool:
-    """Open one source of a mixture, so that what is wrong with it is found by its name; the built-in corpus may be missing yet."""
+    """Open one source of a mixture, so that its errors are reported under its name; the built-in corpus may be missing."""
     if not (name == STDLIB and lacks_stdlib(run)):
         _check_exists(name)
         open_run_data(replace(run, data=replace(run.data, mix={name: 1.0}, validation=None)))
@@ -317,21 +325,21 @@ def _check_source(run: RunSpec, name: str) -> bool:
 
 
 def _check_exists(name: str) -> bool:
-    """Raise BadInput for data that is not there; the built-in corpus may be missing yet."""
+    """Raise BadInput if the data does not exist; the built-in corpus may be missing."""
     if name != STDLIB or Path(name).exists():
         locate(Path(name))
     return True
 
 
 def _make_plan(run: RunSpec, note: Note) -> Plan:
-    """The plan with what is predicted for this machine: the figures in a plan file may come from another one."""
+    """The plan with the prediction for this machine; the figures in a plan file may come from another one."""
     plan = predicted(run, training_plan(run, note))
     check_host_memory(run, plan)
     return plan
 
 
 def _raise_on_failure(key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T:
-    """The Attempt of a start: the first check that fails ends it, with an error that carries its key."""
+    """The Attempt of a start: the first failing check ends it, with an error that carries its key."""
     del expected, needs
     with attach_key(key):
         return work()
@@ -345,10 +353,11 @@ def prepare_run(
     note: Note,
     timeline: tuple[int, int] | None = None,
 ) -> Prepared | None:
-    """Make or reopen the run's folder and write what its ranks need; None for a run that is finished, which is left as it is.
+    """Create or reopen the run's folder and write what its ranks need; None if the run is finished.
 
-    Raises the first error of `check_start`: BadInput when a run of this name exists with another configuration, when data or weights are
-    not there, or a package is missing, and OutOfResources when the devices, the disk or the host's memory are too small.
+    Raises the first error of `check_start`: BadInput if a run of this name exists with another configuration, if data
+    or weights are missing, or a package is not installed, and OutOfResources if devices, disk or host memory are too
+    small.
     """
     ready = check_start(run, runs, _raise_on_failure, note, build_stdlib=True)
     if ready.finished:
@@ -371,7 +380,7 @@ def prepare_run(
 
 
 def check_init(run: RunSpec, note: Note) -> None:
-    """Raise BadInput when the weights that the run starts from are not there or not its model's, or their tokenizer is not the corpus'."""
+    """Raise BadInput if the initial weights are missing, are another model's, or have another tokenizer than the corpus."""
     if run.model.init != "scratch":
         from meshwright.checkpoint.initial import check_initial  # needs torch
 
@@ -381,11 +390,11 @@ def check_init(run: RunSpec, note: Note) -> None:
 
 
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
-    """Raise OutOfResources when this host cannot hold what its ranks let wait in host memory."""
+    """Raise OutOfResources if this host's memory cannot hold what its ranks offload."""
     activations, optimizer = host_bytes(run.model, run.train, plan, run.cluster.nodes)
-    need, there = activations + optimizer, host_memory_bytes()
-    if need > there:
+    need, available = activations + optimizer, host_memory_bytes()
+    if need > available:
         raise OutOfResources(
             f"plan.offload: activations take {activations / 1e9:.1f} and the optimizer {optimizer / 1e9:.1f} GB of host memory, and "
-            f"this host has {there / 1e9:.1f} GB; offload fewer layers (plan.layers), or use more nodes"
+            f"this host has {available / 1e9:.1f} GB; offload fewer layers (plan.layers), or use more nodes"
         )

@@ -1,7 +1,7 @@
-"""The third layer of the search: the leading plans run for a few steps on this machine itself, and the fastest measured is taken.
+"""Probes: the leading plans run for a few steps on this machine, and the fastest measured plan is chosen.
 
-A probe is a run like any other (the run's own model, batch and data), in a folder that is thrown away, without checkpoints, validation or
-initial weights. A plan that is far behind its prediction, or out of memory, is ended early.
+A probe is a normal run (the run's own model, batch and data) in a temporary folder, without checkpoints, validation or
+initial weights. A plan that is much slower than predicted, or out of memory, is ended early.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from meshwright.launch.local import rank_threads, run_ranks
 from meshwright.launch.machine import found_cluster, is_here
 from meshwright.launch.prepare import Note, plan_yaml, prepare_run
 from meshwright.observe.metrics import scan_metrics
-from meshwright.observe.prediction_account import ENOUGH, FEWEST, WARM_UP, Typical, comparable_memory, typical
+from meshwright.observe.prediction_account import (
+    COMPARED_STEPS,
+    FEWEST_STEPS,
+    WARM_UP,
+    TypicalStep,
+    comparable_memory,
+    typical_step,
+)
 from meshwright.planner.candidate import Answer, Candidate
 from meshwright.planner.finalists import kind_of, same_layout
 from meshwright.spec.cluster import ClusterSpec
@@ -33,23 +40,23 @@ from meshwright.spec.plan import Plan, Predicted
 from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import RunSpec
 
-STEPS = WARM_UP + ENOUGH
-"""Steps of a probe, those that only warm up included."""
-FEW, LONG_SECONDS = 5, 20.0
-"""Steps behind the warm-up that suffice once they have taken so long together."""
+STEPS = WARM_UP + COMPARED_STEPS
+"""Steps of a probe, warm-up included."""
+ENOUGH_STEPS, LONG_SECONDS = 5, 20.0
+"""Steps after warm-up that suffice if together they take this many seconds."""
 TOO_SLOW = 1.5
-"""Times its prediction, or the upper end of its band where that is further, at which a probe is ended."""
+"""A probe ends early above this multiple of its predicted time, or above the 80% band if that is higher."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One plan, and how it ran."""
+    """A plan and the measurements of its probe."""
 
     plan: Plan
-    found: Typical | None = None
-    """Its typical step behind the warm-up; none when it did not get that far."""
+    measured: TypicalStep | None = None
+    """Typical step after warm-up; None if the probe ended before."""
     ended: str = ""
-    """Why it was ended before its last step; empty when it was not."""
+    """Why the probe ended before its last step; empty if it did not."""
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -57,13 +64,15 @@ class Probe:
 
     @property
     def measured_seconds(self) -> float | None:
-        return self.found.seconds if self.found else None
+        return self.measured.seconds if self.measured else None
 
     @property
     def predicted_bytes(self) -> int | None:
-        """What the measured memory is held against."""
-        said = self.plan.predicted
-        return comparable_memory(said, resident=self.found.resident) if said and self.found else None
+        """Predicted bytes that are comparable with the measured memory."""
+        predicted = self.plan.predicted
+        if predicted is None or self.measured is None:
+            return None
+        return comparable_memory(predicted, resident=self.measured.resident)
 
     @property
     def error(self) -> float | None:
@@ -72,53 +81,54 @@ class Probe:
         return measured / predicted - 1 if measured and predicted else None
 
 
-def probed(run: RunSpec, answer: Answer, count: int, note: Note) -> tuple[Answer, tuple[Probe, ...]]:
-    """`answer` with the fastest measured of its `count` leading plans as the best, and every probe, in the order they ran.
+def measured_answer(run: RunSpec, answer: Answer, count: int, note: Note) -> tuple[Answer, tuple[Probe, ...]]:
+    """`answer` with the fastest measured of its `count` leading plans as the best, and every probe in order.
 
-    Raises BadInput when the run's cluster is not this machine, and OutOfResources when none of the plans ran.
+    Raises BadInput if the run's cluster is not this machine, and OutOfResources if no plan ran.
     """
     check_here(run.cluster)
     probes = []
     for number, candidate in enumerate(leading(answer, count), 1):
         note(f"probe {number}: {mesh_of(candidate.plan)}, {STEPS} steps")
         probes.append(probe(run, candidate.plan, note))
-    return taken(answer, probes), tuple(probes)
+    return with_fastest_probe(answer, probes), tuple(probes)
 
 
-def check_here(cluster: ClusterSpec, found: dict[str, object] | None = None) -> None:
-    """Raise BadInput unless the ranks of `cluster` can be started on this machine (`found`, as `found_cluster` describes it)."""
+def check_here(cluster: ClusterSpec, detected: dict[str, object] | None = None) -> None:
+    """Raise BadInput unless the ranks of `cluster` can start on this machine (`detected`, as returned by `found_cluster`)."""
     if started_by_launcher():
         raise BadInput("--probe starts the ranks of each plan itself; run it outside of the launcher, on one host")
     if cluster.nodes > 1:
         raise BadInput(
             f"--probe runs plans on this machine, and cluster.nodes is {cluster.nodes}; print the leading plans with --json and train each"
         )
-    here = found or found_cluster()
+    here = detected or found_cluster()
     if is_here(cluster, here):
         return
     raise BadInput(
         f"--probe runs plans on this machine, which is {here['gpus_per_node']} {here['gpu']}; the cluster says {cluster.gpus_per_node} "
-        f"{cluster.gpu}; leave `cluster` out, or say cluster=auto, to plan for this machine"
+        f"{cluster.gpu}; leave `cluster` out, or set cluster=auto, to plan for this machine"
     )
 
 
 def leading(answer: Answer, count: int) -> list[Candidate]:
-    """The best plan, then the fastest played one of each other kind, then the next ones: a prediction may be wrong about a kind."""
-    first, kinds = [answer.best], {kind_of(answer.best.plan)}
-    others = [one for one in answer.others if one.simulated and one.fits]
-    for one in others:
-        if kind_of(one.plan) not in kinds:
-            kinds.add(kind_of(one.plan))
-            first.append(one)
-    return (first + [one for one in others if one not in first])[:count]
+    """The best plan, the fastest simulated plan of each other family, then the next ones.
+    A prediction may be wrong about a whole family."""
+    first, families = [answer.best], {kind_of(answer.best.plan)}
+    others = [candidate for candidate in answer.others if candidate.simulated and candidate.fits]
+    for candidate in others:
+        if kind_of(candidate.plan) not in families:
+            families.add(kind_of(candidate.plan))
+            first.append(candidate)
+    return (first + [candidate for candidate in others if candidate not in first])[:count]
 
 
 def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
-    """A few steps of `run` under `plan`. Raises KeyboardInterrupt when it is interrupted."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
-        file = Path(place) / "plan.yaml"
+    """Runs a few steps of `run` under `plan`. Raises KeyboardInterrupt if it is interrupted."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
+        file = Path(folder) / "plan.yaml"
         file.write_text(plan_yaml(plan), encoding="utf-8")
-        prepared = prepare_run(_brief(run, file), Path(place), profile=None, note=note)
+        prepared = prepare_run(_brief(run, file), Path(folder), profile=None, note=note)
         assert prepared is not None, "its folder is new"
         watch = Watch(prepared.folder / "metrics.jsonl", prepared.assignment.plan.predicted)
         failures: list[Failure] = []
@@ -141,45 +151,45 @@ def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
         if code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):
             raise KeyboardInterrupt
         ended = watch.why if code == EXIT_DONE else failure_text(code, failures)
-        return Probe(prepared.assignment.plan, watch.found if code == EXIT_DONE else None, ended)
+        return Probe(prepared.assignment.plan, watch.measured if code == EXIT_DONE else None, ended)
 
 
-def taken(answer: Answer, probes: Sequence[Probe]) -> Answer:
-    """`answer` with the fastest probe's plan as the best. Raises OutOfResources when no probe has a time."""
-    ran = sorted((one for one in probes if one.measured_seconds), key=lambda one: one.measured_seconds or 0.0)
+def with_fastest_probe(answer: Answer, probes: Sequence[Probe]) -> Answer:
+    """`answer` with the fastest probe's plan as the best. Raises OutOfResources if no probe was measured."""
+    ran = sorted((probe for probe in probes if probe.measured_seconds), key=lambda probe: probe.measured_seconds or 0.0)
     if not ran:
-        raise OutOfResources("no probe ran: " + "; ".join(dict.fromkeys(one.ended for one in probes)))
+        raise OutOfResources("no probe ran: " + "; ".join(dict.fromkeys(probe.ended for probe in probes)))
     candidates = [answer.best, *answer.others]
-    best = next(one for one in candidates if same_layout(one.plan, ran[0].plan))
+    best = next(candidate for candidate in candidates if same_layout(candidate.plan, ran[0].plan))
     why = (_measured(ran), *(best.plan.why or answer.best.plan.why * (best is answer.best)))
     chosen = replace(best, plan=replace(best.plan, why=why))
-    return replace(answer, best=chosen, others=tuple(one for one in candidates if one is not best))
+    return replace(answer, best=chosen, others=tuple(candidate for candidate in candidates if candidate is not best))
 
 
 @dataclass
 class Watch:
-    """What a running probe has written, and whether that is enough."""
+    """Reads the metrics of a running probe, and decides when they suffice."""
 
     file: Path
     predicted: Predicted | None
-    found: Typical | None = None
+    measured: TypicalStep | None = None
     why: str = ""
     read: int = field(default=0, repr=False)
-    """Bytes of the file when it was read last."""
+    """Size of the file in bytes when it was last read."""
 
     def enough(self) -> bool:
-        """Whether all steps are there, or the plan is hopeless."""
+        """Whether all steps are measured, or the plan is too slow."""
         size = self.file.stat().st_size if self.file.exists() else 0
         if size == self.read:
             return bool(self.why)
         self.read = size
         steps = [line for line in scan_metrics(self.file)[0] if line.get("kind") == "step"]
         counted = [step for step in steps if WARM_UP < step["step"] <= STEPS]
-        self.found = typical(counted) if len(counted) >= FEWEST else None
-        if self.found and (limit := too_slow(self.predicted)) and self.found.seconds > limit:
+        self.measured = typical_step(counted) if len(counted) >= FEWEST_STEPS else None
+        if self.measured and (limit := too_slow(self.predicted)) and self.measured.seconds > limit:
             self.why = f"ended after {counted[-1]['step']} steps: more than {limit:.3g} s a step"
         long = sum(step["step_seconds"] for step in counted) >= LONG_SECONDS
-        return bool(self.why) or len(counted) >= (FEW if long else STEPS - WARM_UP)
+        return bool(self.why) or len(counted) >= (ENOUGH_STEPS if long else STEPS - WARM_UP)
 
 
 def mesh_of(plan: Plan) -> str:
@@ -189,14 +199,14 @@ def mesh_of(plan: Plan) -> str:
 
 
 def too_slow(predicted: Predicted | None) -> float | None:
-    """Seconds of a step above which a plan is not worth more steps; None where none are predicted."""
+    """Step seconds above which a plan is not measured further; None without a prediction."""
     if predicted is None or predicted.step_seconds is None:
         return None
     return max(TOO_SLOW * predicted.step_seconds, predicted.high_seconds or 0.0)
 
 
 def _brief(run: RunSpec, plan: Path) -> RunSpec:
-    """`run` for long enough, with nothing but training steps in it. The learning rate's course stays what it is."""
+    """`run` with enough steps and only training steps; the learning rate's schedule is unchanged."""
     return replace(
         run,
         name="probe",
@@ -210,15 +220,15 @@ def _brief(run: RunSpec, plan: Path) -> RunSpec:
 
 def _measured(ran: Sequence[Probe]) -> str:
     best, others = ran[0], ran[1:]
-    assert best.found is not None and best.measured_seconds is not None
-    first, last = best.found.steps
-    beside = f" (the others {', '.join(f'{one.measured_seconds:.3g} s' for one in others)})" if others else ""
+    assert best.measured is not None and best.measured_seconds is not None
+    first, last = best.measured.steps
+    beside = f" (the others {', '.join(f'{probe.measured_seconds:.3g} s' for probe in others)})" if others else ""
     way = f"the fastest of {len(ran)} plans that ran" if others else "the only plan that ran"
     return f"measured on this machine: {best.measured_seconds:.3g} s a step over steps {first} to {last}, {way}{beside}"
 
 
 def failure_text(code: int, failures: Sequence[Failure]) -> str:
-    """How a probe failed, in the words of the first rank that failed with the job's exit code."""
+    """The reason why a probe failed: the message of the first rank that failed with the job's exit code."""
     message = next((failure.message for failure in failures if failure.exit_code == code), None)
     if code == EXIT_NO_RESOURCES:
         return message or "out of memory"

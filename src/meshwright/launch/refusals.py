@@ -1,4 +1,4 @@
-"""What stops a run beyond the mistakes in its file, each at the position of its key: the checks of a start, all of them tried."""
+"""Runs all checks of a start and reports every error at the position of its key."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class Refusals:
-    """Tries every check of a start whose keys are sound, and keeps every error at the position of its key.
+    """Runs every check of a start whose keys are valid, and stores every error at the position of its key.
 
-    `known` is an error that a start of the run has met already: a plan that was searched in vain is not searched again. A `fresh` run
-    takes another name where its own is taken.
+    `known` is an error of this run that has occurred already: a failed search is not repeated. A `fresh` run uses
+    another name if its own is taken.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Refusals:
         *,
         fresh: bool = False,
     ) -> None:
-        self.found: list[Refusal] = []
+        self.refusals: list[Refusal] = []
         self.exit_code = 0
         self._reading, self._known = reading, known
         run = reading.sound_part()
@@ -46,11 +46,11 @@ class Refusals:
         if reading.is_sound("cluster"):
             try:
                 check_devices(run.cluster)
-            except BadInput as error:  # no mistake: a run may be checked on another machine than its own
+            except BadInput as error:  # not a mistake: a run may be checked on another machine
                 note(f"on this machine `train` would stop: {error}")
 
     def _attempt(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None:
-        """As `launch.prepare.Attempt` says."""
+        """An implementation of `launch.prepare.Attempt` that records errors."""
         if not self._reading.is_sound(key, *needs):
             return None
         try:
@@ -59,6 +59,6 @@ class Refusals:
             return work()
         except (MeshwrightError, OSError) as error:
             failure = as_meshwright_error(error)
-            self.found.append(self._reading.refusal(failure, key, expected))
+            self.refusals.append(self._reading.refusal(failure, key, expected))
             self.exit_code = max(self.exit_code, failure.exit_code)
             return None

@@ -1,1 +1,1 @@
-"""Watching a run: step times, metrics, sinks, live progress, the report. Floor 3: imports spec and events."""
+"""Observation of a run: step times, metrics, sinks, live progress, the report. Layer 3: imports spec and events."""

@@ -1,4 +1,4 @@
-"""The last lines of a run: where its report is, and the command that a person needs next."""
+"""The last lines of a run: the path of its report and the next command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 def closing_lines(folder: Path, code: int) -> list[str]:
     """Lines about the run in `folder`, which ended with exit code `code`.
 
-    A finished run is sampled and measured next, a stopped run continued. A failed run gets the path of its logs, as the error message
-    has said what to change.
+    After a finished run the next commands sample and evaluate it; after a stopped run the command continues it. After a
+    failed run the lines name its logs, as the error message has said what to change.
     """
     report, named = folder / "report.html", shlex.quote(str(folder))
     lines = [f"report: {report}"] if report.exists() else []
@@ -31,7 +31,7 @@ def command_to_continue(folder: Path) -> str:
 
 
 def _next_commands(folder: Path, named: str) -> list[str]:
-    """Commands that work on what the finished run left."""
+    """Commands for the files of a finished run."""
     if not _has_checkpoint(folder):
         return []
     commands = [f"meshwright generate {named} --prompt 'The '"] if (folder / "tokenizer.json").exists() else []

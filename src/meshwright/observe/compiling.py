@@ -1,4 +1,4 @@
-"""What torch's compiler has done in this process so far, by its own counters."""
+"""Work of torch's compiler in this process so far, by its own counters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import sys
 
 
 def compiler_work() -> dict[str, float]:
-    """`compiled` and `from_cache`: graphs (a forward and its backward are two) made anew and taken from the cache on disk.
-    `seconds`: spent on either. Empty when nothing was ever compiled.
+    """Graphs compiled (`compiled`) and loaded from the disk cache (`from_cache`), and `seconds` spent on both.
+
+    A forward and its backward are two graphs. Empty if nothing was compiled.
     """
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:

@@ -1,4 +1,4 @@
-"""Arithmetic behind charts: smoothing, the few points that keep a long curve's shape, axis ticks and their labels."""
+"""Arithmetic of charts: smoothing, thinning of long curves, axis ticks and their labels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10
 
 
 class Smoother:
-    """Exponential moving average, corrected for its start so that the first value is itself; gaps (None) leave it as
-    it was.
-    """
+    """Exponential moving average with bias correction, so that the first value is unchanged; None does not change it."""
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
@@ -30,42 +28,42 @@ class Smoother:
         return self._sum / self._weight if self._weight else None
 
 
-def trend(values: Values, rows: Sequence[int]) -> list[float | None]:
-    """The curve without its noise and spikes, at `rows`: the mean of the middle half of the values around each row.
+def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
+    """The curve without noise and spikes, at `indices`: means of the middle half of the neighbouring values.
 
-    The window is centred, so it lags behind neither a fall nor a rise. It reaches 1/20 of the way back to the start (a
-    loss falls fast early and slowly later), at most 1/40 of the curve. None where it holds no number.
+    The window is centred, so the trend does not lag. It reaches 1/20 of the way back to the start (a loss falls fast
+    early and slowly later), at most 1/40 of the curve. None where the window has no number.
     """
     means: list[float | None] = []
-    for row in rows:
-        reach = min(row, max(2, min(row // 20, len(values) // 40, MOST_REACH)))
-        known = sorted(value for value in values[row - reach : row + reach + 1] if value is not None)
+    for index in indices:
+        reach = min(index, max(2, min(index // 20, len(values) // 40, MOST_REACH)))
+        known = sorted(value for value in values[index - reach : index + reach + 1] if value is not None)
         middle = known[len(known) // 4 : len(known) - len(known) // 4]
         means.append(sum(middle) / len(middle) if middle else None)
     return means
 
 
-def kept_rows(length: int, shapes: Sequence[Values], limit: int) -> list[int]:
-    """Row numbers, ascending and at most `limit`, that keep each curve's lows and highs: its spikes stay visible.
+def kept_indices(length: int, shapes: Sequence[Values], limit: int) -> list[int]:
+    """Indices, ascending and at most `limit`, that keep each curve's lows and highs, so that spikes stay visible.
 
-    Rows are cut into equal buckets; of each bucket every curve keeps its least and its greatest row. The first and last
-    row stay.
+    The indices are divided into equal buckets; of each bucket every curve keeps its minimum and maximum. The first and
+    last index are kept.
     """
     if length <= limit:
         return list(range(length))
     buckets = max(1, (limit - 2) // (2 * max(1, len(shapes))))
     kept = {0, length - 1}
     for bucket in range(buckets):
-        rows = range(bucket * length // buckets, (bucket + 1) * length // buckets)
+        indices = range(bucket * length // buckets, (bucket + 1) * length // buckets)
         for shape in shapes:
-            known = [(value, row) for row in rows if (value := shape[row]) is not None]
+            known = [(value, index) for index in indices if (value := shape[index]) is not None]
             if known:
                 kept |= {min(known)[1], max(known)[1]}
     return sorted(kept)
 
 
 def bucket_means(values: Values, buckets: int) -> list[float | None]:
-    """Means of equal stretches of the curve; None where a stretch holds no number."""
+    """Means of equal segments of the curve; None for a segment without a number."""
     length, means = len(values), []
     for bucket in range(min(buckets, length)):
         edges = (bucket * length // min(buckets, length), (bucket + 1) * length // min(buckets, length))
@@ -80,11 +78,9 @@ def median(values: Sequence[float]) -> float:
 
 
 def value_range(values: Values, *, from_zero: bool) -> tuple[float, float]:
-    """Where a y axis begins and ends: around every value with some air, or around most when a few lie far above the
-    rest.
+    """Limits of a y axis: around all values with a margin, or around most if a few are far higher.
 
-    A spike or a first step that compiled would otherwise flatten everything else. A single value gets an axis around
-    it.
+    Otherwise a spike or a first step with compilation would flatten the curve. A single value gets an axis around it.
     """
     known = sorted(value for value in values if value is not None)
     if not known:
@@ -102,8 +98,7 @@ def value_range(values: Values, *, from_zero: bool) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """At most about `count` round numbers inside [low, high], evenly spaced: steps are 1, 2, 2.5 or 5 times a power of
-    ten.
+    """At most about `count` round numbers inside [low, high], spaced by 1, 2, 2.5 or 5 times a power of ten.
 
     `low` must be less than `high` by more than rounding error.
     """
@@ -121,7 +116,7 @@ def time_ticks(high: float, count: int = 6) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Plain numbers with as many decimals as tell the ticks apart, with k, M, B or T when they are large."""
+    """Labels with enough decimals to distinguish the ticks, and with k, M, B or T for large numbers."""
     top = max(map(abs, values), default=0.0)
     scale, suffix = next(((s, t) for s, t in figures.SUFFIXES if top >= s), (1.0, ""))
     if 0 < top < 1e-2:
@@ -138,7 +133,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def time_labels(values: Sequence[float]) -> list[str]:
-    """One unit for the whole axis: s, min, h or d."""
+    """Labels in one unit for the whole axis: s, min, h or d."""
     top = max(values, default=0.0)
     unit, name = next(((u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min")) if top >= 2 * u), (1, "s"))
     return [f"{value / unit:g} {name}" if value else "0" for value in values]

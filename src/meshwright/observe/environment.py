@@ -1,6 +1,4 @@
-"""What a run ran on: versions, devices, and the commit of the code. No host name, no user name, nothing sent
-anywhere.
-"""
+"""Versions, devices and code commit of a run. No host name, no user name; nothing is sent anywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import meshwright
 
 
 def environment() -> dict[str, Any]:
-    """Software and hardware as JSON-ready values; what does not apply here is absent."""
+    """Software and hardware as JSON-ready values, without those that do not apply."""
     facts: dict[str, Any] = {
         "meshwright": meshwright.__version__,
         "commit": _commit(),
@@ -58,7 +56,7 @@ def _version(package: str) -> str | None:
 
 
 def _cores() -> int | None:
-    """Cores this process may use, which a container or a batch system may have narrowed."""
+    """Cores this process may use, which a container or a batch system may restrict."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -68,7 +66,7 @@ def _memory_bytes() -> int | None:
 
 
 def _driver() -> str | None:
-    """NVIDIA's kernel module, whose version file costs nothing to read."""
+    """Version of NVIDIA's kernel module, from its version file, which is fast to read."""
     path = Path("/proc/driver/nvidia/version")
     words = path.read_text(encoding="utf-8").split() if path.is_file() else []
     return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), None)

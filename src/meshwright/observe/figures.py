@@ -42,10 +42,10 @@ def duration(seconds: float) -> str:
 def clock(seconds: float) -> str:
     """Elapsed or remaining time in a fixed narrow form: "0:07", "12:45", "3:07:45", "2d 03:07"."""
     whole = max(0, round(seconds))
-    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
+    hours, minutes, seconds_left = whole // 3600, whole % 3600 // 60, whole % 60
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
 def percent(fraction: float) -> str:

@@ -1,4 +1,4 @@
-"""Bytes through a network interface between two moments, as the kernel counts them (Linux)."""
+"""Bytes sent through a network interface, as counted by the kernel (Linux)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COUNTERS = Path("/proc/net/dev")
-"""One line an interface: name, then eight counters of what was received and eight of what was sent; bytes come first in both."""
+"""File with one line per interface: name, eight receive counters and eight send counters; bytes are the first of each."""
 FIRST_OF_SENT = 8
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What `interface` sends from now on.
+    """Counts bytes that `interface` sends from now on.
 
-    On loopback, which receives what it sends, that is every byte between ranks of one host that goes over sockets, once: emulated nodes'
-    NCCL messages, and with them whatever else uses loopback on the host (Gloo, stores, other programs) and TCP's headers.
+    On loopback, which receives what it sends, these are all bytes over sockets between ranks of the host, once: NCCL
+    messages of emulated nodes, other use of loopback on the host (Gloo, stores, other programs) and TCP headers.
     """
 
     interface: str
@@ -23,17 +23,17 @@ class Traffic:
 
     @classmethod
     def start(cls, interface: str = "lo") -> Traffic | None:
-        """Begin to count; None where the kernel counts nothing of that name."""
+        """Start a count; None if the kernel has no counter of that name."""
         sent = sent_bytes(interface)
         return None if sent is None else cls(interface, sent)
 
     def bytes(self) -> int:
-        """Bytes sent since the start; 0 when the interface is gone."""
+        """Bytes sent since the start; 0 if the interface no longer exists."""
         return max(0, (sent_bytes(self.interface) or 0) - self.sent_before)
 
 
 def sent_bytes(interface: str, counters: Path = COUNTERS) -> int | None:
-    """Bytes the interface has sent since it came up, or None when it is not there."""
+    """Bytes that the interface has sent since it came up, or None if it does not exist."""
     try:
         lines = counters.read_text(encoding="ascii").splitlines()
     except OSError:

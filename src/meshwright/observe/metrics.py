@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object a line, the source of truth about a run; every other view is made from it.
+"""metrics.jsonl: one JSON object per line; all other views of a run are made from it.
 
-Lines have a `kind`: "step", "validation", "event", "account" or "start". Steps count from 1. A number that is not finite is written as null
-and named under `nonfinite`, so that every line is valid JSON.
+Lines have a `kind`: "step", "validation", "event", "account" or "start". Steps count from 1. A number that is not
+finite is written as null and named under `nonfinite`, so that every line is valid JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEP_KEYS: dict[str, str] = {
     "memory_peak_bytes": "most memory rank 0 has held so far: reserved by torch on a GPU, resident on a CPU",
     "step_seconds": "from the step's begin to its end",
 }
-"""What every step line holds."""
+"""Keys of every step line."""
 
 OPTIONAL_STEP_KEYS: dict[str, str] = {
     "mfu_full": "the same with the full attention square (torchtitan's convention)",
@@ -44,15 +44,15 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
 }
-"""What a step line may hold besides."""
+"""Optional keys of a step line."""
 
 
 class MetricsWriter:
-    """Appends lines, each flushed; on resume it first drops what an earlier attempt wrote past `resume_from`.
+    """Appends lines, each flushed; on resume it first removes lines of earlier attempts after step `resume_from`.
 
-    Every `write_` method raises the error of `as_meshwright_error` when the disk is full or the file was deleted. It then keeps the
-    line and the next call writes it first, so that no line is torn or lost when there is space again. With the `lease` of the run's
-    folder it raises BadInput when another start has taken over and replaced the file.
+    Every `write_` method raises the error of `as_meshwright_error` when the disk is full or the file was deleted. It
+    then keeps the line and the next call writes it first, so that no line is torn or lost when there is space again.
+    With the `lease` of the run's folder it raises BadInput when another start has taken over and replaced the file.
     """
 
     def __init__(self, path: Path, resume_from: int = 0, lease: Lease | None = None) -> None:
@@ -63,27 +63,27 @@ class MetricsWriter:
         self._unwritten = b""
 
     def write_step(self, record: Mapping[str, Any]) -> None:
-        """One training step; raises ValueError when a key of `STEP_KEYS` is missing."""
+        """Write a training step; raises ValueError if a key of `STEP_KEYS` is missing."""
         missing = [key for key in STEP_KEYS if key not in record]
         if missing:
             raise ValueError(f"a step line needs {', '.join(missing)}")
         self._append({"kind": "step", **record})
 
     def write_validation(self, step: int, loss: float, **more: Any) -> None:
-        """The mean validation loss (nat per token) after `step`; of a mixture `by_source` has each source's."""
+        """Write the mean validation loss (nat per token) after `step`; for a mixture `by_source` has each source's."""
         self._append({"kind": "validation", "step": step, "loss": loss, **more})
 
     def write_event(self, step: int, text: str) -> None:
-        """Something worth a line in the report: resumed, preempted, a checkpoint written."""
+        """Write an event for the report: resumed, preempted, a checkpoint written."""
         self._append({"kind": "event", "step": step, "text": text})
 
     def write_start(self, step: int, phases: Mapping[str, float], compiler: Mapping[str, float]) -> None:
-        """How long a start after `step` took: seconds by phase (events.start), and what the compiler did (observe.compiling)."""
+        """Write a start after `step`: seconds by phase (events.start), and the compiler's work (observe.compiling)."""
         seconds = sum(phases.values())
         self._append({"kind": "start", "step": step, "seconds": seconds, "phases": phases, "compiler": compiler})
 
     def write_account(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Measured figures beside the predicted ones (observe.prediction_account) after `step`."""
+        """Write measured and predicted figures (observe.prediction_account) after `step`."""
         self._append({"kind": "account", "step": step, **figures})
 
     def close(self) -> None:
@@ -114,9 +114,9 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines, oldest first; a last line that a crash cut short is left out.
+    """All lines, oldest first, without a last line that a crash cut short.
 
-    Raises Damaged when any other line is not a JSON object.
+    Raises Damaged if another line is not a JSON object.
     """
     records, damaged = scan_metrics(path)
     if damaged:
@@ -125,7 +125,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The good lines, and the numbers (from 1) of damaged ones; a torn last line is in neither."""
+    """(valid records, line numbers from 1 of damaged lines); a torn last line is in neither."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records, damaged = [], []
     for number, line in enumerate(lines, start=1):
@@ -167,7 +167,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _truncate(path: Path, resume_from: int) -> None:
-    """Keep what belongs to the first `resume_from` steps; the file is replaced in one piece or not at all."""
+    """Keep the lines of the first `resume_from` steps; the file is replaced atomically."""
     records, _ = scan_metrics(path)
     kept = [record for record in records if resume_from and record["step"] <= resume_from]
     _replace(path, map(to_line, kept))

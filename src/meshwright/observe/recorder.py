@@ -1,8 +1,7 @@
-"""The recorder a training loop makes: how long each phase of a step took on the device, without ever waiting for it.
+"""Measures the device time of each phase of a training step, without synchronisation.
 
-On CUDA a stamp is an event put into the stream; it is read later, once the device has passed it. On CPU it is the
-clock. Phases measured on the device's own time line show what is exposed: a batch fetched while the device computes
-costs nothing.
+On CUDA a stamp is an event on the stream, read after the device has passed it; on CPU it is the clock. Phases on the
+device's clock show exposed time: a batch fetched while the device computes costs nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from meshwright.events.span import MessageTransfer, PhaseTimes, Span, StepSpans,
 KEPT_STEPS = 256
 KEPT_SPANS = 8192
 BETWEEN_STEPS = 0
-BESIDE = -1
-"""Depth of a span in a lane of its own, which counts for no phase."""
+OUTSIDE_PHASES = -1
+"""Depth of a concurrent span, which counts for no phase."""
 POLL_SECONDS = 1e-4
 
 
 class Clock(Protocol):
-    """Makes stamps, and later tells the seconds between two of them."""
+    """Makes stamps, and later returns the seconds between two of them."""
 
     def stamp(self) -> Any:
-        """A mark in time, set without waiting."""
+        """A stamp of the current time, without waiting."""
 
     def ready(self, stamp: Any) -> bool:
         """Whether the device has passed the stamp."""
@@ -45,11 +44,11 @@ class Clock(Protocol):
         ...
 
     def recycle(self, stamp: Any) -> None:
-        """The stamp will not be asked about again."""
+        """Release a stamp that is not needed any more."""
 
 
 class HostClock:
-    """perf_counter."""
+    """Stamps of time.perf_counter."""
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -68,7 +67,7 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream, used again once read (making one costs more than recording it)."""
+    """CUDA events on the current stream, reused after reading (creating one costs more than recording it)."""
 
     def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
@@ -92,13 +91,13 @@ class CudaClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock that times what `device` does."""
+    """The clock for operations of `device`."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
 @dataclass
 class _Open:
-    """A span as stamps; `depth` 0 counts as a phase of the step, others are only drawn."""
+    """A span with its stamps; `depth` 0 counts as a phase of the step, others are only drawn."""
 
     name: str
     lane: str
@@ -107,7 +106,7 @@ class _Open:
     last: Any = None
 
     def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
-        """(start, end) in seconds from `origin`; None while the device has not come so far."""
+        """(start, end) in seconds from `origin`; None if the device has not reached the end."""
         if not clock.ready(self.last):
             return None
         start = clock.seconds(origin, self.first)
@@ -125,15 +124,15 @@ class _Message(_Open):
     timed_from_posting: bool = False
     took: float = 0.0
 
-    def look(self) -> bool:
-        """Whether it is through. If so, it lets go of what it carried."""
+    def poll(self) -> bool:
+        """Whether the transfer is finished; then releases it."""
         if self.transfer is not None and (took := self.transfer.seconds()) is not None:
             self.took, self.timed_from_posting, self.transfer = took, self.transfer.timed_from_posting, None
         return self.transfer is None
 
     def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
-        """As of any span; `free` is when the channel was through with the message before."""
-        if not self.look() or not clock.ready(self.first):
+        """(start, end) as in `_Open.read`; `free` is when the channel finished the previous message."""
+        if not self.poll() or not clock.ready(self.first):
             return None
         posted = clock.seconds(origin, self.first)
         start = posted if self.timed_from_posting else max(posted, free)
@@ -141,7 +140,7 @@ class _Message(_Open):
 
     def wait(self, clock: Clock) -> None:
         clock.wait(self.first)
-        while not self.look():
+        while not self.poll():
             time.sleep(POLL_SECONDS)
 
 
@@ -157,22 +156,22 @@ class _Window:
     spans: list[_Open] = field(default_factory=list)
 
     def read(self, clock: Clock) -> list[tuple[float, float]] | None:
-        """(start, end) of its spans, in seconds from its begin; None while one of them cannot be read."""
+        """(start, end) of its spans in seconds from its begin; None if one of them cannot be read yet."""
         if not clock.ready(self.last):
             return None
         free: dict[str, float] = {}
         times: list[tuple[float, float]] = []
         for span in self.spans:
-            found = span.read(clock, self.first, free.get(span.lane, 0.0))
-            if found is None:
+            interval = span.read(clock, self.first, free.get(span.lane, 0.0))
+            if interval is None:
                 return None
-            free[span.lane] = found[1]
-            times.append(found)
+            free[span.lane] = interval[1]
+            times.append(interval)
         return times
 
 
-class _Entered:
-    """`begin` and `end` round a block. Plain: a generator would take half of what an action's span costs the host."""
+class _SpanContext:
+    """`begin` and `end` around a block. Not a generator, which would double the host's cost of a span."""
 
     __slots__ = ("_lane", "_name", "_recorder")
 
@@ -187,15 +186,13 @@ class _Entered:
 
 
 class StepRecorder:
-    """Measures steps and their phases; see `events.span.Recorder` for what is emitted.
+    """Measures steps and their phases; see `events.span.Recorder` for the events.
 
-    Spans inside a span are drawn but not counted twice. A span outside of a step (a last checkpoint) is drawn, and
-    belongs to the step before it.
-
-    A step of a large model has thousands of actions of a few milliseconds; two events for each would be felt where the host
-    is what a step waits for. So neighbours of one phase in the lane `compute` share a span, which ends where another phase
-    begins, or a wait for another rank (`gap`). With `detail` on nothing is joined, communication is recorded too, and `take`
-    gives all of it.
+    Spans inside a span are drawn but not counted twice. A span outside of a step (a last checkpoint) is drawn and
+    belongs to the previous step. A step of a large model has thousands of actions of a few milliseconds, and two events
+    for each would delay a host-bound step. So neighbouring spans of one phase in the lane `compute` share a span, which
+    ends where another phase or a wait for another rank (`gap`) begins. With `detail` on nothing is joined,
+    communication is recorded too, and `take` returns all of it.
     """
 
     def __init__(self, device: torch.device, rank: int = 0, clock: Clock | None = None) -> None:
@@ -204,7 +201,7 @@ class StepRecorder:
         self._window: _Window | None = None
         self._stack: list[_Open] = []
         self._joined: _Open | None = None
-        self._travelling: list[_Message] = []
+        self._in_transfer: list[_Message] = []
         self._pending: deque[_Window] = deque()
         self._times: dict[int, PhaseTimes] = {}
         self._spans: Ring[Span] = Ring(KEPT_SPANS)
@@ -216,7 +213,7 @@ class StepRecorder:
 
     @property
     def detail(self) -> bool:
-        """Whether every action and all communication is recorded, of what begins from now on. Set between steps."""
+        """Whether later actions and all communication are recorded separately. Set between steps."""
         return self._detail
 
     @detail.setter
@@ -226,7 +223,7 @@ class StepRecorder:
         self._detail = wanted
 
     def take(self) -> list[StepSpans]:
-        """What was recorded with `detail` on and has not been taken yet, in order; `wait` first to have all of it."""
+        """Steps recorded with `detail` on since the last call, in order; call `wait` first to include all of them."""
         self._collect()
         taken, self._detailed = self._detailed, []
         return taken
@@ -266,7 +263,7 @@ class StepRecorder:
             self._close_window()
 
     def span(self, name: str, lane: str = "step") -> AbstractContextManager[None]:
-        return _Entered(self, name, lane)
+        return _SpanContext(self, name, lane)
 
     def gap(self) -> None:
         if self._joined is not None:
@@ -275,17 +272,17 @@ class StepRecorder:
 
     @contextmanager
     def concurrent_span(self, name: str, lane: str) -> Iterator[None]:
-        span = _Open(name, lane, BESIDE, self._clock.stamp())
+        span = _Open(name, lane, OUTSIDE_PHASES, self._clock.stamp())
         try:
             yield
         finally:
             self._finish(span)
 
     def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
-        assert self._window is not None, "messages travel inside steps"
-        self._travelling = [message for message in self._travelling if not message.look()]
-        message = _Message(name, lane, BESIDE, self._clock.stamp(), transfer=transfer)
-        self._travelling.append(message)
+        assert self._window is not None, "messages are sent inside steps"
+        self._in_transfer = [message for message in self._in_transfer if not message.poll()]
+        message = _Message(name, lane, OUTSIDE_PHASES, self._clock.stamp(), transfer=transfer)
+        self._in_transfer.append(message)
         self._window.spans.append(message)
 
     def mark(self, name: str) -> None:
@@ -293,21 +290,21 @@ class StepRecorder:
             pass
 
     def step_times(self, step: int | None = None) -> dict[str, float]:
-        """Seconds by phase of `step` (of the newest finished step when left out), adding up to the whole step.
+        """Seconds by phase of `step` (None: the newest finished step), adding up to the whole step.
 
-        Empty while the device has not finished it, and for steps long past. Never waits.
+        Empty if the device has not finished it, and for steps long past. Never waits.
         """
         self._collect()
         wanted = next(reversed(self._times), None) if step is None else step
         return dict(self._times[wanted].seconds) if wanted in self._times else {}
 
     def spans(self) -> tuple[Span, ...]:
-        """The newest finished spans, in the order they ended."""
+        """The newest finished spans, in the order in which they ended."""
         self._collect()
         return tuple(self._spans)
 
     def wait(self) -> None:
-        """Block until every closed step can be read: for the end of a run."""
+        """Block until every closed step can be read, at the end of a run."""
         for window in self._pending:
             self._clock.wait(window.last)
             for span in window.spans:
@@ -352,9 +349,7 @@ class StepRecorder:
                 self._clock.recycle(stamp)
 
     def _start_of(self, window: _Window) -> float:
-        """Seconds from the first window to this one, summed window by window: events far apart lose precision (float
-        ms).
-        """
+        """Seconds from the first window to this one, summed over windows: distant events lose precision (float ms)."""
         if self._origin is not None:
             self._elapsed += self._clock.seconds(self._origin, window.first)
             self._clock.recycle(self._origin)
@@ -369,7 +364,7 @@ class StepRecorder:
 
 
 class DetailRecorder(StepRecorder):
-    """Measures nothing but steps with `detail` on: for a run that leaves its phases untimed and may still be asked for a timeline."""
+    """Measures only steps with `detail` on, for a run without timed phases that may record a timeline."""
 
     def begin_step(self, step: int) -> None:
         if self.detail:

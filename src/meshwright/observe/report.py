@@ -1,7 +1,7 @@
-"""report.html: one self-contained page about a run, to open from disk, print and send.
+"""report.html: a self-contained page about a run, to open from disk, print and send.
 
-Everything is inlined; the page's own policy forbids it to load anything or to run any script but ours, so text from the
-run (data, samples, names) cannot act. The charts are complete without the script, which adds the read-out and the
+Everything is inlined; the page's content policy forbids loading, and scripts other than its own, so text of the run
+(data, samples, names) cannot execute. The charts are complete without the script, which adds the read-out and the
 choice of x axis.
 """
 
@@ -25,14 +25,14 @@ from meshwright.observe.svg import draw, numbers
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `report.html` into the run's folder, in one piece, and return its path."""
+    """Write `report.html` into the run's folder atomically and return its path."""
     path = run_folder / "report.html"
     write_durable(path, render(read_run(run_folder)))
     return path
 
 
 def render(run: RunFolder) -> str:
-    """The page as text."""
+    """The HTML of the page."""
     charts = sheet(run)
     script = _template("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -68,7 +68,7 @@ def render(run: RunFolder) -> str:
 
 
 def _header(run: RunFolder) -> str:
-    text, kind = _status(run)
+    text, css_class = _status(run)
     model = run.setting("model", "preset") or run.setting("model", "family")
     gpu = run.setting("cluster", "gpu")
     ranks = run.plan.ranks if run.plan else None
@@ -80,11 +80,11 @@ def _header(run: RunFolder) -> str:
     ]
     line = " · ".join(escape(fact) for fact in facts if fact)
     return f"""<header><p class="product">meshwright <span>training report</span></p>
-<h1>{escape(run.name)}</h1><p class="facts-line"><span class="status {kind}">{escape(text)}</span>{line}</p></header>"""
+<h1>{escape(run.name)}</h1><p class="facts-line"><span class="status {css_class}">{escape(text)}</span>{line}</p></header>"""
 
 
 def _status(run: RunFolder) -> tuple[str, str]:
-    """How far the run came of what its configuration asks for."""
+    """(text, CSS class) of the run's progress towards its configured steps."""
     done, wanted = (run.steps[-1]["step"] if run.steps else 0), run.setting("train", "steps")
     if not done:
         return "no steps yet", "part"
@@ -107,7 +107,7 @@ def _charts(run: RunFolder, charts: Sheet) -> str:
 
 
 def _switch(charts: Sheet) -> str:
-    """The choice of x axis; shown by the script."""
+    """The selector of the x axis; the script shows it."""
     first = charts.axes[0].key
     choices = "".join(
         f'<label><input type="radio" name="x" value="{a.key}"{" checked" if a.key == first else ""}>{a.label}</label>'
@@ -117,10 +117,10 @@ def _switch(charts: Sheet) -> str:
 
 
 def _figures(charts: Sheet) -> str:
-    """The numbers behind the charts as JSON that cannot close its script element."""
+    """The numbers of the charts as JSON, escaped so that it cannot close its script element."""
     data = {
         "axes": {
-            a.key: {"low": a.low, "high": a.high, "ticks": [[100 * a.place(at), text] for at, text in a.ticks]}
+            a.key: {"low": a.low, "high": a.high, "ticks": [[100 * a.position(at), text] for at, text in a.ticks]}
             for a in charts.axes
         },
         "tables": {

@@ -1,4 +1,4 @@
-"""Which curves a report shows, made from the lines of metrics.jsonl and thinned to what a page can draw."""
+"""The charts of a report, from the lines of metrics.jsonl, thinned to what a page can draw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.observe import figures
 from meshwright.observe.curves import (
     Values,
     bucket_means,
-    kept_rows,
+    kept_indices,
     median,
     tick_labels,
     ticks,
@@ -28,12 +28,12 @@ MOST_POINTS = 1500
 MOST_COLUMNS = 160
 MOST_VALIDATIONS = 500
 SOURCE_COLOURS = ("c-second", "c-optim", "c-checkpoint", "c-backward")
-"""Of the validation loss of a mixture's first few sources; the metrics have them all."""
+"""Colours of the validation losses of a mixture's first sources; metrics.jsonl has all of them."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """The charts of one run, the x values they share, and the x axes to choose from."""
+    """The charts of a run, their shared x values, and the x axes to choose from."""
 
     charts: tuple[Chart, ...]
     tables: dict[str, Table]
@@ -41,41 +41,41 @@ class Sheet:
 
 
 def sheet(run: RunFolder) -> Sheet:
-    """Every chart the run has figures for; empty when no step was recorded."""
+    """Every chart for which the run has figures; empty if no step was recorded."""
     if not run.steps:
         return Sheet((), {}, ())
     whole = _positions(run.steps)
-    rows = kept_rows(
+    indices = kept_indices(
         len(run.steps), [column(run.steps, k) for k in ("loss", "grad_norm", "tokens_per_second")], MOST_POINTS
     )
     validations = _evenly(run.validations, MOST_VALIDATIONS)
     tables = {
-        "steps": _pick(whole, rows),
+        "steps": _pick(whole, indices),
         "validation": _at_steps(whole, validations),
         "events": _at_steps(whole, run.events),
         "windows": _window_edges(whole, min(MOST_COLUMNS, len(run.steps))),
     }
     made = [
-        _loss(run, rows, validations),
-        *_throughput(run, rows),
+        _loss(run, indices, validations),
+        *_throughput(run, indices),
         _phases(run),
-        _curve(run, rows, "lr", "Learning rate", "", "scientific"),
-        _curve(run, rows, "grad_norm", "Gradient norm", "before clipping", "short", noisy=True),
+        _curve(run, indices, "lr", "Learning rate", "", "scientific"),
+        _curve(run, indices, "grad_norm", "Gradient norm", "before clipping", "short", noisy=True),
     ]
     return Sheet(tuple(chart for chart in made if chart), tables, _axes(whole))
 
 
 def steady(values: Values) -> float | None:
-    """The median once the run has settled: without its first tenth (compiling, filling caches)."""
+    """The median after the first tenth of the values (compilation, filling of caches)."""
     known = [value for value in values[len(values) // 10 :] if value is not None]
     return median(known) if known else None
 
 
-def _loss(run: RunFolder, rows: Sequence[int], validations: Sequence[Record]) -> Chart | None:
+def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Chart | None:
     losses = column(run.steps, "loss")
     series = [
-        Series("each step", "c-loss faint", "steps", _rows(losses, rows)),
-        Series("trend", "c-loss", "steps", trend(losses, rows)),
+        Series("each step", "c-loss faint", "steps", _selected(losses, indices)),
+        Series("trend", "c-loss", "steps", trend(losses, indices)),
     ]
     if validations:
         series.append(Series("validation", "c-validation", "validation", column(validations, "loss"), "points"))
@@ -92,19 +92,19 @@ def _loss(run: RunFolder, rows: Sequence[int], validations: Sequence[Record]) ->
 
 def _by_source(validations: Sequence[Record]) -> list[Series]:
     """The validation loss of each source of a mixture."""
-    found = [record["by_source"] for record in validations if isinstance(record.get("by_source"), Mapping)]
-    names = dict.fromkeys(str(name) for losses in found for name in losses)
+    by_source = [record["by_source"] for record in validations if isinstance(record.get("by_source"), Mapping)]
+    names = dict.fromkeys(str(name) for losses in by_source for name in losses)
     return [
         Series(f"validation, {name}", colour, "validation", column(validations, "by_source", name), "points")
         for name, colour in zip(names, SOURCE_COLOURS, strict=False)
     ]
 
 
-def _throughput(run: RunFolder, rows: Sequence[int]) -> list[Chart | None]:
-    speed = _curve(run, rows, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
+def _throughput(run: RunFolder, indices: Sequence[int]) -> list[Chart | None]:
+    speed = _curve(run, indices, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
     both = [("mfu", "causal attention", "c-loss thin"), ("mfu_full", "full attention", "c-second thin")]
     series = [
-        _steady_line(values, label, colour, rows, figures.percent)
+        _steady_line(values, label, colour, indices, figures.percent)
         for key, label, colour in both
         if _any(values := column(run.steps, key))
     ]
@@ -113,7 +113,7 @@ def _throughput(run: RunFolder, rows: Sequence[int]) -> list[Chart | None]:
 
 
 def peak_text(run: RunFolder) -> str:
-    """What MFU is a share of: the assumed peak is said once, beside the figure."""
+    """The peak that MFU refers to, printed once beside the figure."""
     gpu = run.setting("cluster", "gpu")
     precision = run.plan.precision.compute if run.plan else "bf16"
     peak = ClusterSpec(gpu=gpu).peak_flops(precision) if isinstance(gpu, str) else None
@@ -133,24 +133,26 @@ def _phases(run: RunFolder) -> Chart | None:
 
 
 def _curve(
-    run: RunFolder, rows: Sequence[int], key: str, title: str, unit: str, form: Format, *, noisy: bool = False
+    run: RunFolder, indices: Sequence[int], key: str, title: str, unit: str, form: Format, *, noisy: bool = False
 ) -> Chart | None:
     values = column(run.steps, key)
     if not _any(values):
         return None
-    series = [Series("each step", "c-loss faint" if noisy else "c-loss", "steps", _rows(values, rows))]
+    series = [Series("each step", "c-loss faint" if noisy else "c-loss", "steps", _selected(values, indices))]
     if noisy:
-        series.append(Series("trend", "c-loss", "steps", trend(values, rows)))
+        series.append(Series("trend", "c-loss", "steps", trend(values, indices)))
     return Chart(key, title, unit, form, tuple(series))
 
 
-def _steady_line(values: Values, label: str, colour: str, rows: Sequence[int], text: Callable[[float], str]) -> Series:
+def _steady_line(
+    values: Values, label: str, colour: str, indices: Sequence[int], text: Callable[[float], str]
+) -> Series:
     usual = steady(values)
-    return Series(label, colour, "steps", _rows(values, rows), shown=text(usual) if usual is not None else None)
+    return Series(label, colour, "steps", _selected(values, indices), shown=text(usual) if usual is not None else None)
 
 
 def _positions(steps: Sequence[Record]) -> Table:
-    """Where each step stands on every x axis: its number, tokens seen, and seconds of training up to its end."""
+    """The position of each step on every x axis: its number, tokens so far, and training seconds at its end."""
     clock, seconds = 0.0, []
     for value in column(steps, "step_seconds"):
         clock += value or 0.0
@@ -163,7 +165,7 @@ def _positions(steps: Sequence[Record]) -> Table:
 
 
 def _axes(whole: Table) -> tuple[Axis, ...]:
-    """The axes along which the run moves at all; steps always."""
+    """The x axes along which the run progresses; always steps."""
     named = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
     return tuple(_axis(key, label, whole[key]) for key, label in named.items() if key == "step" or whole[key][-1] > 0)
 
@@ -174,37 +176,37 @@ def _axis(key: str, label: str, values: Sequence[float]) -> Axis:
     if not high > low:
         low, high = 0.0, max(1.0, high)
     if key == "time":
-        places = [at for at in time_ticks(high) if at >= low]
-        return Axis(key, label, low, high, tuple(zip(places, time_labels(places), strict=True)))
-    places = [at for at in ticks(low, high, 6) if key != "step" or at == math.floor(at)]
-    return Axis(key, label, low, high, tuple(zip(places, tick_labels(places), strict=True)))
+        positions = [at for at in time_ticks(high) if at >= low]
+        return Axis(key, label, low, high, tuple(zip(positions, time_labels(positions), strict=True)))
+    positions = [at for at in ticks(low, high, 6) if key != "step" or at == math.floor(at)]
+    return Axis(key, label, low, high, tuple(zip(positions, tick_labels(positions), strict=True)))
 
 
 def _at_steps(whole: Table, records: Sequence[Record]) -> Table:
-    """Positions of lines that name a step, on every axis: those of the newest step line at or before it."""
-    rows = [bisect_right(whole["step"], record["step"]) - 1 for record in records]
-    table = {key: [values[row] if row >= 0 else 0.0 for row in rows] for key, values in whole.items()}
+    """Positions of lines with a step on every axis: those of the newest step line at or before it."""
+    indices = [bisect_right(whole["step"], record["step"]) - 1 for record in records]
+    table = {key: [values[index] if index >= 0 else 0.0 for index in indices] for key, values in whole.items()}
     return {**table, "step": [float(record["step"]) for record in records]}
 
 
 def _window_edges(whole: Table, windows: int) -> Table:
-    """The x values between which each window of steps lies: it begins where the step before it ended."""
+    """The x values at the edges of the windows of steps; a window begins where the previous step ended."""
     length = len(whole["step"])
     ends = [(window + 1) * length // windows - 1 for window in range(windows)]
     starts = {"step": whole["step"][0] - 1, "tokens": 0.0, "time": 0.0}
     return {key: [starts[key], *(values[end] for end in ends)] for key, values in whole.items()}
 
 
-def _pick(table: Table, rows: Sequence[int]) -> Table:
-    return {key: [values[row] for row in rows] for key, values in table.items()}
+def _pick(table: Table, indices: Sequence[int]) -> Table:
+    return {key: [values[index] for index in indices] for key, values in table.items()}
 
 
-def _rows(values: Values, rows: Sequence[int]) -> list[float | None]:
-    return [values[row] for row in rows]
+def _selected(values: Values, indices: Sequence[int]) -> list[float | None]:
+    return [values[index] for index in indices]
 
 
 def _evenly(records: Sequence[Record], most: int) -> Sequence[Record]:
-    """At most `most` of the lines, evenly spread, the last one among them."""
+    """At most `most` of the records, evenly spaced, including the last one."""
     stride = max(1, math.ceil(len(records) / most))
     return records[::-1][::stride][::-1]
 

@@ -1,4 +1,4 @@
-"""The parts of a report that are not charts: headline figures, the Plan as a picture, memory, samples, tables."""
+"""Parts of a report other than charts: headline figures, a picture of the plan, memory, samples, tables."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from meshwright.spec.plan_name import zero_stage
 MOST_RANKS_DRAWN = 128
 MOST_ROWS = 200
 LONG_HEAD = 16
-"""Characters from which the head of a row is wrapped."""
+"""Characters above which the head of a table line wraps."""
 SHORT_NAMES = {"context_ring": "ring", "context_ulysses": "Ulysses"}
-"""Axes as they are called in a rank's box, which is narrow."""
+"""Short axis names for the narrow boxes of ranks."""
 MOST_SAMPLES = 12
 SAMPLE_CHARACTERS = 3000
 CONFIG_CHARACTERS = 60_000
 
 
 def tiles(run: RunFolder) -> str:
-    """The headline: each figure with one line that puts it in proportion; what is not known has no tile."""
+    """The headline figures, each with a line of context; unknown figures are left out."""
     made = [_loss_tile(run), _validation_tile(run), _speed_tile(run), _mfu_tile(run), _token_tile(run), _time_tile(run)]
     made.append(_parameter_tile(run))
     cells = [
@@ -92,7 +92,7 @@ def _token_tile(run: RunFolder) -> Tile:
 def _time_tile(run: RunFolder) -> Tile:
     in_steps = sum(value for value in column(run.steps, "step_seconds") if value is not None)
     wall = number(run.summary.get("wall_seconds"))
-    # The wall time is the last attempt's: when steps of earlier ones exceed it, it says nothing of the run.
+    # The wall time is the last attempt's: when steps of earlier ones exceed it, it is left out.
     if wall and in_steps <= wall:
         return "Wall time", figures.duration(wall), f"{figures.percent(in_steps / wall)} in training steps"
     return ("Training time", figures.duration(in_steps), "sum of all steps") if in_steps else None
@@ -106,63 +106,65 @@ def _parameter_tile(run: RunFolder) -> Tile:
 
 
 def memory(run: RunFolder) -> str:
-    """Predicted memory by kind above the measured peak, on one scale, with the device's limit."""
-    held, taken = _peaks(run)
-    predicted = _predicted_kinds(run.plan)
-    if held is None and not predicted:
+    """Predicted memory by part above the measured peak, on one scale, with the device's limit."""
+    reserved, allocated = _peaks(run)
+    predicted = _predicted_parts(run.plan)
+    if reserved is None and not predicted:
         return ""
     total = sum(size for _, size in predicted)
     limit = _device_memory(run)
-    top = 1.04 * max(total, held or 0, limit or 0)
+    top = 1.04 * max(total, reserved or 0, limit or 0)
     line = f'<span class="limit" style="left:{100 * limit / top:.2f}%"></span>' if limit else ""
     bars, keys = [], []
     if predicted:
-        kinds = [
-            f'<i class="k{i % 8}" style="width:{100 * size / top:.2f}%" title="{escape(kind)}"></i>'
-            for i, (kind, size) in enumerate(predicted)
+        parts = [
+            f'<i class="k{i % 8}" style="width:{100 * size / top:.2f}%" title="{escape(part)}"></i>'
+            for i, (part, size) in enumerate(predicted)
         ]
-        bars.append(_bar("predicted", figures.size(total), "".join(kinds) + line))
+        bars.append(_bar("predicted", figures.size(total), "".join(parts) + line))
         keys = [
             f'<li class="k{i % 8} column">{escape(k)} <b>{figures.size(s)}</b></li>'
             for i, (k, s) in enumerate(predicted)
         ]
-    if held is not None:
-        bars.append(_measured_bar(held, taken, _comparable(predicted, allocated=taken is not None), top, line))
-    said = [f"The dashed line is the device's memory, {figures.size(limit)}."] if limit else []
-    if taken is not None and predicted:
-        said.append("Tensors are compared with the prediction without its framework, which torch does not count.")
-    note = f'<p class="aside">{escape(" ".join(said))}</p>' if said else ""
+    if reserved is not None:
+        bars.append(
+            _measured_bar(reserved, allocated, _comparable(predicted, allocated=allocated is not None), top, line)
+        )
+    sentences = [f"The dashed line is the device's memory, {figures.size(limit)}."] if limit else []
+    if allocated is not None and predicted:
+        sentences.append("Tensors are compared with the prediction without its framework, which torch does not count.")
+    note = f'<p class="aside">{escape(" ".join(sentences))}</p>' if sentences else ""
     return f"""<figure class="card memory">
 <figcaption><h3>Memory</h3><span class="unit">largest of a rank</span></figcaption>
 <div class="bars">{"".join(bars)}</div><ul class="legend">{"".join(keys)}</ul>{note}</figure>"""
 
 
 def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
-    """The most that rank 0 held, and that its tensors took of it (on a GPU); the fullest rank's where the run has compared them."""
-    held, taken = (
+    """(peak memory of rank 0, the part allocated by tensors on a GPU); the fullest rank's if the run compared ranks."""
+    reserved, allocated = (
         max((value for value in column(run.steps, key) if value is not None), default=None)
         for key in ("memory_peak_bytes", "memory_allocated_peak_bytes")
     )
     fullest = run.account.memory_bytes.measured if run.account else 0.0
-    if taken is not None:
-        taken = max(taken, fullest)
-    return (None if held is None else max(held, fullest)), taken
+    if allocated is not None:
+        allocated = max(allocated, fullest)
+    return (None if reserved is None else max(reserved, fullest)), allocated
 
 
 def _comparable(predicted: Sequence[tuple[str, float]], *, allocated: bool) -> float:
-    """Predicted bytes to hold against the measured: torch does not count what the framework takes for itself."""
-    return sum(size for kind, size in predicted if not (allocated and kind == "framework"))
+    """Predicted bytes that are comparable with the measurement: torch does not count the framework's memory."""
+    return sum(size for part, size in predicted if not (allocated and part == "framework"))
 
 
-def _measured_bar(held: float, taken: float | None, expected: float, top: float, line: str) -> str:
-    """The measured peak; on a GPU what tensors took, and behind it what torch had reserved besides."""
-    shown = held if taken is None else taken
+def _measured_bar(reserved: float, allocated: float | None, expected: float, top: float, line: str) -> str:
+    """The bar of the measured peak; on a GPU allocated memory, followed by the memory reserved beyond it."""
+    shown = reserved if allocated is None else allocated
     off = f" ({100 * (shown / expected - 1):+.1f}%)" if expected else ""
     inside = f'<i class="measured" style="width:{100 * shown / top:.2f}%"></i>'
-    if taken is None:
+    if allocated is None:
         return _bar("measured peak", figures.size(shown) + off, inside + line)
-    more = f'<i class="measured reserved" style="width:{100 * max(0.0, held - taken) / top:.2f}%" title="reserved besides"></i>'
-    text = f"{figures.size(taken)}{off}, {figures.size(held)} reserved"
+    more = f'<i class="measured reserved" style="width:{100 * max(0.0, reserved - allocated) / top:.2f}%" title="reserved besides"></i>'
+    text = f"{figures.size(allocated)}{off}, {figures.size(reserved)} reserved"
     return _bar("measured peak", text, inside + more + line)
 
 
@@ -170,11 +172,11 @@ def _bar(label: str, value: str, inside: str) -> str:
     return f'<p class="bar-label"><span>{escape(label)}</span><b>{escape(value)}</b></p><div class="bar">{inside}</div>'
 
 
-def _predicted_kinds(plan: Plan | None) -> list[tuple[str, float]]:
+def _predicted_parts(plan: Plan | None) -> list[tuple[str, float]]:
     if plan is None or plan.predicted is None:
         return []
-    kinds = [(kind, number(size)) for kind, size in plan.predicted.memory_bytes.items()]
-    known = [(str(kind), size) for kind, size in kinds if size is not None and size > 0]
+    parts = [(part, number(size)) for part, size in plan.predicted.memory_bytes.items()]
+    known = [(str(part), size) for part, size in parts if size is not None and size > 0]
     peak = number(plan.predicted.memory_peak_bytes)
     return known or ([("all", peak)] if peak else [])
 
@@ -186,19 +188,17 @@ def _device_memory(run: RunFolder) -> float | None:
 
 
 def plan_picture(run: RunFolder) -> str:
-    """`plan_section` of the run's plan; empty where there is none."""
+    """`plan_section` of the run's plan; empty without a plan."""
     per_node = number(run.setting("cluster", "gpus_per_node"))
     return plan_section(run.plan, int(per_node) if per_node and per_node >= 1 else None) if run.plan else ""
 
 
 def plan_section(plan: Plan, ranks_per_node: int | None, most: int = MOST_RANKS_DRAWN) -> str:
-    """Ranks (of many about `most`) as boxes grouped by node, coloured by the copy of the model they hold, beside what
-    the plan says and why.
-    """
-    rows = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
-    rows += _strategies(plan)[:MOST_ROWS]
-    rows.append(("Compiled", "each block, with torch.compile" if plan.compile else "no"))
-    table = "".join(f"<tr>{_head(label)}<td>{escape(text)}</td></tr>" for label, text in rows)
+    """A picture of the ranks (about `most` of many) by node, coloured by model copy, and the plan's facts and reasons."""
+    entries = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
+    entries += _strategies(plan)[:MOST_ROWS]
+    entries.append(("Compiled", "each block, with torch.compile" if plan.compile else "no"))
+    table = "".join(f"<tr>{_head(label)}<td>{escape(text)}</td></tr>" for label, text in entries)
     why = "".join(f"<li>{escape(str(reason))}</li>" for reason in plan.why[:MOST_ROWS])
     reasons = f'<h4>Why this plan</h4><ul class="why">{why}</ul>' if why else ""
     mesh = _mesh(plan, ranks_per_node or plan.ranks, most)
@@ -207,7 +207,7 @@ def plan_section(plan: Plan, ranks_per_node: int | None, most: int = MOST_RANKS_
 
 
 def _head(label: str) -> str:
-    """A row's head; one with many ranges of layers wraps."""
+    """The head of a table line; a long list of layer ranges wraps."""
     wraps = ' class="long"' if len(label) > LONG_HEAD else ""
     return f"<th{wraps}>{escape(label)}</th>"
 
@@ -220,18 +220,18 @@ def _mesh(plan: Plan, ranks_per_node: int, most: int) -> str:
         ranks = range(first, min(first + layout.ranks_per_node, drawn))
         boxes = "".join(_rank(layout, rank) for rank in ranks)
         nodes.append(f'<div class="node"><p>node {layout.node(first)}</p><div class="ranks">{boxes}</div></div>')
-    rest = plan.ranks - drawn
-    more = f'<p class="aside">and {rest:,} more ranks laid out alike</p>' if rest > 0 else ""
+    hidden = plan.ranks - drawn
+    more = f'<p class="aside">and {hidden:,} more ranks with the same layout</p>' if hidden > 0 else ""
     picture = f'<div class="mesh" role="img" aria-label="{escape(_mesh_text(plan))}">{"".join(nodes)}</div>'
     return picture + more + _mesh_key(plan)
 
 
 def _rank(layout: Layout, rank: int) -> str:
-    place = layout.coordinates(rank)
+    coordinates = layout.coordinates(rank)
     sizes = dict(layout.axes)
-    named = [(SHORT_NAMES.get(axis, axis), index) for axis, index in reversed(place.items()) if sizes[axis] > 1]
+    named = [(SHORT_NAMES.get(axis, axis), index) for axis, index in reversed(coordinates.items()) if sizes[axis] > 1]
     where = "".join(f"<span>{escape(axis)} {index}</span>" for axis, index in named)
-    return f'<div class="rank k{place.get("replicate", 0) % 8}"><b>{rank}</b>{where}</div>'
+    return f'<div class="rank k{coordinates.get("replicate", 0) % 8}"><b>{rank}</b>{where}</div>'
 
 
 def _mesh_key(plan: Plan) -> str:
@@ -267,7 +267,7 @@ def _precision_text(plan: Plan) -> str:
 
 
 def _strategies(plan: Plan) -> list[tuple[str, str]]:
-    """(layers, what is done with them), a row for all ranges that are alike."""
+    """(layers, strategy), one entry for all layer ranges with the same strategy."""
     ranges: dict[str, list[str]] = {}
     for strategy in plan.layers:
         ranges.setdefault(_strategy_text(strategy), []).append(strategy.range)
@@ -292,7 +292,7 @@ def _strategy_text(strategy: LayerStrategy) -> str:
 
 
 def samples(run: RunFolder) -> str:
-    """Generated text after its prompt."""
+    """Generated samples after their prompts."""
     cards = []
     for sample in run.samples[:MOST_SAMPLES]:
         prompt, text = (str(sample.get(key) or "")[:SAMPLE_CHARACTERS] for key in ("prompt", "text"))
@@ -323,7 +323,7 @@ def history(run: RunFolder) -> str:
 
 
 def _start(record: Mapping[str, Any]) -> str:
-    """A start's seconds by phase, of what can be read."""
+    """The seconds of a start by phase, as far as they are readable."""
     phases, compiler = (
         {str(name): seconds for name, value in part.items() if (seconds := number(value)) is not None}
         if isinstance(part := record.get(key), Mapping)
@@ -333,11 +333,11 @@ def _start(record: Mapping[str, Any]) -> str:
     return start_line(phases, compiler).removeprefix("start: ")
 
 
-def _listing(title: str, rows: Sequence[str]) -> str:
-    if not rows:
+def _listing(title: str, items: Sequence[str]) -> str:
+    if not items:
         return ""
     return (
-        f'<section class="card"><h2>{title}</h2><table class="facts"><tbody>{"".join(rows)}</tbody></table></section>'
+        f'<section class="card"><h2>{title}</h2><table class="facts"><tbody>{"".join(items)}</tbody></table></section>'
     )
 
 
@@ -362,7 +362,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, st
 
 
 def config(run: RunFolder) -> str:
-    """The resolved configuration, folded away, its keys set apart."""
+    """The resolved configuration in a collapsed element, with its keys highlighted."""
     if not run.config_text:
         return ""
     text = run.config_text[:CONFIG_CHARACTERS]
@@ -374,6 +374,6 @@ def config(run: RunFolder) -> str:
 
 
 def notes(run: RunFolder) -> str:
-    """What the folder lacks."""
-    rows = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
-    return f'<section class="missing"><h2>Not in this report</h2><ul>{rows}</ul></section>' if rows else ""
+    """The missing or unreadable files of the folder."""
+    items = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+    return f'<section class="missing"><h2>Not in this report</h2><ul>{items}</ul></section>' if items else ""

@@ -1,7 +1,7 @@
-"""Progress of a run on stdout: plain lines, which a log file and a terminal's scrollback keep, and on a terminal a live display below them.
+"""Progress of a run on stdout: plain lines, and a live display below them on a terminal.
 
-A figure that is not known is left out; an unknown chip shows no MFU rather than a wrong one. When the terminal goes
-away the display ends and the run goes on. Warnings and errors go to stderr.
+Unknown figures are left out; an unknown chip shows no MFU rather than a wrong one. If the terminal closes the display
+ends and the run continues. Warnings and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REMEMBERED_STEPS = 50
 
 
 class Progress:
-    """Shows step lines as they come (see observe.metrics.STEP_KEYS); also a context manager.
+    """Shows step lines as they arrive (see observe.metrics.STEP_KEYS); also a context manager.
 
     `start_step` is the number of steps already done. `stream` and `clock` are for tests; they default to stdout and the
     monotonic clock.
@@ -67,11 +67,11 @@ class Progress:
             self._take_step(record)
 
     def note(self, text: str) -> None:
-        """Print a line above the live display (a plain line in a log)."""
+        """Print a line above the live display, or a plain line in a log."""
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state standing and give the terminal back; safe to call twice."""
+        """Leave the last state on the screen and release the terminal; safe to call twice."""
         live, self._live = self._live, None
         if live:
             live.stop()
@@ -106,9 +106,7 @@ class Progress:
             self.note(self._plain_line())
 
     def _line_is_due(self) -> bool:
-        """The first steps and the last, then every 2 s, growing with the run to every 30 s: a log stays readable for
-        weeks.
-        """
+        """Whether to print a plain line: for the first and last steps, then every 2 to 30 s, growing with the run's time."""
         if self._printed < FIRST_LINES or self._step >= self._total:
             return True
         now = self._clock()
@@ -140,7 +138,7 @@ class Progress:
         return grid
 
     def _figure_lines(self) -> list[Text]:
-        """Every figure, on as many lines as the terminal's width asks for."""
+        """Every figure, on as many lines as the terminal's width needs."""
         lines = [Text()]
         for name, value in self._figures(self._loss):
             cell = Text.assemble((f"{name} ", "dim"), (value, "bold" if name == "loss" else ""))
@@ -150,7 +148,7 @@ class Progress:
         return lines
 
     def _figures(self, loss: float | None) -> list[tuple[str, str]]:
-        """Label and text of every figure that is known, most wanted first."""
+        """Label and text of every known figure, most important first."""
         record = self._record
         if not record:
             return []
@@ -168,7 +166,7 @@ class Progress:
         return [(name, text) for name, text in shown if text is not None]
 
     def _seconds_left(self) -> float | None:
-        """Steps left at the pace of the last steps, validations and checkpoints between them included."""
+        """Seconds for the remaining steps at the recent pace, including validations and checkpoints."""
         if self._step >= self._total:
             return 0.0
         if len(self._arrivals) < 2:
@@ -178,7 +176,7 @@ class Progress:
 
 
 class _Terminal:
-    """A text stream that falls silent when the terminal behind it is gone; metrics.jsonl still has every figure."""
+    """A text stream that ignores writes after its terminal has closed; metrics.jsonl still has every figure."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -211,7 +209,7 @@ class _Terminal:
 
 
 def _number(value: float | None, form: str) -> str:
-    """A figure that a step always has: not finite shows as such (the metrics line holds null)."""
+    """A figure that every step has: a value that is not finite is shown as such (the metrics line has null)."""
     return "not finite" if value is None or value != value else format(value, form)
 
 

@@ -1,6 +1,4 @@
-"""Reads a run's folder for the report: every file is optional, and what is missing or unreadable is named instead of
-failing.
-"""
+"""Reads a run's folder for the report; every file is optional, and missing or unreadable ones are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run left behind. `notes` says what is not there."""
+    """The content of a run's folder. `notes` names missing and unreadable files."""
 
     path: Path
     steps: tuple[Record, ...]
@@ -47,7 +45,7 @@ class RunFolder:
 
     @property
     def parameters(self) -> int | None:
-        """Stored weights of the configured model, or None when the configuration does not say enough."""
+        """Stored weights of the configured model, or None if the configuration is incomplete."""
         try:
             spec = from_plain(ModelSection, self.config["model"])
             return parameter_count(spec) if spec.vocab_size else None
@@ -63,7 +61,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Everything in `folder` that a report shows."""
+    """The content of `folder` for a report."""
     notes: list[str] = []
     records = _metrics(folder / "metrics.jsonl", notes)
     config = _yaml(folder / "config.yaml", notes)
@@ -87,13 +85,13 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def number(value: Any) -> float | None:
-    """A finite number of a size that can be drawn, or None."""
+    """`value` if it is a finite number small enough to draw, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e30 else None  # no comparison with NaN is true
 
 
 def column(records: Sequence[Record], key: str, inner: str | None = None) -> list[float | None]:
-    """One key (or one key of a nested mapping) of every line."""
+    """The values of a key (or of a key of a nested mapping) in every line."""
     if inner is None:
         return [number(record.get(key)) for record in records]
     nested = [record.get(key) for record in records]
@@ -130,7 +128,7 @@ def _account(records: Sequence[Record], notes: list[str]) -> Account | None:
         return None
 
 
-def _json(path: Path, notes: list[str], kind: type) -> Any:
+def _json(path: Path, notes: list[str], expected_type: type) -> Any:
     text = _text(path, notes)
     if text is None:
         return None
@@ -139,8 +137,10 @@ def _json(path: Path, notes: list[str], kind: type) -> Any:
     except ValueError as error:
         notes.append(f"{path.name}: not JSON: {error}")
         return None
-    if not isinstance(value, kind):
-        notes.append(f"{path.name}: expected a JSON {'object' if kind is dict else 'list'}, got {type(value).__name__}")
+    if not isinstance(value, expected_type):
+        notes.append(
+            f"{path.name}: expected a JSON {'object' if expected_type is dict else 'list'}, got {type(value).__name__}"
+        )
         return None
     return value
 
@@ -170,8 +170,8 @@ def _plan(path: Path, notes: list[str]) -> Plan | None:
 
 
 def _checkpoints(folder: Path) -> tuple[tuple[str, bool], ...]:
-    """Folder names in order, each with whether it was committed."""
+    """Checkpoint folders in order, each with whether it was committed."""
     if not folder.is_dir():
         return ()
-    found = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return tuple((path.name, (path / "COMMITTED").is_file()) for path in found)
+    folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return tuple((path.name, (path / "COMMITTED").is_file()) for path in folders)

@@ -1,7 +1,7 @@
-"""Optional places metrics go besides metrics.jsonl: TensorBoard and Weights & Biases, both off the hot path.
+"""Optional receivers of metrics besides metrics.jsonl: TensorBoard and Weights & Biases, in the background.
 
-One background thread serves all sinks from one bounded queue. A sink that is slow costs lines, never time; a sink that
-fails is switched off with one warning. metrics.jsonl is written apart from this and misses nothing.
+One background thread serves all sinks from one bounded queue. A slow sink loses lines but never delays training; a
+failing sink is switched off with one warning. metrics.jsonl is written separately and is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sink(Protocol):
 
 
 class SinkThread:
-    """Hands records to sinks in the background; `dropped` counts records the full queue had no room for."""
+    """Passes records to sinks in the background; `dropped` counts records for which the queue had no space."""
 
     def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None], capacity: int = 1000) -> None:
         self.dropped = 0
@@ -43,7 +43,7 @@ class SinkThread:
             self._thread.start()
 
     def put(self, record: Record) -> None:
-        """Queue one record; returns at once, whatever the sinks do."""
+        """Queue a record; returns at once."""
         if not self._thread.is_alive():
             return
         try:
@@ -54,7 +54,7 @@ class SinkThread:
                 self._warn("metrics sinks are too slow: some steps will be missing there (metrics.jsonl has them all)")
 
     def close(self, timeout: float = 15.0) -> None:
-        """Deliver what is queued and close the sinks, for at most `timeout` seconds; what is left then is given up."""
+        """Deliver queued records and close the sinks within `timeout` seconds; later ones are abandoned."""
         if not self._thread.is_alive():
             return
         deadline = time.monotonic() + timeout
@@ -65,7 +65,7 @@ class SinkThread:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             names = ", ".join(sink.name for sink in self._sinks)
-            self._warn(f"{names} did not finish in {timeout:g} s and was left behind (metrics.jsonl is complete)")
+            self._warn(f"{names} did not finish in {timeout:g} s and was abandoned (metrics.jsonl is complete)")
         elif self.dropped:
             self._warn(f"metrics sinks missed {self.dropped} records (metrics.jsonl has them all)")
 
@@ -77,7 +77,7 @@ class SinkThread:
             self._guard(sink, sink.close)
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
-        """Run one sink's call; any failure of third-party code ends that sink, never the run."""
+        """Call a sink; any exception of third-party code disables that sink and never ends the run."""
         try:
             call()
         except Exception as error:
@@ -88,10 +88,10 @@ class SinkThread:
 def open_sinks(
     spec: ObserveSpec, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None], resume_from: int = 0
 ) -> SinkThread:
-    """The sinks a run asks for, served in the background.
+    """The sinks of a run, served in the background.
 
-    `folder` is the run's folder and names the run; `config` is its resolved configuration. Raises BadInput when a
-    package is missing.
+    `folder` is the run's folder and names the run; `config` is its resolved configuration. Raises BadInput if a package
+    is missing.
     """
     check_sinks(spec)
     sinks: list[Sink] = []
@@ -103,16 +103,16 @@ def open_sinks(
 
 
 def check_sinks(spec: ObserveSpec) -> None:
-    """Raise BadInput when the package of a sink that is asked for is not installed."""
-    for package, asked in (("tensorboard", spec.tensorboard), ("wandb", spec.wandb)):
-        if asked and find_spec(package) is None:
+    """Raise BadInput if the package of a configured sink is not installed."""
+    for package, enabled in (("tensorboard", spec.tensorboard), ("wandb", spec.wandb)):
+        if enabled and find_spec(package) is None:
             raise BadInput(
                 f"observe.{package}: the package {package} is not installed; `pip install {package}`, or leave the key out"
             )
 
 
 class TensorBoardSink:
-    """Event files in `folder`; on resume TensorBoard hides what an earlier attempt wrote past `resume_from`."""
+    """Event files in `folder`; on resume TensorBoard hides records of earlier attempts after step `resume_from`."""
 
     name = "TensorBoard"
 
@@ -130,7 +130,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One W&B run for each attempt, grouped under the run's name; `WANDB_MODE=offline` keeps it on disk."""
+    """A W&B run for each attempt, grouped under the run's name; `WANDB_MODE=offline` keeps it on disk."""
 
     name = "Weights & Biases"
 
@@ -163,10 +163,7 @@ class WandbSink:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a line as (`kind/key`, value), nested keys joined by `/`; `step` itself and text are left out.
-
-    The validation loss of a mixture's source is `val/SOURCE`.
-    """
+    """The numbers of a line as (`kind/key`, value), nested keys joined by `/`; `step` and text are left out."""
     kind = {"step": "train"}.get(record.get("kind", "step"), record.get("kind"))
     for key, value in record.items():
         inner = value.items() if isinstance(value, Mapping) else [("", value)]

@@ -1,8 +1,8 @@
-"""Line, point and stacked charts as inline SVG, each with the numbers a reader's pointer asks for.
+"""Line, point and stacked charts as inline SVG, with the numbers for interactive reading.
 
-The drawing is stretched to the width it is given: x runs from 0 to 1000 whatever the page, y is in CSS pixels, and
-strokes keep their width. Axis labels are HTML at percent positions, so text never scales. The page's script
-(template/report.js) moves the same points when another x axis is chosen.
+The drawing is stretched to the width of the page: x runs from 0 to 1000, y is in CSS pixels, and strokes keep their
+width. Axis labels are HTML at percent positions, so text never scales. The page's script (template/report.js) moves the
+same points when another x axis is selected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Axis:
-    """A choice of x: what it is called, where it ends, and its ticks."""
+    """An x axis: its name, limits and ticks."""
 
     key: str
     label: str
@@ -37,27 +37,26 @@ class Axis:
     high: float
     ticks: tuple[tuple[float, str], ...]
 
-    def place(self, value: float) -> float:
-        """Where `value` stands, 0 to 1; outside of the axis it stands at its end."""
+    def position(self, value: float) -> float:
+        """The relative position of `value`, 0 to 1; values outside of the axis are at its ends."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
 
 Table = dict[str, list[float]]
-"""x values of some points, by axis key. A stacked chart's table holds the edges of its columns: one more than its
-points."""
+"""x values of points, by axis key.
+The table of a stacked chart has the edges of its columns: one more than its points."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: `values` beside the x values of `table`. `colour` is a CSS class; `shown` is its text while nothing
-    is pointed at.
-    """
+    """A curve: `values` at the x values of `table`.
+    `colour` is a CSS class; `shown` is its legend text while no point is selected."""
 
     label: str
     colour: str
     table: str
     values: Values
-    kind: Literal["line", "points", "marks", "column"] = "line"
+    shape: Literal["line", "points", "marks", "column"] = "line"
     shown: str | None = None
 
 
@@ -76,23 +75,23 @@ class Chart:
 
     @cached_property
     def limits(self) -> tuple[float, float]:
-        """Where the y axis begins and ends."""
+        """Limits of the y axis."""
         levels = [self.reference[1]] if self.reference else []
         return value_range([*self._reach(), *levels], from_zero=self.from_zero)
 
     def y(self, value: float) -> float:
-        """Pixels from the top; beyond the axis it stands at the edge."""
+        """Pixels from the top; values outside of the axis are at its edge."""
         low, high = self.limits
         return round(self.height * min(1.0, max(0.0, (high - value) / (high - low))), 1)
 
     def above(self) -> list[float]:
-        """Values that lie above the axis."""
+        """Values above the axis."""
         return [value for value in self._reach() if value is not None and value > self.limits[1]]
 
     def _reach(self) -> list[float | None]:
-        columns = [one.values for one in self.series if one.kind == "column"]
-        stacked = [sum(value or 0.0 for value in row) for row in zip(*columns, strict=True)]
-        lines = [value for one in self.series if one.kind in ("line", "points") for value in one.values]
+        columns = [series.values for series in self.series if series.shape == "column"]
+        stacked = [sum(value or 0.0 for value in values) for values in zip(*columns, strict=True)]
+        lines = [value for series in self.series if series.shape in ("line", "points") for value in series.values]
         return [*stacked, *lines]
 
 
@@ -104,7 +103,7 @@ def draw(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
         f'<li style="top:{chart.y(level)}px">{text}</li>'
         for level, text in zip(levels, _level_labels(chart, levels), strict=True)
     )
-    marks = "".join(f'<li style="left:{100 * axis.place(at):.2f}%">{escape(text)}</li>' for at, text in axis.ticks)
+    marks = "".join(f'<li style="left:{100 * axis.position(at):.2f}%">{escape(text)}</li>' for at, text in axis.ticks)
     return f"""<figure class="card chart" data-chart="{chart.key}">
 <figcaption><h3>{escape(chart.title)}</h3><span class="unit">{escape(_unit(chart))}</span>{_legend(chart)}</figcaption>
 <div class="frame"><ol class="y" aria-hidden="true">{labels}</ol><div class="plot">
@@ -116,19 +115,21 @@ def draw(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
 
 
 def numbers(chart: Chart) -> dict[str, Any]:
-    """What the page's script needs to move the points and to read them out."""
+    """The numbers with which the page's script moves and reads out points."""
     low, high = chart.limits
     return {
         "low": low,
         "high": high,
         "height": chart.height,
         "format": chart.format,
-        "series": [{"table": s.table, "kind": s.kind, "values": [_rounded(v) for v in s.values]} for s in chart.series],
+        "series": [
+            {"table": s.table, "kind": s.shape, "values": [_rounded(v) for v in s.values]} for s in chart.series
+        ],
     }
 
 
 def _unit(chart: Chart) -> str:
-    """The unit, and a word about points that the axis leaves out."""
+    """The unit, with a note about points above the axis."""
     above = chart.above()
     hidden = f"{len(above):,} above the axis, up to {_FORMATS[chart.format](max(above))}" if above else ""
     return " · ".join(part for part in (chart.unit, hidden) if part)
@@ -137,20 +138,22 @@ def _unit(chart: Chart) -> str:
 def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
     paths = []
     base: list[float] = []
-    for index, one in enumerate(chart.series):
-        places = [round(WIDTH * axis.place(x), 1) for x in tables[one.table][axis.key]]
-        if one.kind == "column":
-            base = base or [0.0] * len(one.values)
-            tops = [low + (value or 0.0) for low, value in zip(base, one.values, strict=True)]
-            path, base = _columns(places, [chart.y(v) for v in base], [chart.y(v) for v in tops]), tops
+    for index, series in enumerate(chart.series):
+        positions = [round(WIDTH * axis.position(x), 1) for x in tables[series.table][axis.key]]
+        if series.shape == "column":
+            base = base or [0.0] * len(series.values)
+            tops = [low + (value or 0.0) for low, value in zip(base, series.values, strict=True)]
+            path, base = _columns(positions, [chart.y(v) for v in base], [chart.y(v) for v in tops]), tops
         else:
-            path = _line(places, [None if v is None else chart.y(v) for v in one.values], joined=one.kind == "line")
-        paths.append(f'<path class="{one.kind} {one.colour}" data-series="{index}" d="{path}"/>')
+            path = _line(
+                positions, [None if v is None else chart.y(v) for v in series.values], joined=series.shape == "line"
+            )
+        paths.append(f'<path class="{series.shape} {series.colour}" data-series="{index}" d="{path}"/>')
     return "".join(paths)
 
 
 def _line(xs: Sequence[float], ys: Values, *, joined: bool) -> str:
-    """A polyline with gaps where y is None; a point alone is a dot (a line of no length with round ends)."""
+    """A polyline with gaps where y is None; a single point is a dot (a line of no length with round ends)."""
     parts: list[str] = []
     pen_down = False
     for x, y in zip(xs, ys, strict=True):
@@ -161,7 +164,7 @@ def _line(xs: Sequence[float], ys: Values, *, joined: bool) -> str:
 
 
 def _columns(edges: Sequence[float], bases: Sequence[float], tops: Sequence[float]) -> str:
-    """A closed outline of adjoining columns: along their tops, and back along their bases."""
+    """A closed outline of adjoining columns: along their tops and back along their bases."""
     if not tops:
         return ""
     there = "".join(f"V{top:g}H{edge:g}" for top, edge in zip(tops, edges[1:], strict=True))
@@ -170,15 +173,17 @@ def _columns(edges: Sequence[float], bases: Sequence[float], tops: Sequence[floa
 
 
 def _legend(chart: Chart) -> str:
-    rows = []
-    for index, one in enumerate(chart.series):
+    items = []
+    for index, series in enumerate(chart.series):
         last = (
-            None if one.kind == "marks" else next((value for value in reversed(one.values) if value is not None), None)
+            None
+            if series.shape == "marks"
+            else next((value for value in reversed(series.values) if value is not None), None)
         )
-        text = one.shown if one.shown is not None else "" if last is None else _FORMATS[chart.format](last)
-        value = "" if one.kind == "marks" else f' <b data-value="{index}">{escape(text)}</b>'
-        rows.append(f'<li class="{one.colour} {one.kind}">{escape(one.label)}{value}</li>')
-    return f'<ul class="legend">{"".join(rows)}</ul>'
+        text = series.shown if series.shown is not None else "" if last is None else _FORMATS[chart.format](last)
+        value = "" if series.shape == "marks" else f' <b data-value="{index}">{escape(text)}</b>'
+        items.append(f'<li class="{series.colour} {series.shape}">{escape(series.label)}{value}</li>')
+    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _level_labels(chart: Chart, levels: Sequence[float]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Timelines of a running job: every rank's recording on one clock, the trace of all of them under the predicted step, and the summary."""
+"""Timeline files of a job: the recordings of all ranks on one clock, their trace with the predicted step, the summary."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from meshwright.simulator.timeline import Timeline
 from meshwright.spec.layout import Layout
 
 ALIGNED = "clocks aligned"
-"""The mark every rank sets right behind an all-reduce over all ranks: one moment on all clocks."""
-AS_RECORDED = ("step", "mark", "offload", "fetch")
-"""Lanes that no action of the schedule stands for: waits for data, marks, copies to host memory and back."""
+"""Name of the mark that every rank sets right after an all-reduce over all ranks: the same moment on all clocks."""
+UNSCHEDULED_LANES = ("step", "mark", "offload", "fetch")
+"""Lanes without actions of the schedule: waits for data, marks, copies to host memory and back."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank recorded of some steps, and where its marks stand."""
+    """The recorded steps of one rank, and the times of its alignment marks."""
 
     steps: tuple[StepSpans, ...]
     marks: tuple[float, ...]
 
     @classmethod
     def of(cls, windows: Iterable[StepSpans]) -> Recording:
-        """From what `StepRecorder.take` gives."""
+        """The recording of the steps returned by `StepRecorder.take`."""
         windows = tuple(windows)
         marks = (s.start for window in windows for s in window.spans if s.lane == "mark" and s.name == ALIGNED)
         return cls(tuple(window for window in windows if window.step), tuple(marks))
@@ -42,7 +42,7 @@ class Recording:
         return Recording(tuple(steps), tuple(mark + seconds for mark in self.marks))
 
     def to_bytes(self) -> bytes:
-        """Compressed JSON, to travel between ranks."""
+        """Compressed JSON, to be sent between ranks."""
         return gzip.compress(json.dumps(asdict(self)).encode(), 1)
 
     @classmethod
@@ -56,15 +56,15 @@ class Recording:
 
 
 def on_one_clock(recordings: Sequence[Recording]) -> tuple[list[Recording], float]:
-    """The recordings by rank, on rank 0's clock with its first mark as 0, and by how many seconds marks of one moment still differ.
+    """(recordings by rank on rank 0's clock, with its first mark at 0; remaining difference of corresponding marks).
 
-    A rank's clock is shifted, never stretched, to where its marks fit best. So the difference that is left holds both the spread with
-    which an all-reduce ends on different ranks and how far clocks drift apart in the window.
+    A rank's clock is shifted, never stretched, to fit its marks best. The remaining difference contains both the spread
+    of an all-reduce's end over ranks and the drift of clocks in the window.
     """
     first = recordings[0].marks
     begun = [recording.shifted(-recording.marks[0]) for recording in recordings]
     reference = [mark - first[0] for mark in first]
-    shifts = [fmean(there - here for there, here in zip(reference, r.marks, strict=True)) for r in begun]
+    shifts = [fmean(target - mark for target, mark in zip(reference, r.marks, strict=True)) for r in begun]
     shifted = [recording.shifted(by) for recording, by in zip(begun, shifts, strict=True)]
     left = (abs(a - b) for r in shifted for a, b in zip(reference, r.marks, strict=True))
     return shifted, max(left)
@@ -72,44 +72,47 @@ def on_one_clock(recordings: Sequence[Recording]) -> tuple[list[Recording], floa
 
 @dataclass(frozen=True)
 class Measured:
-    """The recorded steps of a job: by step, a timeline for each place beside the pipeline axis."""
+    """The recorded steps of a job: for each step a timeline per pipeline group."""
 
     layout: Layout
     recordings: tuple[Recording, ...]
     clock_error_seconds: float
     steps: tuple[int, ...]
     timelines: tuple[tuple[tuple[Timeline, float], ...], ...]
-    """By step and place: the timeline, and when its first action began."""
+    """By step and pipeline group: the timeline, and the time of its first action."""
 
     @classmethod
     def of(cls, schedule: Schedule, layout: Layout, recordings: Sequence[Recording]) -> Measured:
-        """From the recordings by rank. Raises ValueError when a rank did not do what the schedule says."""
+        """Timelines of the recordings by rank. Raises ValueError if a rank did not follow the schedule."""
         aligned, error = on_one_clock(recordings)
         numbers = tuple(step.step for step in aligned[0].steps)
         timelines = tuple(
-            tuple(measured_timeline(schedule, [aligned[rank].steps[at] for rank in place]) for place in places(layout))
+            tuple(
+                measured_timeline(schedule, [aligned[rank].steps[at] for rank in group])
+                for group in pipeline_groups(layout)
+            )
             for at in range(len(numbers))
         )
         return cls(layout, tuple(aligned), error, numbers, timelines)
 
 
-def places(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Ranks that differ along the pipeline axis only, in its order: one row for every place beside that axis."""
+def pipeline_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks that differ only along the pipeline axis, in its order."""
     return layout.groups("pipeline") if layout.size("pipeline") > 1 else tuple((rank,) for rank in range(layout.ranks))
 
 
 def trace_spans(measured: Measured, predicted: Timeline | None) -> Iterator[Span]:
-    """Every rank's steps, numbered behind the predicted pipeline ranks, each of whose steps begins with the measured one."""
+    """Spans of every rank's steps; the predicted pipeline ranks come first, their steps begin with the measured ones."""
     above = measured.layout.size("pipeline") if predicted else 0
     for number, (step, timelines) in enumerate(zip(measured.steps, measured.timelines, strict=True)):
         if predicted is not None:
             yield from _later(predicted.spans(step), min(begun for _, begun in timelines))
-        for place, (timeline, begun) in zip(places(measured.layout), timelines, strict=True):
+        for group, (timeline, begun) in zip(pipeline_groups(measured.layout), timelines, strict=True):
             for span in _later(timeline.spans(step), begun):
-                yield replace(span, rank=above + place[span.rank])
+                yield replace(span, rank=above + group[span.rank])
         for rank, recording in enumerate(measured.recordings):
             for span in recording.steps[number].spans:
-                if span.lane in AS_RECORDED:
+                if span.lane in UNSCHEDULED_LANES:
                     yield replace(span, rank=above + rank)
 
 
@@ -118,47 +121,47 @@ def trace_names(layout: Layout, *, predicted: bool) -> dict[int, str]:
     pipeline = layout.size("pipeline")
     names = {rank: f"predicted: pipeline rank {rank}" for rank in range(pipeline if predicted else 0)}
     for rank in range(layout.ranks):
-        place = ", ".join(f"{axis} {number}" for axis, number in layout.coordinates(rank).items())
-        names[len(names)] = f"measured: rank {rank} ({place})"
+        coordinates = ", ".join(f"{axis} {number}" for axis, number in layout.coordinates(rank).items())
+        names[len(names)] = f"measured: rank {rank} ({coordinates})"
     return names
 
 
 def summary(measured: Measured, predicted: Timeline | None, why_not: str | None) -> dict[str, Any]:
-    """The window's figures: means over steps and over places beside the pipeline axis, seconds of one step."""
-    rows = [_mean([figures(timeline) for timeline, _ in timelines]) for timelines in measured.timelines]
+    """Figures of the window: means over steps and pipeline groups, in seconds per step."""
+    by_step = [_mean([figures(timeline) for timeline, _ in timelines]) for timelines in measured.timelines]
     everything = [timeline for timelines in measured.timelines for timeline, _ in timelines]
     by_rank = zip(*(timeline.compute_seconds for timeline in everything), strict=True)
     return {
         "steps": [measured.steps[0], measured.steps[-1]],
         "ranks": measured.layout.ranks,
         "clock_error_seconds": measured.clock_error_seconds,
-        "measured": _mean(rows),
+        "measured": _mean(by_step),
         "predicted": figures(predicted) if predicted else None,
         "not_predicted": why_not,
         "compute_by_pipeline_rank": {
             "measured": [fmean(seconds) for seconds in by_rank],
             "predicted": list(predicted.compute_seconds) if predicted else None,
         },
-        "by_step": [{"step": step, **row} for step, row in zip(measured.steps, rows, strict=True)],
+        "by_step": [{"step": step, **means} for step, means in zip(measured.steps, by_step, strict=True)],
     }
 
 
 def figures(timeline: Timeline) -> dict[str, float]:
-    """What a timeline comes to, measured or predicted."""
+    """The figures of a timeline, measured or predicted."""
     exposed = {f"exposed_{axis}": seconds for axis, seconds in timeline.exposed.items()}
     parts = {name: timeline.breakdown[name] for name in ("compute", "closing", "idle")}
     return {"step_seconds": timeline.step_seconds, "bubble": timeline.bubble, **parts, **exposed}
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """A summary as lines: measured beside predicted."""
-    measured, predicted = found["measured"], found["predicted"] or {}
+def table(summary: Mapping[str, Any]) -> str:
+    """A summary as lines: measured and predicted."""
+    measured, predicted = summary["measured"], summary["predicted"] or {}
     lines = [f"{'':22s}{'measured':>12s}" + (f"{'predicted':>12s}" if predicted else "")]
     for name, value in measured.items():
         beside = f"{_cell(name, predicted[name]):>12s}" if predicted else ""
         lines.append(f"  {_NAMES.get(name, name):20s}{_cell(name, value):>12s}{beside}")
-    if found["not_predicted"]:
-        lines.append(f"  not predicted: {found['not_predicted']}")
+    if summary["not_predicted"]:
+        lines.append(f"  not predicted: {summary['not_predicted']}")
     return "\n".join(lines)
 
 
@@ -175,8 +178,8 @@ def _cell(name: str, value: float) -> str:
     return f"{value:.1%}" if name == "bubble" else f"{value:.4f} s"
 
 
-def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {key: fmean(row[key] for row in rows) for key in rows[0]}
+def _mean(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: fmean(record[key] for record in records) for key in records[0]}
 
 
 def _later(spans: Iterable[Span], seconds: float) -> Iterator[Span]:

@@ -23,14 +23,15 @@ from meshwright.parallel.copy_engine import gather_by_copies
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_whole_sequences, spread_experts
 from meshwright.parallel.fp8_weights import WeightScales, multiply_low
-from meshwright.parallel.fsdp import DTYPES, ShardedUnit, Streams
-from meshwright.parallel.joint import JointUnit
+from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
+from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
 from meshwright.parallel.recompute import recomputing
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
-from meshwright.parallel.stages import keep_only, keep_parts, make_units
+from meshwright.parallel.sharded_unit import ShardedUnit
+from meshwright.parallel.stages import RankModel, keep_only, keep_parts, make_units
 from meshwright.parallel.tensor import CopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
@@ -54,8 +55,8 @@ class Engine:
     `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches. `weights` has this rank's
     pieces of each parameter, on the device (`AdamW.state` knows which of them it has moved to host memory). `copied` lists by parameter
     the rows of this rank's tensor whose gradients another rank counts in the norm: the second end's copy of a tied weight, and what tensor
-    ranks hold alike on all of them but the first. `away` names the parameters whose optimizer is in host memory, each with what lets its
-    master weight leave the device, or None.
+    ranks hold alike on all of them but the first. `host_offloaded` maps each parameter whose optimizer is in host memory to the function
+    that releases its master weight from the device, or to None.
     """
 
     model: Decoder
@@ -64,12 +65,12 @@ class Engine:
     evaluating: Callable[[int], Schedule]
     weights: Mapping[str, StateParts]
     copied: Mapping[str, Sequence[range]]
-    away: Mapping[str, Callable[[], torch.Tensor] | None]
+    host_offloaded: Mapping[str, Callable[[], torch.Tensor] | None]
 
     @property
     def holds_loss(self) -> bool:
         """Whether this rank runs the last stage."""
-        return self.training.stages - 1 in self.executor.stages
+        return self.training.stages - 1 in self.executor.rank_model.stages
 
 
 def _unheard(phase: str) -> None:
@@ -122,30 +123,30 @@ def build_engine(
     tied = _tied_sum(model, table, mesh)
     held = {name: parts.boxes for name, parts in held_weights(model, division).items()}
     copies = CopySums(model, held, mesh) if division.tensor.count > 1 else None
-    sharded = list(dict.fromkeys(unit.sharded for row in units for unit in row))
-    streams = Streams((part for unit in sharded for part in unit.parts), mesh.device)
+    sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
+    streams = CommunicationStreams((group for unit in sharded for group in unit.groups), mesh.device)
     if plan.gather_engine == "copy":
-        # Experts on ranks of their own are another group's to gather.
-        blocks = dict.fromkeys(unit.sharded.parts[-1] for row in units for unit in row if unit.layer is not None)
-        gather_by_copies(
-            blocks, [unit for unit in sharded if isinstance(unit, ShardedUnit) and unit not in blocks], mesh
-        )
-    executor = Executor(
+        # Experts on ranks of their own are another group's to gather, by kernels.
+        last = {unit.sharded.groups[-1]: unit.layer is not None for stage_units in units for unit in stage_units}
+        blocks, ends = ([group for group, is_block in last.items() if is_block is wanted] for wanted in (True, False))
+        gather_by_copies(blocks, ends, mesh)
+    rank_model = RankModel(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
         pipeline_rank,
         dtype=DTYPES[plan.precision.compute],
         device=mesh.device,
-        streams=streams,
-        channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
-        replicas=_replica_sums(plan, mesh),
-        tied=tied,
-        routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
-        copies=copies,
-        tensor=division.tensor.count,
+        tensor_ranks=division.tensor.count,
         context=context,
+        routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
+    )
+    executor = Executor(
+        rank_model,
+        streams,
+        GradientSums(_replica_sums(plan, mesh), tied, copies),
         scales=WeightScales(sharded, mesh.shards, mesh.device) if plan.precision.gather == "fp8" else None,
-        host=HostMemory(mesh.device) if any(unit.offloads for row in units for unit in row) else None,
+        channels=open_channels(mesh, training.channels) if training.ranks > 1 else None,
+        host=HostMemory(mesh.device) if any(unit.offloads for stage_units in units for unit in stage_units) else None,
     )
     return Engine(
         model,
@@ -154,17 +155,22 @@ def build_engine(
         partial(evaluation_schedule, plan, spec.layers),
         held_weights(model, division),
         _copied(held, tied),
-        _away(model, plan, sharded),
+        _host_offloaded(model, plan, sharded),
     )
 
 
-def _away(
-    model: Decoder, plan: Plan, units: Sequence[ShardedUnit | JointUnit]
+def _host_offloaded(
+    model: Decoder, plan: Plan, units: Sequence[ShardedUnit]
 ) -> dict[str, Callable[[], torch.Tensor] | None]:
-    masters = {id(one.weight): one.leave for unit in units for part in unit.parts for one in part.masters()}
-    leaves = plan.precision.resident != plan.precision.stored
+    releases = {
+        id(parameter.shard): parameter.release_master_weight
+        for unit in units
+        for group in unit.groups
+        for parameter in group.parameters
+    }
+    has_master = plan.precision.resident != plan.precision.stored
     return {
-        name: masters[id(weight)] if leaves else None
+        name: releases[id(weight)] if has_master else None
         for name, weight in model.named_parameters()
         if plan.strategy_of(name, model.spec.layers).optimizer_offloaded
     }

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.fsdp import ShardedUnit
+from meshwright.parallel.fsdp import ParameterGroup
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.products import ALL_GATHER
 from meshwright.spec.errors import BadInput
@@ -29,9 +29,10 @@ ALIGNED = 4096
 """Bytes: where a slot begins; NCCL asks it of windows."""
 
 
-def gather_by_copies(blocks: Iterable[ShardedUnit], ends: Iterable[ShardedUnit], mesh: Mesh) -> None:
-    """Let units be gathered by copy engines: two slots for blocks, and one for the ends. Collective over all ranks of the job; to be called
-    once there are `Streams`. Nothing to do on one rank; processors copy as they always do.
+def gather_by_copies(blocks: Iterable[ParameterGroup], ends: Iterable[ParameterGroup], mesh: Mesh) -> None:
+    """Gather parameter groups by copy engines: two slots for blocks, one for the ends. Call it once `CommunicationStreams` exist.
+
+    Collective over all ranks of the job. Does nothing on one rank; on a CPU the copies run as they always do.
 
     Raises BadInput where shard and context ranks leave a node, devices cannot map each other's memory, or NCCL has no such policy.
     """
@@ -39,11 +40,11 @@ def gather_by_copies(blocks: Iterable[ShardedUnit], ends: Iterable[ShardedUnit],
     group = _group(mesh)
     if group is None:
         return
-    sizes = BLOCK_SLOTS * [max(unit.gathered_bytes for unit in blocks)]
-    sizes += [max(unit.gathered_bytes for unit in ends)] if ends else []
+    sizes = BLOCK_SLOTS * [max(block.gathered_bytes for block in blocks)]
+    sizes += [max(end.gathered_bytes for end in ends)] if ends else []
     gather = CopyGather(group, sizes, mesh.device)
-    for unit in (*blocks, *ends):
-        unit.gather_through(gather)
+    for parameters in (*blocks, *ends):
+        parameters.gather_with(gather)
 
 
 @dataclass

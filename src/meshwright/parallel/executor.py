@@ -1,14 +1,15 @@
-"""One executor for every plan: it plays one rank's actions of the schedule on the rank's stages, action by action.
+"""The executor of every plan: it runs one rank's actions of a schedule on the rank's stages, in their order.
 
-Every unit of a stage runs as a graph of its own: its input is cut off the unit before, and its gradient handed back by hand. So the
-schedule alone decides the order, down to single units, whether a pipeline is there or not. Nothing here waits for the device.
+Each unit of a stage runs as an autograd graph of its own: the executor detaches its input from the unit before and passes the gradient of
+that input on explicitly. So the schedule alone decides the order, down to single units, with or without a pipeline. The host never waits
+for the device here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,60 +18,45 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
-from meshwright.kernels.linear import AddProduct, WeightQueue, adding, deferring
-from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.kernels.linear import WeightQueue
+from meshwright.models.decoder import SharedInputs
 from meshwright.models.moe import Routed
 from meshwright.parallel.channels import Channels, Transfer
-from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.fp8_weights import WeightScales
-from meshwright.parallel.fsdp import Streams
+from meshwright.parallel.fsdp import CommunicationStreams, Span
+from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.offload import HostMemory, Moves, addresses, handed_in
-from meshwright.parallel.replicas import ReplicaSums
-from meshwright.parallel.routing import Routing
-from meshwright.parallel.stages import Sharded, Unit
-from meshwright.parallel.tensor import CopySums
-from meshwright.parallel.tied import TiedSum
+from meshwright.parallel.sharded_unit import ShardedUnit
+from meshwright.parallel.stages import RankModel, Unit
 from meshwright.parallel.timetable import Visit
 from meshwright.schedules.action import COMPUTE, Action, Op
 from meshwright.schedules.schedule import Schedule
 
-Where = tuple[int, int]
+StageBatch = tuple[int, int]
 """(stage, micro-batch)."""
 Closing = Mapping[Op, Callable[[], None]]
-"""What to do at norm_barrier and optim."""
+"""Functions that run at the actions norm_barrier and optim."""
 
 
 class Executor:
-    """Runs steps of one rank. `stages` maps the virtual stages of this pipeline rank to their units.
+    """Runs steps of one rank on `rank_model`, its part of the model.
 
-    It is given whole sequences and takes this rank's part where `context` ranks divide them. Between units a rank has one of `tensor` parts
-    of that.
+    `streams` run the collectives of weights, `sums` add gradients beyond each unit's own reduction. The others are None where the plan does
+    not need them: `scales` of weights gathered in fp8, `channels` between pipeline ranks, `host` memory for offloaded activations.
     """
 
     def __init__(
         self,
-        model: Decoder,
-        stages: Mapping[int, Sequence[Unit]],
-        rank: int,
+        rank_model: RankModel,
+        streams: CommunicationStreams,
+        sums: GradientSums,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        streams: Streams,
-        channels: Channels | None = None,
-        replicas: ReplicaSums | None = None,
-        tied: TiedSum | None = None,
-        routing: Routing | None = None,
-        copies: CopySums | None = None,
-        tensor: int = 1,
-        context: SplitSequences | None = None,
         scales: WeightScales | None = None,
+        channels: Channels | None = None,
         host: HostMemory | None = None,
     ) -> None:
-        self.model, self.stages, self.rank = model, stages, rank
-        self.dtype, self.device, self.routing, self.tensor = dtype, device, routing, tensor
-        self._streams, self._channels, self._replicas, self._tied = streams, channels, replicas, tied
-        self._copies, self.context = copies, context
-        self._scales, self.host = scales, host
+        self.rank_model, self.streams, self.sums = rank_model, streams, sums
+        self.scales, self.channels, self.host = scales, channels, host
         self._has_trained = False
 
     def play(
@@ -83,28 +69,26 @@ class Executor:
     ) -> Tensor:
         """Run this rank's actions of an expanded schedule and return its share of the loss (float64; 0 without the last stage).
 
-        `batches` are the step's micro-batches by number. With `valid`, the number of valid tokens over all ranks, losses are divided by it.
-        Without, they are sums. Collective over every rank that the schedule or the mesh joins this one with. The first step that trains
-        goes in turns, for its kernels are still to be loaded.
+        `batches` are the step's micro-batches by number, of whole sequences. `valid` is the number of valid tokens over all ranks, by
+        which losses are divided; without it they are sums. Collective over every rank that the schedule or the mesh joins this one with.
+        The first training step posts each message only when it is needed, because lazy kernel loading can deadlock otherwise.
         """
         if schedule.trains and not self._has_trained:
             schedule, self._has_trained = schedule.in_turns(), True
-        return _Play(self, schedule, batches, recorder, valid, closing or {}).run()
+        return _Step(self, schedule, batches, recorder, valid, closing or {}).run()
 
     def logits(self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder) -> dict[int, Tensor]:
         """Run this rank's actions of a forward-only schedule on micro-batches without targets, which may differ in shape.
 
         Returns the logits `(batch, seq, vocab)` by micro-batch on the ranks of the last stage, nothing elsewhere. Collective as `play` is.
         """
-        play = _Play(self, schedule, batches, recorder, None, {})
-        play.run()
-        if self.context is None:
-            return play.logits
-        return {number: self.context.joined(part) for number, part in play.logits.items()}
+        step = _Step(self, schedule, batches, recorder, None, {})
+        step.run()
+        return {number: self.rank_model.whole_logits(logits) for number, logits in step.logits.items()}
 
 
-class _Play:
-    """One step under way: what is kept between forward and backward, and what is travelling."""
+class _Step:
+    """One step in progress: the tensors kept between forward and backward, and the messages in flight."""
 
     def __init__(
         self,
@@ -115,71 +99,81 @@ class _Play:
         valid: Tensor | None,
         closing: Closing,
     ) -> None:
-        self.on, self.schedule, self.recorder = executor, schedule, recorder
-        self.batches = batches if executor.context is None else [executor.context.part_of(batch) for batch in batches]
+        self.executor, self.rank_model, self.recorder = executor, executor.rank_model, recorder
+        self.batches = [self.rank_model.local_batch(batch) for batch in batches]
         self.valid, self.closing = valid, closing
         self.rank_of = schedule.rank_of
-        self.rank_actions = schedule.actions[executor.rank]
+        self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
         self.logits: dict[int, Tensor] = {}
-        self.loss = torch.zeros((), dtype=torch.float64, device=executor.device)
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.rank_model.device)
         self.shared: dict[int, SharedInputs] = {}
         self.forwards_left = Counter(
-            part.micro_batch
-            for action in self.rank_actions
-            for part in action.parts
-            if part.op in ("forward", "forward_only")
+            action.micro_batch for action in self.compute_actions() if action.op in ("forward", "forward_only")
         )
-        self.inputs: dict[Where, Tensor] = {}
-        self.gradients: dict[Where, Tensor] = {}
+        self.inputs: dict[StageBatch, Tensor] = {}
+        self.gradients: dict[StageBatch, Tensor] = {}
         self.loss_gradients: dict[int, Tensor] = {}
-        # The edge of an output, not the output: its memory is the next unit's to keep, or to let go.
+        # (input, edge of the output, balance loss) of each forward. The edge and not the output: the output's memory belongs to the next
+        # unit, which may free it.
         self.kept: dict[Visit, tuple[Tensor | None, GradientEdge, Tensor | None]] = {}
-        self.owed: dict[Visit, WeightQueue] = {}
-        self.arriving: dict[tuple[str, int, int], Transfer] = {}
-        self.leaving: dict[tuple[str, int, int], Tensor] = {}
-        self.sent: list[Transfer] = []
-        offloads = executor.host is not None
-        visits = {place: self.visits(action) for place, action in enumerate(self.rank_actions)} if offloads else {}
-        self.begins = {place: found for place, found in visits.items() if found}
-        units = {visit: self.unit_at(visit) for found in self.begins.values() for visit in found}
-        keeps = {visit: unit.keeps for visit, unit in units.items()}
-        moved = {visit for visit, unit in units.items() if unit.offloads}
-        self.moves = Moves(executor.host, tuple(self.begins.values()), keeps, moved, partial(_aside, recorder))
-        self.alone = False
-        """Whether the gradients of the action that runs are reduced before their unit makes more."""
-        # Counted by what is sharded together, which for tied ends is two units.
+        self.deferred: dict[Visit, WeightQueue] = {}
+        self.receiving: dict[tuple[str, int, int], Transfer] = {}
+        self.to_send: dict[tuple[str, int, int], Tensor] = {}
+        self.sending: list[Transfer] = []
+        visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
+        self.visits_at = {index: visits_here for index, visits_here in visits.items() if visits_here}
+        units = {visit: self.unit_of(visit) for visits_here in self.visits_at.values() for visit in visits_here}
+        self.moves = Moves(
+            executor.host,
+            tuple(self.visits_at.values()),
+            {visit: unit.kept_elements for visit, unit in units.items()},
+            {visit for visit, unit in units.items() if unit.offloads},
+            partial(_communication_span, recorder),
+        )
         self.reductions_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reduce_grad")
 
     def run(self) -> Tensor:
-        if self.on._scales is not None:
-            self.on._scales.refresh()
-        self.on._streams.follow_compute()
-        if self.on.routing is not None:
-            self.on.routing.begin_step()
-        if self.recorder.detail and self.on._channels is not None:
-            self.on._channels.time_messages()
-        taken_as_it_is = self.reduced_next()
-        for place, action in enumerate(self.rank_actions):
-            self.alone = place in taken_as_it_is
-            if place in self.begins:
+        if self.executor.scales is not None:
+            self.executor.scales.refresh()
+        self.executor.streams.follow_compute()
+        if self.rank_model.routing is not None:
+            self.rank_model.routing.begin_step()
+        if self.recorder.detail and self.executor.channels is not None:
+            self.executor.channels.time_messages()
+        reduced_next = self.reduced_next()
+        for index, action in enumerate(self.rank_actions):
+            if index in self.visits_at:
                 self.moves.begin()
             for part in action.parts:
-                _DO[part.op](self, part)
-                if self.makes_gradients(part) and not self.alone:
-                    with self.recorder.span(part.label, "compute"):  # adding up is part of making them
-                        self.unit(part).sharded.accumulate()
+                self.run_action(part, skip_accumulate=index in reduced_next)
         self.recorder.gap()
-        for transfer in self.sent:
+        for transfer in self.sending:
             transfer.wait()
         return self.loss
 
-    def concurrent_span(self, action: Action, lane: str) -> AbstractContextManager[None] | None:
-        """What a collective's span is taken with, in steps whose communication is recorded."""
-        return _aside(self.recorder, action.label, lane)
+    def run_action(self, action: Action, *, skip_accumulate: bool) -> None:
+        if not self.makes_weight_gradients(action):
+            _RUN[action.op](self, action)
+            return
+        sharded = self.unit(action).sharded
+        sharded.begin_backward(skip_accumulate=skip_accumulate)
+        _RUN[action.op](self, action)
+        if not skip_accumulate:
+            with self.recorder.span(action.label, "compute"):  # the sum is part of the backward's time
+                sharded.accumulate()
+
+    def compute_actions(self) -> list[Action]:
+        return [part for action in self.rank_actions for part in action.parts]
+
+    def span(self, action: Action, lane: str) -> Span | None:
+        """Profiler span around a collective, in steps whose communication is recorded."""
+        return _communication_span(self.recorder, action.label, lane)
 
     def visits(self, action: Action) -> tuple[Visit, ...]:
-        """The visits whose forward or backward the action is; none for the loss's backward, which its forward has done, and for the weight
-        half of one."""
+        """The (stage, micro-batch, unit) whose forward or backward the action runs.
+
+        The loss's backward is not one, because it runs in the loss's forward; nor is the weight half of a split backward.
+        """
         return tuple(
             (part.stage, part.micro_batch, part.unit or 0)
             for part in action.parts
@@ -188,89 +182,87 @@ class _Play:
         )
 
     def is_loss(self, stage: int, unit: int) -> bool:
-        return stage + 1 == len(self.rank_of) and unit + 1 == len(self.on.stages[stage])
+        return stage + 1 == len(self.rank_of) and unit + 1 == len(self.rank_model.stages[stage])
 
-    def makes_gradients(self, part: Action) -> bool:
-        """Whether the action adds to its unit's weight gradients."""
-        if part.op not in COMPUTE:
+    def makes_weight_gradients(self, action: Action) -> bool:
+        """Whether the action adds to the weight gradients of its unit."""
+        if action.op not in COMPUTE:
             return False
-        ops = ("forward",) if self.is_loss(part.stage, part.unit or 0) else ("backward", "backward_weight")
-        return part.op in ops
+        ops = ("forward",) if self.is_loss(action.stage, action.unit or 0) else ("backward", "backward_weight")
+        return action.op in ops
 
     def reduced_next(self) -> set[int]:
-        """Places of actions whose gradients are reduced before their unit makes more: the reduction takes them as they are."""
-        found: set[int] = set()
-        latest: dict[Sharded, int] = {}
-        for place, action in enumerate(self.rank_actions):
-            # Tied weights are in two places, and the reduction of the first waits for what the second adds.
-            if action.op == "reduce_grad" and self.unit(action).sharded.places == 1:
-                found.add(latest[self.unit(action).sharded])
-            latest |= {self.unit(part).sharded: place for part in action.parts if self.makes_gradients(part)}
-        return found
+        """Indices of actions whose weight gradients are reduced before their unit makes more: the reduction reads them as they are."""
+        indices: set[int] = set()
+        latest: dict[ShardedUnit, int] = {}
+        for index, action in enumerate(self.rank_actions):
+            # Tied weights have two users, and the reduction for the first waits for the gradients of the second.
+            if action.op == "reduce_grad" and self.unit(action).sharded.uses == 1:
+                indices.add(latest[self.unit(action).sharded])
+            latest |= {self.unit(part).sharded: index for part in action.parts if self.makes_weight_gradients(part)}
+        return indices
 
     def unit(self, action: Action) -> Unit:
-        return self.on.stages[action.stage][action.unit or 0]
+        return self.rank_model.stages[action.stage][action.unit or 0]
 
-    def unit_at(self, visit: Visit) -> Unit:
-        return self.on.stages[visit[0]][visit[2]]
+    def unit_of(self, visit: Visit) -> Unit:
+        return self.rank_model.stages[visit[0]][visit[2]]
 
     def forward(self, action: Action) -> None:
-        stage, number, unit = action.stage, action.micro_batch, action.unit or 0
-        mine, batch, shared = self.unit(action), self.batches[number], self.shared_inputs(number)
+        stage, number, unit_index = visit = action.stage, action.micro_batch, action.unit or 0
+        unit, batch, shared = self.unit(action), self.batches[number], self.shared_inputs(number)
         self.forwards_left[number] -= 1
         if not self.forwards_left[number]:
-            del self.shared[number]  # what a backward needs of it, autograd keeps
-        mine.sharded.wait()
+            del self.shared[number]  # autograd keeps what a backward needs of it
+        unit.sharded.wait_for_gather()
         trains = action.op == "forward"
-        x = None if stage == unit == 0 else self.input(stage, number, unit, trains)
-        parked = (
-            self.moves.park((stage, number, unit), self.not_its_own(mine, shared)) if mine.offloads and trains else None
-        )
+        x = None if stage == unit_index == 0 else self.input(stage, number, unit_index, trains)
+        parked = self.moves.park(visit, self.memory_of_others(unit, shared)) if unit.offloads and trains else None
         leaf, x = handed_in(x.detach()) if parked and x is not None else (x, x)
         with (
             self.recorder.span(action.label, "compute"),
             torch.set_grad_enabled(trains),
             parked.catching() if parked else nullcontext(),
         ):
-            y = mine.run(x, batch, shared)
-            if self.is_loss(stage, unit):
+            y = unit.run(x, batch, shared)
+            if self.is_loss(stage, unit_index):
                 assert isinstance(y, Tensor)
                 if batch.targets is None:
                     self.logits[number] = y
                 else:
-                    self.take_loss(y, x, stage, number)
+                    self.add_loss(y, x, number)
                 return
-            y, balance = self.routed(y, mine, trains)
+            y, balance = self.output_and_balance(y, unit, trains)
         if trains:
-            self.kept[stage, number, unit] = leaf, get_gradient_edge(y), balance
-            self.moves.forward_ended((stage, number, unit))
-        if unit + 1 < len(self.on.stages[stage]):
+            self.kept[visit] = leaf, get_gradient_edge(y), balance
+            self.moves.forward_ended(visit)
+        if unit_index + 1 < len(self.rank_model.stages[stage]):
             self.inputs[stage, number] = y.detach()
-        elif self.rank_of[stage + 1] == self.on.rank:
+        elif self.rank_of[stage + 1] == self.rank_model.pipeline_rank:
             self.inputs[stage + 1, number] = y.detach()
         else:
-            self.leaving["activation", stage, number] = y.detach()
+            self.to_send["activation", stage, number] = y.detach()
 
-    def not_its_own(self, mine: Unit, shared: SharedInputs) -> frozenset[int]:
-        """Memory that a unit's forward reads and that stays whatever becomes of what it keeps: weights, and what all blocks share."""
-        return addresses([*mine.sharded.gathered, *(shared.rope or ())])
+    def memory_of_others(self, unit: Unit, shared: SharedInputs) -> frozenset[int]:
+        """Addresses that a unit's forward reads but does not own: its weights, and what all blocks share. They are not offloaded."""
+        return addresses([*unit.sharded.gathered_tensors, *(shared.rope or ())])
 
-    def routed(self, y: Tensor | Routed, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
-        """A unit's output, and the balance loss to be differentiated with it."""
+    def output_and_balance(self, y: Tensor | Routed, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
+        """A unit's output, and the balance loss to differentiate with it."""
         if not isinstance(y, Routed):
             return y, None
-        routing = self.on.routing
+        routing = self.rank_model.routing
         if routing is None or not trains:
             return y.x, None
         assert unit.layer is not None, "only blocks route"
         routing.add(unit.layer, y)
         return y.x, y.balance if routing.slope else None
 
-    def take_loss(self, y: Tensor, x: Tensor | None, stage: int, number: int) -> None:
+    def add_loss(self, y: Tensor, x: Tensor | None, number: int) -> None:
         """Add a micro-batch's summed loss; in training run its backward at once.
 
-        The loss makes its gradients in forward, chunk by chunk, so nothing is left to compute; waiting would hold one gradient of the
-        whole vocabulary for every micro-batch under way.
+        The loss computes its gradients in forward, chunk by chunk, so its backward computes nothing. Running it later would keep one
+        gradient of the whole vocabulary for every micro-batch in flight.
         """
         y = y if self.valid is None else y / self.valid.to(y.dtype)
         self.loss += y.detach()
@@ -279,121 +271,111 @@ class _Play:
             y.backward()
             self.loss_gradients[number] = _gradient_of(x)
 
-    def input(self, stage: int, number: int, unit: int, trains: bool) -> Tensor:
-        """A unit's input as a leaf, from the unit before or from the rank that holds the stage before."""
-        arrived = self.arriving.pop(("activation", stage, number), None) if unit == 0 else None
-        x = self.taken(arrived) if arrived else self.inputs.pop((stage, number))
+    def input(self, stage: int, number: int, unit_index: int, trains: bool) -> Tensor:
+        """A unit's input as a leaf, from the unit before or from the rank of the stage before."""
+        transfer = self.receiving.pop(("activation", stage, number), None) if unit_index == 0 else None
+        x = self.wait_for(transfer) if transfer else self.inputs.pop((stage, number))
         return x.requires_grad_(trains)
 
-    def taken(self, arrived: Transfer) -> Tensor:
+    def wait_for(self, transfer: Transfer) -> Tensor:
         self.recorder.gap()
-        return arrived.wait()
+        return transfer.wait()
 
     def shared_inputs(self, number: int) -> SharedInputs:
         if number not in self.shared:
-            batch, context, dtype = self.batches[number], self.on.context, self.on.dtype
-            if context is None:
-                self.shared[number] = self.on.model.shared(batch.tokens, batch.positions, batch.documents, dtype)
-            else:
-                self.shared[number] = context.shared(batch, dtype)
+            self.shared[number] = self.rank_model.shared_inputs(self.batches[number])
         return self.shared[number]
 
     def backward(self, action: Action, queue: WeightQueue | None = None) -> None:
-        stage, number, unit = action.stage, action.micro_batch, action.unit or 0
-        if self.is_loss(stage, unit):
+        """Run a unit's backward. With `queue` the gradients of its linear weights are deferred to it."""
+        stage, number, unit_index = visit = action.stage, action.micro_batch, action.unit or 0
+        if self.is_loss(stage, unit_index):
             with self.recorder.span(action.label, "compute"):
                 self.gradients[stage, number] = self.loss_gradients.pop(number)
             return
-        mine = self.unit(action)
-        mine.sharded.wait()
-        x, y, balance = self.kept.pop((stage, number, unit))
-        y_gradient = self.gradient(stage, number, unit)
+        sharded = self.unit(action).sharded
+        sharded.wait_for_gather()
+        x, y, balance = self.kept.pop(visit)
+        y_gradient = self.output_gradient(stage, number, unit_index)
         with (
-            self.moves.backward((stage, number, unit)),
+            self.moves.backward(visit),
             self.recorder.span(action.label, "compute"),
-            deferring(queue) if queue is not None else adding(self.sum_of(mine)),
+            nullcontext() if queue is None else sharded.gradient_sink.deferring(queue),
         ):
             if balance is None:
                 torch.autograd.backward(y, y_gradient)
             else:
-                assert self.on.routing is not None
-                slope = torch.full_like(balance, self.on.routing.slope)
+                assert self.rank_model.routing is not None
+                slope = torch.full_like(balance, self.rank_model.routing.slope)
                 torch.autograd.backward((y, get_gradient_edge(balance)), (y_gradient, slope))
         if x is None:
             return
         gradient = _gradient_of(x)
-        if unit:
+        if unit_index:
             self.gradients[stage, number] = gradient
-        elif self.rank_of[stage - 1] == self.on.rank:
+        elif self.rank_of[stage - 1] == self.rank_model.pipeline_rank:
             self.gradients[stage - 1, number] = gradient
         else:
-            self.leaving["gradient", stage, number] = gradient
+            self.to_send["gradient", stage, number] = gradient
 
-    def gradient(self, stage: int, number: int, unit: int) -> Tensor:
-        """The gradient of a unit's output."""
-        last_unit = unit + 1 == len(self.on.stages[stage])
-        arrived = self.arriving.pop(("gradient", stage, number), None) if last_unit else None
-        return self.taken(arrived) if arrived else self.gradients.pop((stage, number))
+    def output_gradient(self, stage: int, number: int, unit_index: int) -> Tensor:
+        """The gradient of a unit's output, from the unit after or from the rank of the stage after."""
+        is_last = unit_index + 1 == len(self.rank_model.stages[stage])
+        transfer = self.receiving.pop(("gradient", stage, number), None) if is_last else None
+        return self.wait_for(transfer) if transfer else self.gradients.pop((stage, number))
 
     def backward_input(self, action: Action) -> None:
-        queue = self.owed[action.stage, action.micro_batch, action.unit or 0] = WeightQueue()
+        queue = self.deferred[action.stage, action.micro_batch, action.unit or 0] = WeightQueue()
         self.backward(action, queue)
 
     def backward_weight(self, action: Action) -> None:
-        queue = self.owed.pop((action.stage, action.micro_batch, action.unit or 0))
+        queue = self.deferred.pop((action.stage, action.micro_batch, action.unit or 0))
+        sharded = self.unit(action).sharded
         with self.recorder.span(action.label, "compute"):
-            queue.drain(self.unit(action).sharded.whole_parameters, add=self.sum_of(self.unit(action)))
-
-    def sum_of(self, unit: Unit) -> AddProduct:
-        """What adds the products that are weight gradients of `unit` to those of earlier micro-batches."""
-        return partial(unit.sharded.add_product, alone=self.alone)
+            queue.drain(sharded.gathered_weights, add=sharded.add_product)
 
     def send(self, action: Action) -> None:
-        assert self.on._channels is not None and action.payload is not None
-        tensor = self.leaving.pop((action.payload, action.stage, action.micro_batch))
-        self.sent = [transfer for transfer in self.sent if not transfer.work.is_completed()]  # drops their buffers
-        transfer = self.on._channels.send(self.rank_of[action.peer], tensor)
-        self.sent.append(transfer)
-        self.posted(action, transfer)
+        assert self.executor.channels is not None and action.payload is not None
+        tensor = self.to_send.pop((action.payload, action.stage, action.micro_batch))
+        self.sending = [
+            transfer for transfer in self.sending if not transfer.work.is_completed()
+        ]  # frees their buffers
+        transfer = self.executor.channels.send(self.rank_of[action.peer], tensor)
+        self.sending.append(transfer)
+        self.record_message(action, transfer)
 
     def receive(self, action: Action) -> None:
-        assert self.on._channels is not None and action.payload is not None
-        batch, seq = self.batches[action.micro_batch].tokens.shape
-        shape = (batch, seq // self.on.tensor, self.on.model.spec.hidden)
-        transfer = self.on._channels.recv(self.rank_of[action.peer], shape, self.on.dtype)
-        self.arriving[action.payload, action.stage, action.micro_batch] = transfer
-        self.posted(action, transfer)
+        assert self.executor.channels is not None and action.payload is not None
+        shape = self.rank_model.message_shape(self.batches[action.micro_batch])
+        transfer = self.executor.channels.recv(self.rank_of[action.peer], shape, self.rank_model.dtype)
+        self.receiving[action.payload, action.stage, action.micro_batch] = transfer
+        self.record_message(action, transfer)
 
-    def posted(self, action: Action, transfer: Transfer) -> None:
+    def record_message(self, action: Action, transfer: Transfer) -> None:
         if self.recorder.detail:
             self.recorder.message(action.label, f"{action.op} {self.rank_of[action.peer]}", transfer.travel)
 
     def unshard(self, action: Action) -> None:
-        self.unit(action).sharded.unshard(self.concurrent_span(action, "unshard"))
+        self.unit(action).sharded.gather(self.span(action, "unshard"))
 
     def reshard(self, action: Action) -> None:
-        self.unit(action).sharded.reshard()
+        self.unit(action).sharded.free_gathered()
 
     def reduce(self, action: Action) -> None:
         sharded = self.unit(action).sharded
         self.reductions_left[sharded] -= 1
         last = not self.reductions_left[sharded]
-        sharded.reduce(self.concurrent_span(action, "reduce"), place=(action.stage, action.unit), last=last)
-        if last and self.on._replicas is not None:
-            self.on._replicas.begin(sharded.gradient_shards, sharded.reduced, self.concurrent_span(action, "replicate"))
+        sharded.reduce(self.span(action, "reduce"), user=(action.stage, action.unit), last=last)
+        if last and self.executor.sums.over_replicas:
+            self.executor.sums.start(sharded, self.span(action, "replicate"))
 
     def norm_barrier(self, action: Action) -> None:
-        """Every gradient is complete: wait for what is travelling, then take the norm over all ranks."""
+        """Wait until every gradient is complete, then compute the norm over all ranks."""
         with self.recorder.span(action.label, "compute"):
-            for units in self.on.stages.values():
+            for units in self.rank_model.stages.values():
                 for unit in units:
-                    unit.sharded.finish()
-            if self.on._replicas is not None:
-                self.on._replicas.finish()
-            if self.on._tied is not None:
-                self.on._tied.sum()
-            if self.on._copies is not None:
-                self.on._copies.sum()
+                    unit.sharded.finish_reductions()
+            self.executor.sums.finish()
             self.closing.get("norm_barrier", _nothing)()
 
     def optim(self, action: Action) -> None:
@@ -410,23 +392,23 @@ def _gradient_of(x: Tensor) -> Tensor:
     return x.grad
 
 
-def _aside(recorder: Recorder, name: str, lane: str) -> AbstractContextManager[None] | None:
-    """The span of a collective or of a copy to or from host memory, in steps whose communication is recorded."""
+def _communication_span(recorder: Recorder, name: str, lane: str) -> Span | None:
+    """Span of a collective or of a copy to or from host memory, in steps whose communication is recorded."""
     return recorder.concurrent_span(name, lane) if recorder.detail else None
 
 
-# Not the play's own: held by itself it would keep its step's tensors until Python collects garbage, many steps later.
-_DO: dict[Op, Callable[[_Play, Action], None]] = {
-    "forward": _Play.forward,
-    "forward_only": _Play.forward,
-    "backward": _Play.backward,
-    "backward_input": _Play.backward_input,
-    "backward_weight": _Play.backward_weight,
-    "send": _Play.send,
-    "recv": _Play.receive,
-    "unshard": _Play.unshard,
-    "reshard": _Play.reshard,
-    "reduce_grad": _Play.reduce,
-    "norm_barrier": _Play.norm_barrier,
-    "optim": _Play.optim,
+# Not an attribute of the step: a step that referred to itself would keep its tensors until Python collects garbage, many steps later.
+_RUN: dict[Op, Callable[[_Step, Action], None]] = {
+    "forward": _Step.forward,
+    "forward_only": _Step.forward,
+    "backward": _Step.backward,
+    "backward_input": _Step.backward_input,
+    "backward_weight": _Step.backward_weight,
+    "send": _Step.send,
+    "recv": _Step.receive,
+    "unshard": _Step.unshard,
+    "reshard": _Step.reshard,
+    "reduce_grad": _Step.reduce,
+    "norm_barrier": _Step.norm_barrier,
+    "optim": _Step.optim,
 }

@@ -19,8 +19,7 @@ from meshwright.kernels.fp8_products import E4M3, inverse, scale_of
 from meshwright.kernels.gated import miscompiled
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
-from meshwright.parallel.fsdp import ShardedUnit
-from meshwright.parallel.joint import JointUnit
+from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.plan import Plan
@@ -66,13 +65,14 @@ def _refuse_other_devices(device: torch.device) -> None:
 class WeightScales:
     """The scales of one rank's fp8 weights, kept on the device."""
 
-    def __init__(self, units: Iterable[ShardedUnit | JointUnit], mesh: DeviceMesh, device: torch.device) -> None:
-        weights = [weight for unit in units for weight in unit.linears() if weight.linear.scaling == "tensorwise"]
-        self._shards = [weight.shard for weight in weights]
+    def __init__(self, units: Iterable[ShardedUnit], mesh: DeviceMesh, device: torch.device) -> None:
+        linear_weights = (weight for unit in units for weight in unit.linear_weights)
+        weights = [weight for weight in linear_weights if weight.linear and weight.linear.scaling == "tensorwise"]
+        self._shards = [weight.flat_shard for weight in weights]
         self._scales = torch.ones(2, len(weights), SLOT, device=device)
         self._group = mesh.get_group() if mesh.size() > 1 else None
         for number, weight in enumerate(weights):
-            weight.gather_low(self._scales[0, number, 0], self._scales[1, number, 0])
+            weight.gather_in_fp8(self._scales[0, number, 0], self._scales[1, number, 0])
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -179,9 +179,9 @@ def gathered_gradients(
     """Gradients of x and of the weights, of gathered products' output gradients."""
     if peers := peers_of(group):
         return async_tensor.gathered_gradients(peers, x, weights, grads)
-    tokens = _gather(x, group, ranks, concurrent_span=True)
+    tokens = _gather(x, group, ranks, asynchronous=True)
     x_grad = _scatter(
-        sum_of_products(grads, weights), group, ranks, concurrent_span=True
+        sum_of_products(grads, weights), group, ranks, asynchronous=True
     )  # the products beside the gather
     whole = tokens.wait()
     weight_grads = [weight_gradient(grad, whole) for grad in grads]  # and these beside the scatter
@@ -201,7 +201,7 @@ def gathered_input_gradient(
     """The gradient of x, and the gathered tokens that the weights' will need."""
     if peers := peers_of(group):
         return async_tensor.gathered_input_gradient(peers, x, weights, grads)
-    tokens = _gather(x, group, ranks, concurrent_span=True)
+    tokens = _gather(x, group, ranks, asynchronous=True)
     x_grad = _scatter(sum_of_products(grads, weights), group, ranks)
     return x_grad.wait(), tokens.wait()
 
@@ -259,17 +259,17 @@ class _Moving(NamedTuple):
         return ranked.transpose(0, 1).flatten(1, 2)
 
 
-def _gather(x: Tensor, group: str, ranks: int, *, concurrent_span: bool = False) -> _Moving:
-    """Begin to gather, `concurrent_span` beside what compute does until the result is waited for."""
+def _gather(x: Tensor, group: str, ranks: int, *, asynchronous: bool = False) -> _Moving:
+    """Begin to gather, `asynchronous` beside what compute does until the result is waited for."""
     x = x.contiguous()
     buffer = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    return _Moving(buffer, ranks, ALL_GATHER(buffer, x, group=group_called(group), async_op=concurrent_span))
+    return _Moving(buffer, ranks, ALL_GATHER(buffer, x, group=group_called(group), async_op=asynchronous))
 
 
-def _scatter(x: Tensor, group: str, ranks: int, *, concurrent_span: bool = False) -> _Moving:
+def _scatter(x: Tensor, group: str, ranks: int, *, asynchronous: bool = False) -> _Moving:
     parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()  # (ranks, batch, seq / ranks, …)
     buffer = parts.new_empty(parts.shape[1:])
-    work = REDUCE_SCATTER(buffer, parts.flatten(0, 1), group=group_called(group), async_op=concurrent_span)
+    work = REDUCE_SCATTER(buffer, parts.flatten(0, 1), group=group_called(group), async_op=asynchronous)
     return _Moving(buffer, 1, work)
 
 

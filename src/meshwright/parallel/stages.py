@@ -5,42 +5,81 @@ A unit is what is gathered, run and reduced together: the embedding, one block, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import Routed
+from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.experts import SpreadExperts
-from meshwright.parallel.fsdp import LoneUnit, ShardedUnit
-from meshwright.parallel.joint import JointUnit
+from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.routing import Routing
+from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.layout import Division, gradients_final_in_backward, local_shape
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import elements_kept
 
 Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
-Sharded = ShardedUnit | JointUnit
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit of a stage: how to run it, and where its parameters live.
+    """One unit of a stage: a function that runs it, and its parameters.
 
-    `run` takes the unit's input `(batch, seq, hidden)` (None for the embedding) and gives its output, or the summed loss; a
-    block with experts also says what its router did. `layer` is a block's number in the model. `keeps` is how many elements of one token
-    its forward leaves for its backward, by the memory account, and `offloads` whether those wait in host memory (`parallel.offload`).
+    `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the summed loss; a block with experts
+    returns its router's choices too. `layer` is a block's number in the model. `kept_elements` is the number of elements per token that its
+    forward saves for its backward, by the memory account, and `offloads` whether they are offloaded to host memory (`parallel.offload`).
     """
 
     run: Run
-    sharded: Sharded
+    sharded: ShardedUnit
     layer: int | None = None
-    keeps: float = 0.0
+    kept_elements: float = 0.0
     offloads: bool = False
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """The part of the model that one pipeline rank runs.
+
+    `stages` maps the rank's virtual stages to their units. Between units a rank has one of `tensor_ranks` parts of the sequence. With
+    `context` the sequence is split over context ranks. `routing` sums what the routers of a mixture of experts did.
+    """
+
+    model: Decoder
+    stages: Mapping[int, Sequence[Unit]]
+    pipeline_rank: int
+    dtype: torch.dtype
+    device: torch.device
+    tensor_ranks: int = 1
+    context: SplitSequences | None = None
+    routing: Routing | None = None
+
+    def local_batch(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's part of a micro-batch of whole sequences."""
+        return batch if self.context is None else self.context.part_of(batch)
+
+    def shared_inputs(self, batch: MicroBatch) -> SharedInputs:
+        """Rotary tables and mask of a local micro-batch, which all blocks read."""
+        if self.context is None:
+            return self.model.shared(batch.tokens, batch.positions, batch.documents, self.dtype)
+        return self.context.shared(batch, self.dtype)
+
+    def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Shape of the activation or gradient that stages exchange for a local micro-batch."""
+        sequences, seq = batch.tokens.shape
+        return sequences, seq // self.tensor_ranks, self.model.spec.hidden
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """The logits of whole sequences from this rank's part. Collective over context ranks."""
+        return logits if self.context is None else self.context.joined(logits)
 
 
 def keep_only(model: Decoder, held: Iterable[str]) -> None:
@@ -72,36 +111,37 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     # Collective over all ranks, so also on those whose layers are all dense.
     spread = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
     blocks = {name: _block_unit(block, model.spec, plan, mesh.shards, spread) for name, block in model.layers.items()}
-    keeps, away = elements_kept(model.spec, plan), plan.strategies(model.spec.layers)
-    rows = []
+    kept, strategies = elements_kept(model.spec, plan), plan.strategies(model.spec.layers)
+    units_by_stage = []
     for stage in stages:
-        row = [
+        units = [
             Unit(
                 _block_run(model.layers[str(layer)]),
                 blocks[str(layer)],
                 layer,
-                keeps[layer],
-                away[layer].activations_offloaded,
+                kept[layer],
+                strategies[layer].activations_offloaded,
             )
             for layer in stage
         ]
         if stage.start == 0:
-            row.insert(0, Unit(_embed_run(model), ends["embed"]))
+            units.insert(0, Unit(_embed_run(model), ends["embed"]))
         if stage.stop == model.spec.layers:
-            row.append(Unit(_head_run(model), ends["head"]))
-        rows.append(row)
-    return rows
+            units.append(Unit(_head_run(model), ends["head"]))
+        units_by_stage.append(units)
+    return units_by_stage
 
 
 def _block_unit(
     block: nn.Module, spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None
-) -> ShardedUnit | JointUnit:
+) -> ShardedUnit:
     """A block's unit; experts that are spread over ranks are sharded by themselves, over those that hold the same ones."""
     spread = [module for module in block.modules() if isinstance(module, SpreadExperts)]
     if not spread or expert_shards is None:
         return _unit([block], spec, plan, shards)
-    # What is inside first: the unit around it then leaves it alone.
-    return JointUnit([_unit(spread, spec, plan, expert_shards), _unit([block], spec, plan, shards)])
+    # The inner modules first: the group around them then leaves them out.
+    groups = [_group(spread, plan, expert_shards), _group([block], plan, shards)]
+    return ShardedUnit(groups, final=gradients_final_in_backward(spec, plan))
 
 
 def _ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit]:
@@ -109,17 +149,20 @@ def _ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit
     front = [module for module in (model.embed, model.positions) if module is not None]
     back = [module for module in (model.norm, model.head) if module is not None]
     if front and back and model.spec.tied:
-        both = _unit([*front, *back], model.spec, plan, mesh, places=2 if _has_front(model) else 1)
+        both = _unit([*front, *back], model.spec, plan, mesh, uses=2 if _has_front(model) else 1)
         return {"embed": both, "head": both}
     return {
         name: _unit(modules, model.spec, plan, mesh) for name, modules in (("embed", front), ("head", back)) if modules
     }
 
 
-def _unit(modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, mesh: DeviceMesh, places: int = 1) -> ShardedUnit:
-    if mesh.size() > 1:
-        return ShardedUnit(modules, mesh, plan.precision, places)
-    return LoneUnit(modules, mesh, plan.precision, places, final=gradients_final_in_backward(spec, plan))
+def _unit(modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, mesh: DeviceMesh, uses: int = 1) -> ShardedUnit:
+    return ShardedUnit([_group(modules, plan, mesh)], uses=uses, final=gradients_final_in_backward(spec, plan))
+
+
+def _group(modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh) -> ParameterGroup:
+    group_class = ParameterGroup if mesh.size() > 1 else UnsharedParameterGroup
+    return group_class(modules, mesh, plan.precision)
 
 
 def _has_front(model: Decoder) -> bool:

@@ -1,1 +1,1 @@
-"""The training loop: one rank's work from joining the job to leaving it."""
+"""Training on one rank, from joining the job to leaving it."""

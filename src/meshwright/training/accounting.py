@@ -1,7 +1,7 @@
-"""What a run says of its own plan: measured step time and memory beside the predicted ones, once behind the warm-up and again at its end.
-A run whose step time is not predicted has nothing to compare early, and says its figures at its end alone.
+"""Comparison of measured and predicted step time and memory, once after warm-up and again at the end of a run.
 
-Everything comes from step lines that were written already; ranks exchange two short tensors between their processors, twice a run.
+A run without a predicted step time reports only at its end. The figures come from step lines that are already written;
+ranks exchange two short CPU tensors, twice a run.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch.distributed as dist
 
 from meshwright.events.span import PHASES
 from meshwright.observe.prediction_account import (
-    ENOUGH,
-    FEWEST,
-    KEPT,
+    COMPARED_STEPS,
+    FEWEST_STEPS,
+    KEPT_STEPS,
     WARM_UP,
     Account,
-    Typical,
-    account,
-    lines,
-    typical,
+    TypicalStep,
+    account_lines,
+    compare_with_prediction,
+    typical_step,
 )
 from meshwright.parallel.world import World
 from meshwright.training.reporting import Reporter
@@ -35,48 +35,50 @@ Summary = Mapping[str, Any]
 
 
 class Accounting:
-    """Passes step lines on to the reporter and keeps the newest of this start, on every rank."""
+    """Passes step lines to the reporter and keeps the newest of this start, on every rank."""
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
         self._session, self._reporter = session, reporter
         self._cold = session.step + WARM_UP
-        self._enough = self._cold + ENOUGH
-        self._steps: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._enough = self._cold + COMPARED_STEPS
+        self._steps: deque[dict[str, Any]] = deque(maxlen=KEPT_STEPS)
         self.waiting = DataWait(self._cold)
 
     def step(self, record: dict[str, Any]) -> None:
-        """A finished step's line. The reporter comes last: when it fails on one rank, all ranks still count the same steps."""
+        """Process a finished step's line.
+        The reporter is last: if it fails on one rank, all ranks have still counted the same steps."""
         self.waiting.step(record)
         if record["step"] > self._cold:
             self._steps.append(record)
         self._reporter.step(record)
 
     def end_step(self, step: int, timeline: Summary | None) -> None:
-        """Step `step` was launched; says once how the first steps behind the warm-up compare. Collective at that step."""
-        said = self._session.plan.predicted
-        if said is None or said.step_seconds is None:
+        """Step `step` was launched. Reports the comparison once, after the first steps behind the warm-up. Collective then."""
+        predicted = self._session.plan.predicted
+        if predicted is None or predicted.step_seconds is None:
             return
         if step == self._enough + 1:  # the device is a step behind
-            self._tell([record for record in self._steps if record["step"] <= self._enough], timeline)
+            self._compare([record for record in self._steps if record["step"] <= self._enough], timeline)
 
     def close(self, timeline: Summary | None) -> Account | None:
-        """Every step was read: how all of them compare, or None after too few. Collective."""
-        return self._tell(list(self._steps), timeline)
+        """Report the comparison over all steps; None if there were too few. Collective, after every step was read."""
+        return self._compare(list(self._steps), timeline)
 
-    def _tell(self, records: list[dict[str, Any]], timeline: Summary | None) -> Account | None:
-        predicted, found = self._session.plan.predicted, typical(records)
-        if predicted is None or found is None or len(records) < FEWEST:
+    def _compare(self, records: list[dict[str, Any]], timeline: Summary | None) -> Account | None:
+        predicted, measured = self._session.plan.predicted, typical_step(records)
+        if predicted is None or measured is None or len(records) < FEWEST_STEPS:
             return None
-        found = over_ranks(found, self._session.world)
+        measured = over_ranks(measured, self._session.world)
         if timeline is not None and timeline["steps"][0] <= self._cold:
             timeline = None
-        told = account(predicted, found, timeline)
-        self._reporter.account(self._session.step, told, lines(told, str(self._session.folder)))
-        return told
+        comparison = compare_with_prediction(predicted, measured, timeline)
+        lines = account_lines(comparison, str(self._session.folder))
+        self._reporter.account(self._session.step, comparison, lines)
+        return comparison
 
 
-def over_ranks(mine: Typical, world: World) -> Typical:
-    """`mine` with phases as means over all ranks and memory as the fullest rank's, over the control group; collective."""
+def over_ranks(mine: TypicalStep, world: World) -> TypicalStep:
+    """`mine` with the mean phases of all ranks and the memory of the fullest rank, over the control group; collective."""
     means = torch.tensor([bool(mine.phases), *(mine.phases.get(name, 0.0) for name in PHASES)], dtype=torch.float64)
     most = torch.tensor([mine.memory_bytes])
     dist.all_reduce(means, group=world.control)

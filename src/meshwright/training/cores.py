@@ -1,7 +1,7 @@
-"""Which processor cores a rank keeps to: those near its device, shared out among the ranks whose devices are as near.
+"""Processor cores of a rank: those near its device, divided among the ranks with the same near cores.
 
-On a host with several memory nodes a process that the system moves to another node reaches its GPU, and the pinned memory it copies
-from, over the link between the processors.
+On a host with several NUMA nodes a process that the system moves to another node reaches its GPU and its pinned memory
+over the link between the processors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SYSFS = Path("/sys")
 
 
 def keep_to_own_cores(world: World) -> None:
-    """Bind this process, all its threads, to its rank's share of the cores that it may run on."""
+    """Bind all threads of this process to its rank's share of the cores that it may use."""
     environment = world.environment
     addresses = [
         _pci_address(number) if world.device.type == "cuda" else None for number in range(environment.local_ranks)
@@ -36,10 +36,11 @@ def keep_to_own_cores(world: World) -> None:
 
 
 def own_cores(local_rank: int, addresses: Sequence[str | None], allowed: set[int], sysfs: Path = SYSFS) -> set[int]:
-    """The cores of a host's rank `local_rank`, of those `allowed`.
+    """The cores of local rank `local_rank`, from those `allowed`.
 
-    `addresses` has every rank's device on the PCI bus (`0000:1b:00.0`; None: a rank on the processor itself). Ranks with the same near
-    cores get equal parts of them, and threads of one physical core stay together. With fewer cores than ranks nothing is divided.
+    `addresses` has every rank's device on the PCI bus (`0000:1b:00.0`; None: a CPU rank). Ranks with the same near
+    cores get equal parts of them, and threads of one physical core stay together. With fewer cores than ranks nothing
+    is divided.
     """
     near = [_near(address, allowed, sysfs) for address in addresses]
     beside = [rank for rank, cores in enumerate(near) if cores == near[local_rank]]
@@ -59,7 +60,7 @@ def _pci_address(number: int) -> str:
 
 
 def _near(address: str | None, allowed: set[int], sysfs: Path) -> set[int]:
-    """Those of `allowed` that the system calls local to a device; all of them where it says nothing, or names none of them."""
+    """The `allowed` cores that are local to a device; all of them if the system reports none."""
     return (address and allowed & set(_listed(sysfs / "bus/pci/devices" / address / "local_cpulist"))) or allowed
 
 
@@ -68,7 +69,7 @@ def _siblings(core: int, sysfs: Path) -> Iterable[int]:
 
 
 def _listed(file: Path) -> list[int]:
-    """The numbers of a list such as `0-15,32-47`; none when there is no such file."""
+    """The numbers of a list such as `0-15,32-47`; empty if the file does not exist."""
     try:
         parts = file.read_text(encoding="ascii").strip().split(",")
     except OSError:

@@ -1,4 +1,4 @@
-"""Loss on held-out text: the same tokens every time, whatever the number of ranks."""
+"""Loss on held-out text, over the same tokens for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshwright.spec.plan import CONTEXT_AXES
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per token over `tokens` tokens, and what follows from it."""
+    """Mean loss in nats per token over `tokens` tokens, and figures derived from it."""
 
     loss: float
     tokens: int
     bits_per_byte: float | None
     by_source: dict[str, float] = field(default_factory=dict)
-    """Of a mixture, mean loss in nats per token of each source's tokens; `loss` is their mean by tokens."""
+    """For a mixture, mean loss in nats per token of each source; `loss` is their mean weighted by tokens."""
 
     @property
     def perplexity(self) -> float:
@@ -34,14 +34,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What one evaluation reads: the first `samples` samples of a source."""
+    """The data of an evaluation: the first `samples` samples of a source."""
 
     source: DataSource
     samples: int
 
     @classmethod
     def of(cls, source: DataSource, wanted: int) -> HeldOut:
-        """`wanted` samples, or all when the source has fewer."""
+        """`wanted` samples, or all if the source has fewer."""
         return cls(source, min(wanted, source.windows))
 
     def indices_by_source(self) -> dict[str, np.ndarray]:
@@ -71,7 +71,7 @@ def evaluate(engine: Engine, held_out: HeldOut, *, mesh: Mesh, micro_batch: int,
 
 @torch.no_grad()
 def evaluate_plain(model: Decoder, held_out: HeldOut, *, micro_batch: int, device: torch.device) -> Evaluation:
-    """The same for a whole model on one device."""
+    """`evaluate` for a whole model on one device."""
 
     def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
         return torch.stack([plain_loss(model, batch).double() for batch in batches]).sum()
@@ -95,13 +95,14 @@ def _sums(
 ) -> torch.Tensor:
     """[summed loss, valid tokens] of one data rank's part of each source's samples, float64 `(sources, 2)`.
 
-    All ranks run every pass, as it is collective. Sources share no pass, so a mixture takes at most one pass more for each source.
+    All ranks run every pass, as it is collective. Sources share no pass, so a mixture needs at most one additional pass
+    per source.
     """
-    rows = []
+    by_source = []
     for indices in held_out.indices_by_source().values():
         sums, share = torch.zeros(2, dtype=torch.float64, device=device), at_once * micro_batch
         loader = Loader(
-            _Part(held_out.source, indices),
+            _SourceSamples(held_out.source, indices),
             global_batch=ranks * share,
             data_rank=rank,
             data_ranks=ranks,
@@ -114,12 +115,12 @@ def _sums(
                 left = len(indices) - first - rank * share
                 valid = [_valid(batch, left - number * micro_batch) for number, batch in enumerate(batches)]
                 sums += torch.stack([measure(batches), torch.stack(valid).sum()])
-        rows.append(sums)
-    return torch.stack(rows)
+        by_source.append(sums)
+    return torch.stack(by_source)
 
 
-class _Part:
-    """The samples of `source` with the global indices `indices`; behind the last comes the first again."""
+class _SourceSamples:
+    """The samples of `source` with the global indices `indices`, repeated after the last one."""
 
     def __init__(self, source: DataSource, indices: np.ndarray) -> None:
         self.document_mask = source.document_mask
@@ -135,18 +136,18 @@ class _Part:
         return self._indices[np.asarray(indices) % len(self._indices)]
 
 
-def _valid(batch: MicroBatch, rows: int) -> torch.Tensor:
-    """The batch's valid tokens, float64, after what lies past its first `rows` rows was taken out."""
+def _valid(batch: MicroBatch, samples: int) -> torch.Tensor:
+    """Number of valid tokens in the first `samples` samples of the batch, float64; masks the targets of the others."""
     assert batch.targets is not None, "a loader's batches have targets"
-    batch.targets[max(rows, 0) :] = -1
+    batch.targets[max(samples, 0) :] = -1
     return (batch.targets >= 0).sum().double()
 
 
 def _evaluation(held_out: HeldOut, sums: torch.Tensor) -> Evaluation:
-    """The figures that follow from [summed loss, valid tokens] by source."""
-    rows = dict(zip(held_out.indices_by_source(), sums.tolist(), strict=True))
-    by_source = {name: loss / tokens for name, (loss, tokens) in rows.items() if tokens}
-    loss, tokens = (sum(column) for column in zip(*rows.values(), strict=True))
+    """The Evaluation for [summed loss, valid tokens] by source."""
+    sums_by_source = dict(zip(held_out.indices_by_source(), sums.tolist(), strict=True))
+    by_source = {name: loss / tokens for name, (loss, tokens) in sums_by_source.items() if tokens}
+    loss, tokens = (sum(column) for column in zip(*sums_by_source.values(), strict=True))
     mean, per_byte = loss / tokens, held_out.source.bytes_per_token
     bits = mean / math.log(2) / per_byte if per_byte else None
     return Evaluation(mean, int(tokens), bits, by_source if len(by_source) > 1 else {})

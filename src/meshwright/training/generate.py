@@ -1,4 +1,4 @@
-"""Sampling text from a model, by running it on all tokens so far for each new one: on one device, or under a plan."""
+"""Text generation on one device or under a plan; each new token runs the model on all tokens so far."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshwright.parallel.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a text goes on: by at most `tokens` tokens, ending early at token `stop`.
+    """Sampling parameters: at most `tokens` new tokens, ending early at token `stop`.
 
-    temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. The draws are a function of `seed`
-    alone, and the same for every prompt.
+    temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. The draws are a
+    function of `seed` alone, and the same for every prompt.
     """
 
     tokens: int
@@ -33,7 +33,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(model: Decoder, prompt: Sequence[int], how: Sampling) -> Iterator[int]:
-    """The new token ids after a prompt, each when it is drawn, by a whole model on one device."""
+    """Yields the new token ids after a prompt, by a whole model on one device."""
     device = next(model.parameters()).device
     text = _Text(prompt, how, model.spec.max_seq_len)
     while not text.ended:
@@ -44,12 +44,12 @@ def generate(model: Decoder, prompt: Sequence[int], how: Sampling) -> Iterator[i
 
 
 def generate_under_plan(
-    engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[int]], how: Sampling, *, told: Callable[[int], None]
+    engine: Engine, mesh: Mesh, prompts: Sequence[Sequence[int]], how: Sampling, *, progress: Callable[[int], None]
 ) -> list[list[int]]:
-    """The new token ids after each prompt by a model that is spread over ranks; every rank returns all of them. Collective.
+    """The new token ids after each prompt, by a model distributed over ranks; every rank returns all of them. Collective.
 
-    Each prompt is a micro-batch of its own, so several fill a pipeline. The data ranks all run the same ones: they share the weights'
-    memory, not the work. `told` hears how many tokens the longest text has been given.
+    Each prompt is a micro-batch, so several fill a pipeline. All data ranks run the same prompts: they share the
+    weights' memory, not the work. `progress` receives the number of tokens of the longest text.
     """
     schedule_for = cache(engine.evaluating)
     parts = mesh.axis_size("tensor") * mesh.axis_size("context_ulysses") * mesh.axis_size("context_ring")
@@ -58,7 +58,7 @@ def generate_under_plan(
 
     def next_tokens(texts: Sequence[_Text]) -> list[int]:
         windows = [text.window for text in texts]
-        batches = [_without_targets(_filled(window, parts), mesh.device) for window in windows]
+        batches = [_without_targets(_padded(window, parts), mesh.device) for window in windows]
         logits = engine.executor.logits(schedule_for(len(texts)), batches, NullRecorder())
         chosen = torch.zeros(len(texts), dtype=torch.int64)
         for number, text in enumerate(texts):
@@ -69,15 +69,15 @@ def generate_under_plan(
 
     longest = engine.model.spec.max_seq_len
     texts = [_Text(prompt, how, longest - longest % parts) for prompt in prompts]
-    while going_on := [text for text in texts if not text.ended]:
-        for text, token in zip(going_on, next_tokens(going_on), strict=True):
+    while unfinished := [text for text in texts if not text.ended]:
+        for text, token in zip(unfinished, next_tokens(unfinished), strict=True):
             text.add(token)
-        told(max(len(text.new) for text in texts))
+        progress(max(len(text.new) for text in texts))
     return [text.new for text in texts]
 
 
 class _Text:
-    """One prompt and what was added to it."""
+    """A prompt and its new tokens."""
 
     def __init__(self, prompt: Sequence[int], how: Sampling, longest: int) -> None:
         self._prompt, self._how, self._longest = list(prompt), how, longest
@@ -87,11 +87,11 @@ class _Text:
 
     @property
     def window(self) -> list[int]:
-        """The tokens the model sees: the last ones that fit its positions."""
+        """The tokens the model reads: the last ones that fit its positions."""
         return [*self._prompt, *self.new][-self._longest :]
 
     def draw(self, logits: torch.Tensor) -> int:
-        """The next token by the logits `(vocab)` behind the last one."""
+        """The next token, by the logits `(vocab)` after the last one."""
         logits, how = logits.float().cpu(), self._how
         if how.temperature == 0:
             return int(logits.argmax())
@@ -106,8 +106,8 @@ class _Text:
         self.ended = stopped or len(self.new) == self._how.tokens
 
 
-def _filled(tokens: Sequence[int], multiple: int) -> list[int]:
-    """`tokens` and, behind them, as many more as make a multiple: causal attention does not look at them."""
+def _padded(tokens: Sequence[int], multiple: int) -> list[int]:
+    """`tokens`, padded to a multiple; causal attention does not read the padding."""
     return [*tokens, *[0] * (-len(tokens) % multiple)]
 
 

@@ -1,4 +1,4 @@
-"""Agreeing on the assignment when a launcher started the ranks: rank 0 writes it, the others read it from the store."""
+"""Distribution of the assignment to ranks that a launcher started: rank 0 writes it, the others receive it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from meshwright.spec.run import Assignment
 
 
 def agreed_assignment(world: World, prepare: Callable[[], Assignment | None]) -> Assignment | None:
-    """Rank 0's assignment, on every rank; None where it has none, as there is nothing to do; collective.
+    """Rank 0's assignment on every rank; None if the run is finished; collective.
 
-    What `prepare` raises on rank 0, whatever it is, is raised there, and an error with the same exit code on the others, so that no rank
-    is left waiting.
+    An exception of `prepare` on rank 0 is raised there, and an error with the same exit code on the others, so that no
+    rank keeps waiting.
     """
     if not world.leads:
         answer = json.loads(_broadcast(world, ""))

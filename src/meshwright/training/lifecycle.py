@@ -1,8 +1,8 @@
-"""One rank from its first line to its exit code.
+"""Life cycle of a rank's process, from its first line to its exit code.
 
-`RankLife.run` runs a rank's work and ends its process: it turns whatever the work raises into one exit code and one message (by the table
-in `spec.failures`), tells the launcher, runs the cleanups in bounded time, and exits. A cleanup that fails or hangs changes neither the
-code nor the message.
+`RankLife.run` runs a rank's work and ends its process: it converts any exception to one exit code and one message (by
+the table in `spec.failures`), informs the launcher, runs the cleanups in bounded time, and exits. A cleanup that fails
+or hangs changes neither code nor message.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from meshwright.training.stop import StopRequest
 log = logging.getLogger("meshwright")
 
 FINISH_SECONDS = 8.0
-"""How long the cleanups of a rank that failed may take together; policies.job_end.GRACE_SECONDS is longer."""
+"""Seconds for all cleanups of a rank that failed; policies.job_end.GRACE_SECONDS is longer."""
 DONE_SECONDS = 120.0
-"""The same after the rank's work is done."""
+"""Seconds for all cleanups after the rank's work is done."""
 
 
 class RankLife:
-    """The life of this process as one rank. Make it first: logging, signals and the launcher's messages are handled from then on."""
+    """This process as a rank. Create it first: it handles logging, signals and the launcher's messages."""
 
     def __init__(self, environment: RankEnvironment, stop: StopRequest | None = None) -> None:
-        """`stop` is set by stop signals; by default it ends training after the running step."""
+        """`stop` is set by stop signals; by default it ends training after the current step."""
         end_with_parent()
         self.environment = environment
         self.channel = Channel.from_environment()
@@ -56,14 +56,14 @@ class RankLife:
             threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def wait_for_assignment(self) -> Path:
-        """Return the assignment file that the launcher names. Ends the process with code 0 when the pipe closes without one."""
+        """The assignment file that the launcher names. Exits with code 0 if the pipe closes without one."""
         file = self._begin.get() if self.channel.connected else None
         if file is None:
             os._exit(EXIT_DONE)
         return file
 
     def log_to(self, folder: Path) -> None:
-        """From here on, log to the run's folder; what was logged before is written there first."""
+        """Log to the run's folder from now on; earlier records are written there first."""
         file = folder / "logs" / f"rank-{self.environment.rank:05d}.log"
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(file, encoding="utf-8")
@@ -74,14 +74,14 @@ class RankLife:
         self.log_file = file
 
     def add_cleanup(self, action: Callable[[], object]) -> None:
-        """Run `action` when the rank ends, however it ends; the last one given runs first.
+        """Run `action` when the rank ends, for whatever reason; the last one added runs first.
 
-        When another rank failed, it may run while this rank's main thread still waits in a collective.
+        After a failure of another rank it may run while this rank's main thread still waits in a collective.
         """
         self._cleanups.append(action)
 
     def run(self, work: Callable[[], object]) -> NoReturn:
-        """Do the rank's work and end the process."""
+        """Run the rank's work and end the process."""
         try:
             work()
         except BaseException as error:
@@ -89,7 +89,7 @@ class RankLife:
         self.end(None)
 
     def end(self, error: BaseException | None) -> NoReturn:
-        """End the process; `error` is None when its work is done. If another thread is ending it already, wait for that."""
+        """End the process; `error` is None after finished work. If another thread is ending it already, wait for that."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
         code = EXIT_INTERNAL
@@ -106,7 +106,7 @@ class RankLife:
         end_process(code)
 
     def _report(self, error: BaseException, failure: MeshwrightError) -> None:
-        """Tell the launcher before anything else can go wrong, then log the failure with its traceback."""
+        """Send the failure to the launcher first, then log it with its traceback."""
         self.channel.send(Failure(failure.exit_code, str(failure), str(self.log_file or "")))
         trace = "".join(traceback.format_exception(error))
         log.error("rank %d: %s", self.environment.rank, failure)
@@ -115,13 +115,14 @@ class RankLife:
             write_line(trace.rstrip())
 
     def _prints(self, failure: MeshwrightError) -> bool:
-        """Whether this rank prints the message: not where our launcher does; and of lost peers, once the job is joined, only rank 0."""
+        """Whether this rank prints the message.
+        The launcher prints for its own ranks. Of lost peers, once the job is joined, only rank 0 prints."""
         if self.channel.connected:
             return False
         return self.environment.rank == 0 or failure.exit_code != EXIT_COMMUNICATION or self.log_file is None
 
     def _clean_up(self, failure: MeshwrightError | None) -> None:
-        """Run the cleanups in a thread, so that one that hangs is left behind."""
+        """Run the cleanups in a thread, so that a hanging one is abandoned."""
 
         def run() -> None:
             while self._cleanups:
@@ -139,13 +140,13 @@ class RankLife:
             log.warning("cleaning up took more than %.0f s and was given up", limit)
 
     def _listen(self) -> None:
-        """Obey the launcher: begin with an assignment, end when another rank failed."""
-        rest = b""
+        """Follow the launcher's messages: begin with an assignment, end when another rank failed."""
+        incomplete = b""
         try:
             while data := os.read(
                 0, 1 << 16
             ):  # not through sys.stdin, whose lock an interpreter that exits would wait for
-                *lines, rest = (rest + data).split(b"\n")
+                *lines, incomplete = (incomplete + data).split(b"\n")
                 for message in map(decode, lines):
                     if isinstance(message, Begin):
                         self._begin.put(Path(message.assignment))
@@ -156,7 +157,7 @@ class RankLife:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to end this process when its launcher dies, so that no rank keeps a device for nobody."""
+    """Ask the kernel to kill this process when its launcher dies, so that no rank keeps a device in use."""
     parent = os.environ.get("MESHWRIGHT_PARENT")
     if parent is None or sys.platform != "linux":
         return
@@ -167,7 +168,7 @@ def end_with_parent() -> None:
 
 
 def _log_through(handler: logging.Handler, first: bool) -> None:
-    """Send every record of meshwright to `handler`, and the first rank's warnings to the terminal too."""
+    """Send every record of meshwright to `handler`, and warnings of the first rank also to the terminal."""
     log.handlers[:] = [handler, _Warnings()] if first else [handler]
     log.setLevel(logging.DEBUG)
     log.propagate = False
@@ -182,7 +183,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _Warnings(logging.Handler):
-    """Prints warnings on the stderr of the moment."""
+    """Prints warnings on the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:
@@ -190,7 +191,7 @@ class _Warnings(logging.Handler):
 
 
 def end_process(code: int) -> NoReturn:
-    """Leave at once: a rank whose peers are gone must not wait for them in the communicators' destructors."""
+    """Exit at once: communicator destructors of a rank with lost peers must not wait for them."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, gone, or None
             stream.flush()

@@ -1,4 +1,4 @@
-"""The training loop: steps, validations and checkpoints in order, until done or asked to stop."""
+"""The training loop: steps, validations and checkpoints in order, until the last step or a request to stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("meshwright")
 
 @dataclass(frozen=True)
 class Trained:
-    """How a run ended: its last validation, and its figures beside the predicted ones; None where there is nothing to say."""
+    """Result of a run: its last validation and the comparison with the prediction; None if there is none."""
 
     validation: Evaluation | None
     account: Account | None
@@ -51,7 +51,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     saver = Saver.open(session, reporter)
 
     def flag() -> int:
-        """What this rank asks of all ranks at the end of the running step."""
+        """This rank's flag for all ranks at the end of the current step."""
         return (FAILED if reporter.failure else stop.flag) + saver.flag()
 
     _note_new_length(session, reporter)
@@ -91,16 +91,16 @@ def _account(
     accounting: Accounting,
     timelines: StepTimelines,
 ) -> Account | None:
-    """Report what was summed up over the run, and how its figures compare with the predicted ones. Collective."""
-    for each in sums:
-        line = each.line(session.world.control) if each is not None else None
+    """Report the sums over the run and the comparison with the prediction. Collective."""
+    for total in sums:
+        line = total.line(session.world.control) if total is not None else None
         if line is not None:
             reporter.event(session.step, line)
     return accounting.close(timelines.summary)
 
 
 def _note_new_length(session: Session, reporter: Reporter) -> None:
-    """Say what it does to the learning rate that `train.steps` was raised since the checkpoint that the run continues from."""
+    """Report the effect on the learning rate of a `train.steps` raised since the checkpoint."""
     train, before = session.run.train, session.steps_before
     if before is None or before == train.steps:
         return
@@ -113,7 +113,7 @@ def _note_new_length(session: Session, reporter: Reporter) -> None:
 
 
 def _due(every: int, step: int) -> bool:
-    """Whether what is done every so many steps (0: never) is due after `step`."""
+    """Whether an action every `every` steps (0: never) is due after `step`."""
     return every > 0 and step % every == 0
 
 
@@ -135,10 +135,10 @@ def _loader(session: Session) -> Iterator[Loader]:
 
 @contextmanager
 def _planned_collections(every: int) -> Iterator[None]:
-    """Python's collector runs on all ranks after the same steps, so that no rank waits for another's pause."""
+    """Run Python's garbage collector on all ranks after the same steps, so that no rank waits for another's pause."""
     if every:
         gc.collect()
-        gc.freeze()  # what is there now stays for the whole run; later collections need not look at it
+        gc.freeze()  # objects that exist now stay for the whole run; later collections skip them
         gc.disable()
     try:
         yield
@@ -178,7 +178,7 @@ def _one_step(
 
 
 def _read(session: Session, figures: FigureReader, accounting: Accounting, saver: Saver) -> None:
-    """Catch up with the device, so that every launched step is reported."""
+    """Wait for the device, so that every launched step is reported."""
     session.recorder.wait()
     for record in figures.drain():
         _report(session, accounting, saver, record)
@@ -207,7 +207,7 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
 
 
 def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None:
-    """End the run after this step, on all ranks, with a checkpoint if it writes any."""
+    """End the run after this step, on all ranks, with a checkpoint if the run writes any."""
     checkpoint, where = session.run.checkpoint, f"after step {session.step}"
     if checkpoint.every or checkpoint.at_end:
         try:

@@ -1,7 +1,7 @@
-"""One rank that measures its machine with the others: `meshwright profile` (room `profile` holds what is measured).
+"""A rank of `meshwright profile`; the package `profile` has the measurements.
 
-`python -m meshwright.training.profiling JOB ANSWER` is one rank of a local launch; under torchrun and its kin `meshwright profile` calls
-`measured_by` itself.
+`python -m meshwright.training.profiling JOB ANSWER` is one rank of a local launch; under torchrun and similar launchers
+`meshwright profile` calls `run_profile_job` itself.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from meshwright.training.worker import answer_as_rank
 from meshwright.workload.device_work import Work, step_work
 
 TIMEOUT_SECONDS = 300
-SAID = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "cudnn", "nccl", "driver", "system")
-"""What of the environment a profile keeps."""
+ENVIRONMENT_KEYS = ("meshwright", "commit", "python", "torch", "cuda", "rocm", "cudnn", "nccl", "driver", "system")
+"""Fields of the environment that a profile stores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileJob:
-    """What every rank is told: the cluster it is part of, how long to measure (none: the room's own default), and for what."""
+    """Input of every rank: its cluster, how long to measure (None: the default of `profile`), and the run to measure for."""
 
     cluster: ClusterSpec
     seconds: float | None = None
     run: str | None = None
-    """Folder of a run whose shapes are measured, in place of a choice for all."""
+    """Folder of a run whose shapes are measured, instead of a selection for all models."""
 
 
-def measured_by(job: ProfileJob, environment: RankEnvironment) -> MachineProfile:
-    """Be one rank of the job, from joining to leaving; one rank alone joins nothing."""
+def run_profile_job(job: ProfileJob, environment: RankEnvironment) -> MachineProfile:
+    """Run one rank of the job, from joining to leaving; a single rank joins no group."""
     if environment.ranks == 1:
         device = torch.device("cpu") if job.cluster.is_cpu else torch.device("cuda", 0)
         return measure(Team(device), job.cluster, _versions(), job.seconds, _work(job))
@@ -61,14 +61,14 @@ def _work(job: ProfileJob) -> Work | None:
 
 
 def _versions() -> dict[str, str]:
-    return {name: str(value) for name, value in environment().items() if name in SAID}
+    return {name: str(value) for name, value in environment().items() if name in ENVIRONMENT_KEYS}
 
 
 def main() -> None:
-    """Entry of a locally launched rank; rank 0 writes the answer."""
+    """Main function of a locally launched rank; rank 0 writes the answer."""
 
     def answer(question: str, environment: RankEnvironment) -> str:
-        return to_json(measured_by(from_plain(ProfileJob, json.loads(question)), environment))
+        return to_json(run_profile_job(from_plain(ProfileJob, json.loads(question)), environment))
 
     answer_as_rank(answer)
 

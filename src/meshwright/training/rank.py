@@ -1,7 +1,7 @@
-"""The process of a locally launched rank: it imports what training needs while its parent still plans, then trains.
+"""Process of a locally launched rank: imports during the launcher's planning, then trains.
 
-`python -m meshwright.training.rank cpu|cuda` waits for the message `Begin` on its standard input (`events.messages`), which names the run's
-assignment. When the input ends without it, the parent has nothing to run.
+`python -m meshwright.training.rank cpu|cuda` waits for the message `Begin` on its standard input (`events.messages`),
+which names the run's assignment. If the input ends without it, there is nothing to run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ def main() -> None:
 
 
 def import_all(cuda: bool) -> None:
-    """Import what a rank needs before its first step and, for one that computes on a GPU, open the device meanwhile."""
+    """Import what a rank needs before its first step; for a GPU rank, open the device meanwhile."""
     with uncollected():
         if cuda:
             _begin_device()
-            import torch._inductor.compile_fx  # noqa: F401  # most of a warm first step would be this import
+            import torch._inductor.compile_fx  # noqa: F401  # otherwise this import is most of a warm first step
         import meshwright.training.worker  # noqa: F401
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python's collector from what is made in here, now and later.
+    """Exclude the objects created in this block from garbage collection, now and later.
 
-    Imports make hundreds of thousands of objects that stay; looking again and again for what of them could go takes a sixth of their time.
+    Imports create hundreds of thousands of permanent objects; scanning them repeatedly takes a sixth of the import
+    time.
     """
     gc.disable()
     try:
@@ -56,20 +57,20 @@ def uncollected() -> Iterator[None]:
 
 
 def _begin_device() -> None:
-    """Open the rank's device in a thread: the driver takes seconds for it and holds no lock of Python's meanwhile."""
+    """Open the rank's device in a thread: the driver takes seconds and releases Python's lock."""
     import torch
 
     local_rank = RankEnvironment.from_environment().local_rank
 
     def begin() -> None:
-        if local_rank < torch.cuda.device_count():  # else joining says what is wrong
+        if local_rank < torch.cuda.device_count():  # else joining reports the error
             torch.empty(1, device=torch.device("cuda", local_rank))
 
     threading.Thread(target=begin, name="device", daemon=True).start()
 
 
 def _write_to(log: Path) -> None:
-    """From here on, what this process prints goes to `log`: the terminal is rank 0's."""
+    """Redirect the output of this process to `log`: the terminal is rank 0's."""
     with log.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -1,4 +1,4 @@
-"""What a run shows and keeps of itself while it goes: progress, metrics.jsonl, optional sinks. Only rank 0 has any."""
+"""Reports of a run in progress: terminal, metrics.jsonl, optional sinks. Only rank 0 has them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from meshwright.training.session import Session
 log = logging.getLogger("meshwright")
 
 LOG_SECONDS = 60.0
-"""Least time between two step lines in a rank's log."""
+"""Minimum time between two step lines in a rank's log."""
 
 
 class Reporter:
-    """Hands records to the metrics file, the terminal and the sinks; does nothing on ranks that do not lead."""
+    """Passes records to the metrics file, the terminal and the sinks; does nothing on ranks other than the first."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Reporter:
         self._channel = channel or Channel(None)
         self._leads = metrics is not None
         self.failure: MeshwrightError | None = None
-        """Why this rank can write no more about the run."""
+        """The error that prevents this rank from reporting about the run."""
         self._logged_at = -LOG_SECONDS
 
     @classmethod
@@ -59,23 +59,28 @@ class Reporter:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep an error of the disk in the block as `failure`: the run ends after the step, on all ranks, with a checkpoint if it fits."""
+        """Store a disk error of the block as `failure`; all ranks then end after the step, with a checkpoint if it fits."""
         try:
             yield
         except (OSError, MeshwrightError) as error:
             self.failure = self.failure or as_meshwright_error(error)
 
+    @property
+    def channel_descriptors(self) -> list[int]:
+        """The descriptor of the pipe to the launcher, where there is one: while a process has it open, the launcher waits."""
+        return self._channel.descriptors
+
     def fail(self, failure: MeshwrightError) -> None:
-        """End the run after the step, on all ranks, for a failure that is no rank's own."""
+        """End the run after the step, on all ranks, for a failure that is not this rank's own."""
         self.failure = self.failure or failure
 
     def check(self) -> None:
-        """Raise this rank's failure, if it has any."""
+        """Raise this rank's failure, if there is one."""
         if self.failure:
             raise self.failure
 
     def step(self, record: dict[str, Any]) -> None:
-        """A finished step's line."""
+        """Report a finished step."""
         figures = {key: record[key] for key in STEP_KEYS if key != "step"} if self._leads else {}
         self._channel.send(Step(record["step"], figures))
         self._log_step(record)
@@ -88,14 +93,14 @@ class Reporter:
             self._start = None
 
     def _log_step(self, record: dict[str, Any]) -> None:
-        """A sign of life in the rank's log every `LOG_SECONDS`; metrics.jsonl has every step."""
+        """Write a line to the rank's log every `LOG_SECONDS`; metrics.jsonl has every step."""
         now = time.monotonic()
         if now - self._logged_at >= LOG_SECONDS:
             self._logged_at = now
             log.debug("step %d, loss %s, %.3g s", record["step"], record["loss"], record["step_seconds"])
 
     def _say_start(self, clock: StartClock, first: dict[str, Any]) -> None:
-        """The start ended with its `first` step, whose time by the device runs from where the clock stands to the step's end."""
+        """Report the duration of the start, which ends with the `first` step."""
         waited = first["data_wait_seconds"]
         clock.add("first batch", waited)
         clock.add("first step", first["step_seconds"] - waited)
@@ -106,7 +111,7 @@ class Reporter:
         self.say(start_line(clock.phases, work))
 
     def validation(self, step: int, result: Evaluation) -> None:
-        """A validation after `step`."""
+        """Report a validation after `step`."""
         more: dict[str, Any] = {
             "perplexity": result.perplexity,
             "bits_per_byte": result.bits_per_byte,
@@ -120,7 +125,7 @@ class Reporter:
         self._show({"kind": "validation", "step": step, "loss": result.loss, **more})
 
     def event(self, step: int, text: str) -> None:
-        """Something that happened after `step`: a line for people, and in the metrics for the report."""
+        """Report an event after `step`: a line for people, and in the metrics for the report."""
         log.info("%s", text)
         if self._metrics:
             with self.writing():
@@ -129,20 +134,20 @@ class Reporter:
             self._progress.note(text)
 
     def checkpoint(self, step: int, path: Path, text: str) -> None:
-        """The checkpoint of `step` is durable; `text` says so to people."""
+        """Report that the checkpoint of `step` is durable."""
         self.event(step, text)
         if self._leads:
             self._channel.send(Checkpoint(step, str(path)))
 
-    def account(self, step: int, told: Account, lines: Sequence[str]) -> None:
-        """Measured figures beside the predicted ones after `step`: `lines` for people, the figures in the metrics."""
+    def account(self, step: int, comparison: Account, lines: Sequence[str]) -> None:
+        """Report the comparison with the prediction after `step`: `lines` for people, the figures in the metrics."""
         if self._metrics:
             with self.writing():
-                self._metrics.write_account(step, to_plain(told))
+                self._metrics.write_account(step, to_plain(comparison))
         self.say("\n".join(lines))
 
     def say(self, text: str) -> None:
-        """Lines for people alone."""
+        """Print lines for people."""
         log.info("%s", text)
         if self._progress:
             self._progress.note(text)
@@ -154,7 +159,7 @@ class Reporter:
             self._sinks.put(record)
 
     def close(self) -> None:
-        """Finish the display, deliver what the sinks still have, close the file; a second call does nothing."""
+        """Close the display, deliver pending records to the sinks, close the file; a second call does nothing."""
         for target in (self._progress, self._sinks, self._metrics):
             if target is not None:
                 target.close()

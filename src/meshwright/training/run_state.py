@@ -1,4 +1,4 @@
-"""What a run must carry over a stop: weights, moments, and a few integers.
+"""State that a run keeps over a restart: weights, moments, and a few integers.
 
 Learning rate and data order are functions of the step, and nothing is drawn at random, so there is no other state.
 """
@@ -21,28 +21,27 @@ log = logging.getLogger("meshwright")
 
 
 def run_state(step: int, train: TrainSpec, tokens: int, data: dict[str, Any]) -> dict[str, Any]:
-    """The plain values beside the tensors: optimizer step, sequences and tokens consumed, the steps that the schedule was made for, and the
-    record of the corpus."""
+    """Plain values of a checkpoint: steps, sequences and tokens done, length of the schedule, record of the corpus."""
     samples = step * train.global_batch
     return {"step": step, "samples": samples, "tokens": tokens, "train_steps": train.steps, "data": data}
 
 
 def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) -> None:
-    """Start from what `init` names (`checkpoint.initial`), if anything; each rank reads only the rows it holds into its `weights`."""
-    with initial_weights(spec, init) as found:
-        if found is None:
+    """Load the initial weights that `init` names, if any; each rank reads only the rows of its shards."""
+    with initial_weights(spec, init) as initial:
+        if initial is None:
             return
-        for note in found.notes:
+        for note in initial.notes:
             log.warning("%s", note)
-        rows = {row.name: row for row in parameters(spec)}
-        for name, held in weights.items():
-            for box, elements in held.pieces():
-                _fill(elements, box, rows[name], found)
+        specs = {parameter.name: parameter for parameter in parameters(spec)}
+        for name, parts in weights.items():
+            for box, elements in parts.pieces():
+                _fill(elements, box, specs[name], initial)
 
 
 @torch.no_grad()
-def _fill(elements: torch.Tensor, box: Box, row: ParameterSpec, weights: Initial) -> None:
-    values = weights.read_rows(row, box.offsets[0], box.offsets[0] + box.sizes[0])
+def _fill(elements: torch.Tensor, box: Box, parameter: ParameterSpec, weights: Initial) -> None:
+    values = weights.read_rows(parameter, box.offsets[0], box.offsets[0] + box.sizes[0])
     for dim in range(1, values.dim()):
         values = values.narrow(dim, box.offsets[dim], box.sizes[dim])
     elements.copy_(values)

@@ -16,7 +16,7 @@ from meshwright.spec.job import CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
-from meshwright.training.stop import BUSY, NOT_ASKED, SAVE, StopFlags
+from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, StopFlags
 
 ASYNC_BYTES = 32 << 20
 """`checkpoint.mode: auto` writes smaller states of a rank while training waits, which takes less than arranging for more."""
@@ -79,6 +79,7 @@ class Saver:
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
             local_ranks=session.world.environment.local_ranks, parent=session.step or None,
+            kept_open=reporter.channel_descriptors,
         )  # fmt: skip
         obstacle = memory_obstacle(background.layout, ranks, session.world.environment.local_ranks)
         if obstacle is not None:
@@ -92,9 +93,9 @@ class Saver:
     def flag(self) -> int:
         """What this rank tells all ranks of saves at the end of the running step."""
         if not self._session.world.leads:
-            return NOT_ASKED
+            return NO_REQUEST
         busy = self._background is not None and self._background.in_flight
-        return (BUSY if busy else NOT_ASKED) + (SAVE if self._timer.due() else NOT_ASKED)
+        return (BUSY if busy else NO_REQUEST) + (SAVE if self._timer.due() else NO_REQUEST)
 
     def due(self, step: int, flags: StopFlags) -> bool:
         """Whether a save begins now, after `step`; one that is due while another is in flight is skipped and counted."""
@@ -150,7 +151,7 @@ class Saver:
             self._background.close()
 
     def _busy(self, flags: StopFlags) -> bool:
-        """Whether a save is in flight as far as all ranks know: also while the first rank's answer since the last save is on its way."""
+        """Whether a save is in flight as far as all ranks know, until the first rank has reported its end."""
         return self._background is not None and self._began > 0 and (flags.busy or flags.step <= self._began)
 
     def _make_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank's session: everything a run needs, opened in order."""
+"""A rank's session: all objects that a run needs, opened in order."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ log = logging.getLogger("meshwright")
 
 @dataclass
 class Session:
-    """A run on one rank, ready to step.
+    """A run on one rank, ready for its next step.
 
-    `step` is the last step whose update the weights hold; `tokens` the valid tokens consumed until then; `steps_before` the `train.steps`
-    of the start that wrote the checkpoint it continues from.
+    `step` is the last step whose update the weights contain; `tokens` the valid tokens consumed until then;
+    `steps_before` the `train.steps` of the start that wrote the resumed checkpoint.
     """
 
     run: RunSpec
@@ -58,14 +58,14 @@ class Session:
     steps_before: int | None = None
 
     def state(self) -> dict[str, StateParts]:
-        """This rank's tensors of the run's state by logical name; waits for the last update of what is in host memory."""
+        """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
         return {parts.name: parts for parts in self.optimizer.state()}
 
 
 def open_session(assignment: Assignment, world: World, clock: StartClock | None = None) -> Session:
     """Build model, optimizer and data on the plan's mesh, and resume from the newest good checkpoint if there is one.
 
-    `clock` goes on counting the start's phases.
+    `clock` continues to count the start's phases.
     """
     clock = clock or StartClock()
     run, plan = assignment.run, assignment.plan
@@ -77,7 +77,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
-    optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.away)
+    optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.host_offloaded)
     clock.end("optimizer")
     recorder = (StepRecorder if run.observe.phases else DetailRecorder)(world.device, world.rank)
     session = Session(
@@ -107,7 +107,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
 
 
 def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
-    """The training data, and the validation data where there is some."""
+    """The training data, and the validation data if there is some."""
     seq_len, vocab_size = run.train.seq_len, run.model.vocab_size
     opened = partial(open_data, run.data, seq_len=seq_len, seed=run.seed, vocab_size=vocab_size, verifier=verifier)
     if not has_validation(run.data, seq_len):
@@ -128,10 +128,10 @@ def _resume(session: Session) -> bool:
 
 
 def _refuse_if_all_damaged(folder: Path) -> None:
-    """A run whose every checkpoint is damaged must not start from scratch as if it were new."""
-    if any(row["committed"] for row in list_checkpoints(folder / "checkpoints", contents=False)):
+    """Raise Damaged if all checkpoints of a run are damaged: it must not start from scratch."""
+    if any(entry["committed"] for entry in list_checkpoints(folder / "checkpoints", contents=False)):
         raise Damaged(
-            f"every checkpoint of {folder} is damaged; `meshwright checkpoint verify {folder}` says where. "
+            f"every checkpoint of {folder} is damaged; `meshwright checkpoint verify {folder}` shows where. "
             "Put a good copy back, or start a new run beside it with --fresh"
         )
 

@@ -1,4 +1,4 @@
-"""A trained model on one device, for evaluation and sampling: no process group, no shards."""
+"""A trained model on one device, for evaluation and generation: no process group, no shards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Decode
     """
     if (folder / "config.json").exists():
         spec, weights = import_hf(folder)
-        return _filled(spec, weights.read, device, dtype)
+        return _build(spec, weights.read, device, dtype)
     checkpoint = newest_checkpoint(folder)
     trained = load_resolved(checkpoint / "config.yaml").model
     with CheckpointReader(checkpoint) as reader:
-        return _filled(trained, lambda row: reader.read(f"model.{row.name}"), device, dtype)
+        return _build(trained, lambda parameter: reader.read(f"model.{parameter.name}"), device, dtype)
 
 
-def _filled(
+def _build(
     spec: ModelSpec, read: Callable[[ParameterSpec], torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> Decoder:
     with torch.device("meta"):
@@ -37,13 +37,13 @@ def _filled(
     model = model.to(dtype).to_empty(device=device)
     weights = dict(model.named_parameters())
     with torch.no_grad():
-        for row in parameters(spec):
-            weights[row.name].copy_(read(row))
+        for parameter in parameters(spec):
+            weights[parameter.name].copy_(read(parameter))
     return model
 
 
 def device_and_dtype() -> tuple[torch.device, torch.dtype]:
-    """The best device here: a GPU in bf16, else the CPU in fp32."""
+    """The device and dtype to use: a GPU in bf16, else the CPU in fp32."""
     if torch.cuda.is_available():
         return torch.device("cuda", 0), torch.bfloat16
     return torch.device("cpu"), torch.float32

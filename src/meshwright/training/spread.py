@@ -1,7 +1,7 @@
-"""A trained model spread over ranks by a plan, to sample from or to measure: one that a single device cannot hold.
+"""Generation and evaluation with a trained model distributed over ranks, for models too large for one device.
 
-`python -m meshwright.training.spread JOB ANSWER` is one rank of a local launch; under torchrun and its kin `meshwright generate` and
-`meshwright eval` call `answered` themselves.
+`python -m meshwright.training.spread JOB ANSWER` is one rank of a local launch; under torchrun and similar launchers
+`meshwright generate` and `meshwright eval` call `join_and_answer` themselves.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshwright.training.run_state import load_initial
 from meshwright.training.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 600
-"""How long a rank waits for the others, who read their weights meanwhile."""
+"""Seconds that a rank waits for the others to read their weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """Prompts as token ids, and how they go on."""
+    """Prompts as token ids, and sampling parameters."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling
@@ -39,7 +39,7 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Held-out text, and how much of it: `samples` sequences of `seq_len` tokens at most, `micro_batch` at a time."""
+    """Held-out text to evaluate: at most `samples` sequences of `seq_len` tokens, `micro_batch` at a time."""
 
     data: DataSpec
     seq_len: int
@@ -49,7 +49,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadJob:
-    """What every rank is told. `weights` is `hf:DIR` or `checkpoint:DIR`."""
+    """Input of every rank. `weights` is `hf:DIR` or `checkpoint:DIR`."""
 
     model: ModelSpec
     weights: str
@@ -61,33 +61,34 @@ class SpreadJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """New token ids by prompt, or a measurement; what was not asked for is None."""
+    """New token ids by prompt, or an evaluation; the other one is None."""
 
     tokens: tuple[tuple[int, ...], ...] | None = None
     evaluation: Evaluation | None = None
 
 
-def answered(job: SpreadJob, world: World) -> Answer:
-    """Load each rank's part of the model and do what the job asks; collective, and every rank has the answer.
+def compute_answer(job: SpreadJob, world: World) -> Answer:
+    """Load each rank's part of the model and run the job; collective, and every rank has the answer.
 
-    Raises BadInput when the plan is not for this many ranks or the weights are another model's.
+    Raises BadInput if the plan is not for this many ranks or the weights are another model's.
     """
-    # Every text has a length of its own, for each of which blocks would be compiled again.
+    # Every text has another length, and compiled blocks would be compiled again for each.
     plan = replace(job.plan, compile=False)
     mesh = build_mesh(plan, world)
     engine = build_engine(job.model, plan, mesh, loss_chunk=4096, seed=0)
     load_initial(engine.weights, job.model, job.weights)
     tokens = measured = None
 
-    def told(made: int, end: str = "") -> None:
+    def progress(made: int, end: str = "") -> None:
         if world.leads and sys.stderr.isatty() and job.continuation:
             sys.stderr.write(f"\r{made} of {job.continuation.sampling.tokens} tokens{end}")
             sys.stderr.flush()
 
     if job.continuation:
-        asked = job.continuation
-        tokens = tuple(map(tuple, generate_under_plan(engine, mesh, asked.prompts, asked.sampling, told=told)))
-        told(asked.sampling.tokens, end="\n")
+        wanted = job.continuation
+        texts = generate_under_plan(engine, mesh, wanted.prompts, wanted.sampling, progress=progress)
+        tokens = tuple(map(tuple, texts))
+        progress(wanted.sampling.tokens, end="\n")
     if job.measurement:
         text = job.measurement
         source = open_data(text.data, seq_len=text.seq_len, seed=0, vocab_size=job.model.vocab_size, split="validation")
@@ -97,15 +98,15 @@ def answered(job: SpreadJob, world: World) -> Answer:
 
 
 def join_and_answer(job: SpreadJob, environment: RankEnvironment) -> Answer:
-    """Be one rank of the job, from joining to leaving."""
+    """Run one rank of the job, from joining to leaving."""
     world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
-    answer = answered(job, world)
+    answer = compute_answer(job, world)
     world.leave()
     return answer
 
 
 def main() -> None:
-    """Entry of a locally launched rank; rank 0 writes the answer."""
+    """Main function of a locally launched rank; rank 0 writes the answer."""
 
     def answer(question: str, environment: RankEnvironment) -> str:
         return json.dumps(to_plain(join_and_answer(from_plain(SpreadJob, json.loads(question)), environment)))

@@ -1,6 +1,6 @@
-"""From a step's device values to its line in metrics.jsonl, one step late so that the device is never waited for.
+"""Conversion of a step's device values to its line in metrics.jsonl, one step late to avoid synchronisation.
 
-The host launches step n + 1 before it reads step n; at that moment the device still has work, so reading costs nothing.
+The host launches step n + 1 before it reads step n; then the device still has work, so reading costs nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _Pending:
 
 
 class FigureReader:
-    """Turns step figures into metric records in order.
+    """Converts step figures to metric records in order.
 
-    A step's time runs from the end of the step before it to its own end, on the device's clock.
+    A step's time runs from the end of the previous step to its own end, on the device's clock.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FigureReader:
         self.flags = StopFlags()
 
     def push(self, step: int, figures: StepFigures, host: dict[str, Any]) -> list[dict[str, Any]]:
-        """Take a launched step's figures; returns the records that are complete now."""
+        """Add a launched step's figures; returns the records that are complete."""
         earlier = [] if self._device.type == "cpu" else self.drain()
         values = figures.values
         if self._device.type == "cuda":
@@ -59,15 +59,15 @@ class FigureReader:
         return self.drain() if self._device.type == "cpu" else earlier
 
     def drain(self) -> list[dict[str, Any]]:
-        """Records of everything pushed so far; waits for the device if it has to."""
+        """Records of all added steps; waits for the device if necessary."""
         records = [self._record(pending) for pending in self._pending]
         self._pending.clear()
         return records
 
     def pause(self) -> None:
-        """Leave the time since the last step (a checkpoint, a validation) out of the next step's.
+        """Exclude the time since the last step (a checkpoint, a validation) from the next step.
 
-        RuntimeError when a step has not been read yet: it would seem to end before it began.
+        Raises RuntimeError if a step has not been read yet: it would end before it began.
         """
         if self._pending:
             raise RuntimeError(f"pause before step {self._pending[0].step} was read: drain first")
@@ -104,7 +104,7 @@ class FigureReader:
 
 
 def memory_peak(device: torch.device) -> dict[str, int]:
-    """The most memory this rank has held: what torch reserved and allocated on a GPU, what was resident on a CPU."""
+    """Peak memory of this rank: reserved and allocated by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         allocated = torch.cuda.max_memory_allocated(device)
         return {"memory_peak_bytes": torch.cuda.max_memory_reserved(device), "memory_allocated_peak_bytes": allocated}
@@ -112,7 +112,7 @@ def memory_peak(device: torch.device) -> dict[str, int]:
 
 
 def check_finite(record: dict[str, Any]) -> None:
-    """Raise NumericalFailure when a step's loss or gradient norm is not a number; its update was skipped."""
+    """Raise NumericalFailure if a step's loss or gradient norm is not finite; its update was skipped."""
     bad = [key for key in ("loss", "grad_norm") if not abs(record[key]) < float("inf")]
     if bad:
         raise NumericalFailure(

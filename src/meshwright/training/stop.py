@@ -1,6 +1,7 @@
-"""Being asked to stop: SIGTERM, SIGUSR1 and SIGHUP mean preempted, the first Ctrl-C means interrupted, the second stops at once.
+"""Requests to stop: SIGTERM, SIGUSR1 and SIGHUP preempt, the first Ctrl-C interrupts, the second ends at once.
 
-A signal only sets a flag. At the end of each step the flags of all ranks are summed with its loss, so all ranks stop after the same step.
+A signal only sets a flag. At the end of each step the flags of all ranks are summed with its loss, so all ranks stop
+after the same step.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import stop_signals
 
-NOT_ASKED, SAVE, BUSY, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 4, 1 << 22, 1 << 43
-"""Values of the flag. They are summed over ranks; up to a million ranks may be preempted without looking interrupted, and so on.
-SAVE asks for a checkpoint and BUSY says that one is being written: they ask for no stop, are added to other values, and come from the
-first rank alone. FAILED means that a rank cannot write its reports."""
+NO_REQUEST, SAVE, BUSY, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 4, 1 << 22, 1 << 43
+"""Values of the flag, far enough apart to be summed over a million ranks.
+SAVE requests a checkpoint and BUSY means that a save is in flight: they request no stop, are added to other values, and
+come from the first rank only. FAILED means that a rank cannot write its reports."""
 
 
 @dataclass(frozen=True)
 class StopFlags:
-    """What all ranks together said at the end of `step`."""
+    """The flags of all ranks at the end of `step`, summed."""
 
     step: int = 0
-    total: int = NOT_ASKED
+    total: int = NO_REQUEST
 
     @property
     def saves(self) -> bool:
@@ -38,51 +39,52 @@ class StopFlags:
 
     @property
     def busy(self) -> bool:
-        """Whether the first rank still had a save in flight."""
+        """Whether the first rank has a save in flight."""
         return bool(self.total & BUSY)
 
     @property
     def stop(self) -> int:
-        """NOT_ASKED, or at least PREEMPT, INTERRUPT or FAILED."""
+        """NO_REQUEST, or at least PREEMPT, INTERRUPT or FAILED."""
         return self.total & ~(SAVE | BUSY)
 
 
 class StopRequest:
-    """Whether this rank was asked to stop, and how. What it hears it tells people by `show`, which may be replaced."""
+    """This rank's request to stop. `show` prints messages about it and may be replaced."""
 
     def __init__(self, show: Callable[[str], object] = lambda text: None) -> None:
-        self.flag = NOT_ASKED
+        self.flag = NO_REQUEST
         self.show = show
         self.folder: Path | None = None
-        """The run's, once it is known."""
+        """The run's folder, once it is known."""
 
     @classmethod
     def for_rank(cls, rank: int) -> StopRequest:
-        """One that listens; the first rank's tells the terminal."""
+        """A request that is set by signals; the first rank's prints on the terminal."""
         stop = cls() if rank else cls(_to_terminal)
         stop.listen()
         return stop
 
     def listen(self) -> None:
-        """Take over the process's stop signals, also those that a launcher blocked until now and that came meanwhile.
+        """Handle the process's stop signals, including those that arrived while the launcher blocked them.
 
-        A thread hears them, so that they count and are answered while the main thread waits for a device or a peer.
+        A thread receives them, so that they are counted and acknowledged while the main thread waits for a device or a
+        peer.
         """
-        heard, written = os.pipe()
-        os.set_blocking(written, False)
-        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         signals = stop_signals()
         for number in signals:
-            signal.signal(number, _heard_elsewhere)
-        threading.Thread(target=self._listen_to, args=(heard, signals), name="stop", daemon=True).start()
+            signal.signal(number, _ignore_in_main_thread)
+        threading.Thread(target=self._listen_to, args=(read_end, signals), name="stop", daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def _listen_to(self, pipe: int, signals: tuple[signal.Signals, ...]) -> None:
         while number := os.read(pipe, 1):
             if number[0] in signals:
-                self._asked(signal.Signals(number[0]))
+                self._receive(signal.Signals(number[0]))
 
-    def _asked(self, number: signal.Signals) -> None:
+    def _receive(self, number: signal.Signals) -> None:
         before = self.flag
         self.flag = max(before, INTERRUPT if number == signal.SIGINT else PREEMPT)
         if number == signal.SIGINT and before == INTERRUPT:
@@ -92,7 +94,7 @@ class StopRequest:
             self.show(
                 "Ctrl-C: ending after the running step; a second one ends at once, and leaves the last checkpoint"
             )
-        elif before == NOT_ASKED:
+        elif before == NO_REQUEST:
             self.show(f"{number.name}: ending after the running step")
 
 
@@ -100,5 +102,5 @@ def _to_terminal(text: str) -> None:
     write_line(f"meshwright: {text}")
 
 
-def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
-    """A handler of Python's must be there for the signal's number to be written to the pipe."""
+def _ignore_in_main_thread(number: int, frame: FrameType | None) -> None:
+    """Does nothing: Python writes a signal's number to the pipe only if it has a handler."""

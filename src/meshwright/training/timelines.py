@@ -1,4 +1,4 @@
-"""`train --timeline A:B`: what every rank did in these steps, beside what was predicted, as one trace and one summary."""
+"""`train --timeline A:B`: the actions of every rank in these steps and the prediction, as one trace and a summary."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from meshwright.training.session import Session
 
 log = logging.getLogger("meshwright")
 
-SETTLED = 2
-"""All-reduces before a mark: the first brings the ranks together, the second ends on all of them at nearly one time."""
+ALIGNMENT_REDUCES = 2
+"""All-reduces before a mark: the first synchronises the ranks, the second ends on all of them at nearly one time."""
 
 
 class StepTimelines:
-    """Records the steps asked for in detail, and has rank 0 write them after the last. Collective over all ranks.
+    """Records steps in detail, and lets rank 0 write them after the last. Collective over all ranks.
 
-    Raises BadInput when the session begins inside the steps asked for, or behind them.
+    Raises BadInput when the session begins inside or after the range of steps.
     """
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
@@ -44,15 +44,15 @@ class StepTimelines:
                 f"{session.step + 1} to {session.run.train.steps}, or start anew with --fresh"
             )
         self.summary: Mapping[str, Any] | None = None
-        """Figures of the recorded steps once they are over, on rank 0."""
+        """Figures of the recorded steps after the last of them, on rank 0."""
         self.end_step(session.step)
 
     def writes_after(self, step: int) -> bool:
-        """Whether the timeline is written when `step` is over."""
+        """Whether the timeline is written after `step`."""
         return step == self._last > 0
 
     def end_step(self, step: int) -> bool:
-        """Step `step` is over (or was, before this session). True when a timeline was written, which takes time of its own."""
+        """End `step` (or the step before this session). True if a timeline was written, which takes time."""
         if step + 1 == self._first:
             self._session.recorder.detail = True
             self._align()
@@ -66,12 +66,12 @@ class StepTimelines:
         if self._session.world.leads:
             try:
                 self._write([Recording.from_bytes(data) for data in everyone])
-            except (OSError, ValueError) as error:  # the run is worth more than its picture
+            except (OSError, ValueError) as error:  # a failed timeline must not end the run
                 log.warning("no timeline of steps %d to %d: %s", self._first, self._last, error)
         return True
 
     def _align(self) -> None:
-        for _ in range(SETTLED):
+        for _ in range(ALIGNMENT_REDUCES):
             self._session.mesh.sum_over_all(torch.zeros(1, device=self._session.world.device))
         self._session.recorder.mark(ALIGNED)
 
@@ -83,10 +83,10 @@ class StepTimelines:
         folder.mkdir(exist_ok=True)
         file = folder / f"steps-{self._first}-{self._last}.json.gz"
         write_spans(trace_spans(measured, predicted), file, trace_names(layout, predicted=predicted is not None))
-        self.summary = found = summary(measured, predicted, why_not)
-        write_durable(file.with_name(f"steps-{self._first}-{self._last}.summary.json"), json.dumps(found, indent=1))
+        self.summary = result = summary(measured, predicted, why_not)
+        write_durable(file.with_name(f"steps-{self._first}-{self._last}.summary.json"), json.dumps(result, indent=1))
         self._reporter.event(session.step, f"timeline of steps {self._first} to {self._last}: {file}")
-        self._reporter.say(table(found))
+        self._reporter.say(table(result))
         for title, timeline in (("measured", measured.timelines[0][0][0]), ("predicted", predicted)):
             picture = draw_within(timeline, shutil.get_terminal_size().columns) if timeline else None
             if picture is not None:
@@ -94,8 +94,8 @@ class StepTimelines:
 
 
 def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
-    """The step that the simulator predicts, or why it predicts none."""
-    # The simulator and its cost model, which runs without a timeline start without.
+    """The simulated step, or the reason why there is none."""
+    # Imported here: runs without a timeline do not need simulator and cost model.
     from meshwright.costs.machine_rates import is_guessed, unpredicted
     from meshwright.costs.plan_costs import pricing
     from meshwright.simulator.step_simulation import simulate_plan
@@ -111,11 +111,11 @@ def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
 
 
 def gather_bytes(world: World, data: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank, on rank 0 (nothing elsewhere), over the control group; collective."""
+    """Every rank's bytes, by rank, on rank 0 (empty elsewhere), over the control group; collective."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.ranks)]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=world.control)
     longest = int(max(sizes))
     padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-    found = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.ranks)] if world.leads else None
-    dist.gather(padded, found, dst=0, group=world.control)
-    return [bytes(part[: int(size)].numpy()) for part, size in zip(found or [], sizes, strict=False)]
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.ranks)] if world.leads else None
+    dist.gather(padded, gathered, dst=0, group=world.control)
+    return [bytes(part[: int(size)].numpy()) for part, size in zip(gathered or [], sizes, strict=False)]

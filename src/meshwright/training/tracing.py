@@ -1,4 +1,4 @@
-"""`train --profile-steps A:B`: one Chrome/Perfetto trace per rank of the steps asked for."""
+"""`train --profile-steps A:B`: one Chrome/Perfetto trace per rank of these steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.training.session import Session
 
 
 class _Trace:
-    """Starts the profiler before the first step asked for and writes the trace after the last."""
+    """Starts the profiler before the first step of the range and writes the trace after the last."""
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
         self._session, self._reporter = session, reporter
@@ -21,13 +21,15 @@ class _Trace:
         self.end_step(session.step)
 
     def end_step(self, step: int) -> None:
-        """Step `step` is over (or was, before this session)."""
+        """End `step` (or the step before this session)."""
         first, last = self._session.profile or (0, 0)
         if self._profiler is None and first <= step + 1 <= last:
             activities = [ProfilerActivity.CPU]
             if self._session.world.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            self._profiler = profile(activities=activities, record_shapes=True)  # a product is known by its shape
+            self._profiler = profile(
+                activities=activities, record_shapes=True
+            )  # matrix products are identified by their shapes
             self._profiler.start()
         elif self._profiler is not None and step >= last:
             self.close()
@@ -48,7 +50,7 @@ class _Trace:
 
 @contextmanager
 def step_trace(session: Session, reporter: Reporter) -> Iterator[_Trace]:
-    """The session's trace, written at the latest when the block ends."""
+    """The session's trace, written at the latest at the end of the block."""
     trace = _Trace(session, reporter)
     try:
         yield trace

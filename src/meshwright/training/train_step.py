@@ -48,7 +48,7 @@ def train_step(
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
-    `stop_flag` is asked at the step's end, and its answers are summed over ranks.
+    `stop_flag` is called at the step's end, and its values are summed over ranks.
     """
     valid = count_valid(micro_batches, mesh)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -63,7 +63,7 @@ def train_step(
 
     closing: Closing = {"norm_barrier": measure, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)
-    routing = engine.executor.routing
+    routing = engine.executor.rank_model.routing
     routed = [] if routing is None else [routing.sums.flatten()]
     sums = mesh.sum_over_all(torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], *routed]))
     if routing is None:
@@ -73,9 +73,9 @@ def train_step(
 
 
 def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor:
-    """[valid tokens, sum of token ids] summed over all ranks, float64. Ranks that read the same samples count them once."""
+    """[valid tokens, sum of token ids] summed over all ranks, float64; ranks with the same samples count them once."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    if not any(place for axis, place in mesh.coordinates.items() if axis not in DATA_AXES):
+    if not any(index for axis, index in mesh.coordinates.items() if axis not in DATA_AXES):
         sums[0] = sum(batch.valid_tokens for batch in micro_batches)
         for batch in micro_batches:
             sums[1] += batch.tokens.sum()

@@ -1,4 +1,4 @@
-"""Bytes between nodes: what a step sent, as the kernel counts it, beside what its plan was predicted to send."""
+"""Bytes between nodes per step: as counted by the kernel, and as predicted from the plan."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ LOOPBACK = "lo"
 
 @dataclass
 class WireCount:
-    """Counts what this rank's host sends to other nodes, from the end of one step to the end of the next.
+    """Counts bytes that this rank's host sends to other nodes, from the end of one step to the end of the next.
 
-    `counting` is None on ranks that leave it to another of their host. `missing` says that this one should count and its kernel cannot.
+    `counting` is None on ranks for which another rank of their host counts. `missing` means that this rank should count
+    and its kernel cannot.
     """
 
     predicted: float
@@ -31,10 +32,10 @@ class WireCount:
     _read: int = 0
 
     def step(self) -> dict[str, float]:
-        """A step is over: its part of a metrics line. Empty where no rank sees all that nodes send one another.
+        """End a step; returns its part of a metrics line, empty if no rank sees all traffic between nodes.
 
-        The device is a step behind its host, and the bytes of a step are read when the device ends it: single steps may be a little off,
-        their sum is not.
+        The device is a step behind its host, and the bytes of a step are read when the device ends it: single steps may
+        be slightly off, their sum is not.
         """
         if self.counting is None:
             return {}
@@ -46,12 +47,12 @@ class WireCount:
         return {"counted_wire_bytes": sent, "predicted_wire_bytes": round(self.predicted)}
 
     def pause(self) -> None:
-        """Leave out what was sent since the last step (a checkpoint, a validation)."""
+        """Exclude bytes sent since the last step (a checkpoint, a validation)."""
         if self.counting is not None:
             self._read = self.counting.bytes()
 
     def line(self, control: dist.ProcessGroup) -> str | None:
-        """One line about the steps so far, over all hosts; None without steps. Collective over `control`, whose every rank has a count."""
+        """A line about the steps so far, over all hosts; None without steps. Collective: every rank of `control` has a count."""
         sums = torch.tensor([self.counted, self.steps, int(self.missing)])
         dist.all_reduce(sums, group=control)
         counted, steps, missing = sums.tolist()
@@ -62,14 +63,14 @@ class WireCount:
 
 
 def wire_count(session: Session) -> WireCount | None:
-    """A count that starts now, where it is known which interface joins the nodes; the same answer on every rank."""
+    """A new count if the interface between nodes is known; the same answer on every rank."""
     cluster, world = session.run.cluster, session.world
     interface = interface_between_nodes(cluster)
     if interface is None:
         return None
-    from meshwright.workload.cross_node_bytes import cross_node_bytes  # the cost model, which most runs start without
+    from meshwright.workload.cross_node_bytes import cross_node_bytes  # most runs do not need it
 
-    found = cross_node_bytes(
+    predicted = cross_node_bytes(
         session.run.model,
         session.plan,
         session.mesh.layout,
@@ -77,15 +78,16 @@ def wire_count(session: Session) -> WireCount | None:
         collective_counts(session.engine.training),
         masked=session.run.data.document_mask,
     )
-    counts = world.environment.local_rank == 0
-    counting = Traffic.start(interface) if counts else None
-    return WireCount(found.total, cluster.nodes, counting, missing=counts and counting is None)
+    counting_rank = world.environment.local_rank == 0
+    counting = Traffic.start(interface) if counting_rank else None
+    return WireCount(predicted.total, cluster.nodes, counting, missing=counting_rank and counting is None)
 
 
 def interface_between_nodes(cluster: ClusterSpec) -> str | None:
-    """The interface that carries what nodes send one another and nothing else of the run; None when there is none or it is not said.
+    """The interface that carries only traffic between nodes; None if there is none or it is unknown.
 
-    Emulated nodes meet on loopback. Ranks on a processor use it inside a node too, so that only nodes of one rank can be told apart.
+    Emulated nodes communicate over loopback. CPU ranks use it inside a node too, so only nodes of one rank can be
+    separated.
     """
     if cluster.emulate_nodes > 1:
         return None if cluster.is_cpu and cluster.ranks_per_node > 1 else LOOPBACK

@@ -1,6 +1,7 @@
-"""The work of one rank: join the job, train, leave it.
+"""The work of a rank: join the job, train, leave it.
 
-A locally launched rank comes here from `train.rank`; under torchrun and its kin `meshwright train` calls `run_rank` itself.
+A locally launched rank calls `main` from `training.rank`; under torchrun and similar launchers `meshwright train` calls
+`run_rank` itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from meshwright.training.stop import StopRequest
 
 
 def main(life: RankLife, file: Path, clock: StartClock) -> NoReturn:
-    """Be the locally launched rank of the assignment in `file`; `clock` has counted its start so far."""
+    """Run the locally launched rank of the assignment in `file`; `clock` has counted the start so far."""
 
     def work() -> None:
         assignment = Assignment.read(file)
@@ -46,8 +47,8 @@ def main(life: RankLife, file: Path, clock: StartClock) -> NoReturn:
 
 
 def answer_as_rank(answer: Callable[[str, RankEnvironment], str]) -> NoReturn:
-    """Be one locally launched rank that answers one question: `argv` names the file of the question and that of the answer, which rank 0
-    writes. A stop signal interrupts it."""
+    """Run a locally launched rank that answers a question; a stop signal interrupts it.
+    `argv` has the file of the question and that of the answer, which rank 0 writes."""
     question, destination = map(Path, sys.argv[1:])
     life = RankLife(RankEnvironment.from_environment(), StopRequest())
     for number in stop_signals():
@@ -68,7 +69,8 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartClock) -> None:
-    """Train on this rank of a joined job, whose start `clock` has counted so far; rank 0 writes metrics, summary and report."""
+    """Train on this rank of a joined job; rank 0 writes metrics, summary and report.
+    `clock` has counted the start so far."""
     folder = life.stop.folder = Path(assignment.folder)
     started = time.perf_counter()
     if assignment.run.train.keep_cores:

@@ -8,17 +8,23 @@ sends B/n from each rank to each other, whichever node that is on. What the step
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from math import prod
 
-from meshwright.spec.layout import Division, Layout, Part, local_shape, shard_rows, stage_table, token_exchanges
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.layout import Division, Layout, Part, local_shape, shard_rows, stage_table
 from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.plan import RECOMPUTES_PRODUCTS, SHARD_AXES, Plan
+from meshwright.spec.plan import RECOMPUTE_MODES, SHARD_AXES, Plan
+from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, gathered_width
 from meshwright.workload.groups import context_size, shard_size
+from meshwright.workload.layouts import layout_of
+from meshwright.workload.messages import END_EXCHANGES, layer_messages
+from meshwright.workload.model_shape import shape_of, with_blocks
+from meshwright.workload.step_shape import step_shape
 
 Counts = Mapping[tuple[int, int], tuple[int, int]]
 """(stage, unit) → gathers and reductions in one step, from `schedules.collective_counts`."""
@@ -86,20 +92,20 @@ def cross_node_bytes(
             kept = unit.elements / shard + unit.experts / copies
             sums = bool(unit.reductions) * kept * bytes_of(precision.reduce_replicas or precision.stored)
             replicas += 2 * rings["replicate"][rank] * along_replicas * sums
-    pipeline = _pipeline(model, plan, layout, seq_len)
+    inside = _inside_layers(model, plan, layout, seq_len, masked=masked)
     return CrossNodeBytes(
         gather=gather,
         reduce=reduce,
         replicas=replicas,
-        pipeline=pipeline,
+        pipeline=_pipeline(model, plan, layout, seq_len),
         tied=_tied(model, plan, layout),
-        tensor=_tensor(model, plan, layout, seq_len),
-        expert=_expert(model, plan, layout, seq_len),
-        context=_context(model, plan, layout, seq_len, masked=masked),
+        tensor=inside["tensor"],
+        expert=inside.get("expert", 0.0),
+        context=inside["context_ulysses"] + inside["context_ring"],
     )
 
 
-def _ring_share(ranks: int) -> float:
+def _ring_share(ranks: Array) -> float:
     return (ranks - 1) / ranks
 
 
@@ -184,60 +190,39 @@ def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
     return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / holders * stored
 
 
-def _tensor(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
-    """Collectives over all tokens of a micro-batch: two for each exchange of a block's forward, three of its backward, which gathers anew
-    what it did not keep, two of the embedding and two of the head."""
-    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    borders = _ring_borders(layout, layout.groups("tensor"))
-    collectives = 0
-    for rank, stages in enumerate(table):
-        for layer in (layer for stage in stages for layer in stage):
-            each = 7 if plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS else 5
-            ends = 2 * (layer == 0) + 2 * (layer == model.layers - 1)
-            collectives += borders[rank] * (each * token_exchanges(model, layer) + ends)
-    return plan.batch.accumulate * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len) * collectives
-
-
-def _expert(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
-    """Each routed row to the rank of its expert and back, forward and backward, and again where forward is computed again."""
-    table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    rows = _stream(model, plan, seq_len) * model.experts_per_token / layout.size("tensor")
-    total = 0.0
-    for group in layout.expert_groups():
-        across = sum(layout.crosses_nodes((a, b)) for a in group for b in group)
-        stages = table[layout.coordinates(group[0]).get("pipeline", 0)]
-        routed = [layer for stage in stages for layer in stage if model.routed(layer)]
-        travels = sum(
-            6 if plan.strategy(layer, model.layers).recompute in RECOMPUTES_PRODUCTS else 4 for layer in routed
-        )
-        total += rows / len(group) * across * travels
-    return plan.batch.accumulate * total
-
-
-def _context(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool) -> float:
-    """A block's exchange of heads and back, in both directions; and its keys and values round the ring, forward and backward, with the sums
-    of their gradients behind them. `masked` documents have them gathered in both, and their gradients scattered."""
-    ring, ulysses, width = layout.size("context_ring"), layout.size("context_ulysses"), layout.size("tensor")
-    tokens, compute = plan.batch.micro_batch * seq_len / ring / ulysses, bytes_of(plan.precision.compute)
-    heads, kv_heads = model.heads / width, max(1, model.kv_heads // width)
-    repeated = max(ulysses, kv_heads)  # fewer key/value heads than ranks: several ranks get the same one
-    exchanged = tokens * (2 * heads + 2 * repeated) * model.head_dim / ulysses * compute
-    held = tokens * 2 * repeated * model.head_dim
+def _inside_layers(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool) -> dict[str, float]:
+    """Bytes of the messages inside layers, by axis: tokens of tensor ranks, heads and key/value parts of context ranks, routed tokens."""
+    train = TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=seq_len)
+    shape, columns = shape_of(model, seq_len), layout_of(model, train, plan)
+    element = bytes_of(plan.precision.compute)
     masked = masked or model.sliding_window is not None
-    total = 0.0
+    tensor_borders = _ring_borders(layout, layout.groups("tensor"))
+    borders = {"tensor": tensor_borders, "context_ring": _ring_borders(layout, layout.groups("context_ring"))}
+    pairs = {
+        "context_ulysses": _pairs_apart(layout, layout.groups("context_ulysses")),
+        "expert": _pairs_apart(layout, layout.expert_groups()),
+    }
+    totals: dict[str, float] = defaultdict(float)
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    pairs = _pairs_apart(layout, layout.groups("context_ulysses"))
-    borders = _ring_borders(layout, layout.groups("context_ring"))
     for rank, stages in enumerate(table):
-        for mode in (plan.strategy(layer, model.layers).recompute for stage in stages for layer in stage):
-            total += pairs[rank] * exchanged * (2 + (mode != "none"))
-            if masked:
-                collectives = 2 + (plan.compile or mode != "none")
-                total += borders[rank] * (ring - 1) * held * compute * collectives
-            else:
-                passes = 2 + (mode == "full")
-                total += borders[rank] * held * (passes * (ring - 1) * compute + ring * max(4, compute))
-    return plan.batch.accumulate * total
+        layers = [layer for stage in stages for layer in stage]
+        kinds = Counter((model.routed(layer), plan.strategy(layer, model.layers).recompute) for layer in layers)
+        for (routed, mode), count in kinds.items():
+            blocks = with_blocks(shape, routed=routed)
+            chosen = replace(columns, recompute=float(RECOMPUTE_MODES.index(mode)))
+            step = step_shape(shape, columns)
+            for message in layer_messages(blocks, chosen, step, element=element, masked=masked, compiled=plan.compile):
+                times = message.count / model.layers * count
+                if message.op == "all_to_all":
+                    each = pairs[message.axis][rank] / message.ranks
+                else:
+                    each = borders[message.axis][rank] * (1 if message.op == "p2p" else _ring_share(message.ranks))
+                totals[message.axis] += float(each * times * message.bytes)
+        ends = END_EXCHANGES * ((0 in layers) + (model.layers - 1 in layers))
+        totals["tensor"] += (
+            ends * tensor_borders[rank] * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len)
+        )
+    return {axis: plan.batch.accumulate * total for axis, total in totals.items()}
 
 
 def _pairs_apart(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import gradients_final_in_backward, token_exchanges
+from meshwright.spec.layout import gradients_final_in_backward
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
 from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.groups import context_size, experts_over, shard_size
-from meshwright.workload.layouts import layout_of
-from meshwright.workload.model_shape import shape_of, with_blocks
+from meshwright.workload.layouts import Layouts, layout_of
+from meshwright.workload.messages import layer_messages, weight_collectives
+from meshwright.workload.model_shape import Shape, shape_of, with_blocks
 from meshwright.workload.products import layer_products
 from meshwright.workload.step_shape import StepShape, step_shape
 
@@ -106,8 +107,9 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     """What one training step of `plan` asks of a rank."""
     width, stages, times = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
     whole = plan.batch.micro_batch * train.seq_len
-    layout = replace(layout_of(model, train, plan), imbalance=1.0)
-    step, tokens = step_shape(shape_of(model, train.seq_len), layout), whole // context_size(plan)
+    shape, layout = shape_of(model, train.seq_len), layout_of(model, train, plan)
+    least = replace(layout, imbalance=1.0, recompute=0.0)
+    step, tokens = step_shape(shape, least), whole // context_size(plan)
     linears: defaultdict[LinearWork, float] = defaultdict(float)
     for linear in _linears(model, train, plan, step):
         linears[replace(linear, count=1.0)] += linear.count
@@ -133,9 +135,9 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         parameters=owned,
         norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
         collectives=(
-            *_weight_collectives(model, plan, dense, shard_size(plan)),
-            *_weight_collectives(model, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
-            *_token_collectives(model, plan, tokens),
+            *_weight_collectives(model, layout, plan, dense, shard_size(plan)),
+            *_weight_collectives(model, layout, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
+            *_token_collectives(shape, least, plan, step),
         ),
     )  # fmt: skip
 
@@ -181,46 +183,27 @@ def _rounded(model: ModelSpec, plan: Plan) -> float:
     return low * sum(float(product.k + product.n) for product in products)
 
 
-def _weight_collectives(model: ModelSpec, plan: Plan, held: float, shard: int) -> Iterator[CollectiveWork]:
-    """Gathers and reductions of `held` parameters that `shard` ranks share, a block at a time, as often as the strategy of the plan's first
-    layer asks."""
+def _weight_collectives(
+    model: ModelSpec, layout: Layouts, plan: Plan, held: float, shard: int
+) -> Iterator[CollectiveWork]:
+    """Gathers and reductions of `held` parameters that `shard` ranks share, a block at a time, by the plan's first layer."""
     if not held:
         return
-    replicate, strategy = plan.axis_size("replicate"), plan.layers[0]
-    times = 1 if plan.layered else plan.batch.accumulate
-    block, blocks = held / model.layers, float(model.layers)
+    replicate, block, blocks = plan.axis_size("replicate"), held / model.layers, float(model.layers)
     gathered = 1 if plan.precision.gather == "fp8" else bytes_of(plan.precision.compute)
     if shard > 1:
-        gathers = 2 * times if strategy.reshard else 1
+        gathers, reductions = map(float, weight_collectives(layout))
         yield CollectiveWork("all_gather", shard, block * gathered, gathers * blocks)
-        reductions = 1 if strategy.gradients == "whole" else times
         yield CollectiveWork("reduce_scatter", shard, block * bytes_of(plan.precision.reduce), reductions * blocks)
     if replicate > 1:
         summed = bytes_of(plan.precision.reduce_replicas or plan.precision.stored)
         yield CollectiveWork("all_reduce", replicate, block / shard * summed, blocks)
 
 
-def _token_collectives(model: ModelSpec, plan: Plan, tokens: int) -> Iterator[CollectiveWork]:
-    """What tensor, context and expert ranks exchange of a rank's `tokens` in all micro-batches: layers of one stage, mean over stages."""
-    width, size = plan.axis_size("tensor"), bytes_of(plan.precision.compute)
-    layers = plan.batch.accumulate * model.layers / plan.axis_size("pipeline")
-    routed = layers * sum(model.routed(number) for number in range(model.layers)) / model.layers
-    if width > 1:
-        # Forward a gather and a sum an exchange; backward as many, and the gather again for the weights' gradients.
-        exchanges = sum(token_exchanges(model, number) for number in range(model.layers))
-        stream, pairs = float(tokens * model.hidden * size), layers / model.layers * exchanges
-        yield CollectiveWork("all_gather", width, stream, 3 * pairs)
-        yield CollectiveWork("reduce_scatter", width, stream, 2 * pairs)
-    queries, keys = (number * model.head_dim / width for number in (model.heads, model.kv_heads))
-    exchanging, ring = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
-    if exchanging > 1:
-        # Queries, keys and values there and outputs back, then their gradients.
-        yield CollectiveWork("all_to_all", exchanging, tokens * 2 * (queries + keys) * size, 2 * layers)
-    if ring > 1:
-        # Keys and values of each of the others, forward and again in backward, and the gradients' fp32 sums on their way home.
-        passed = tokens * 2 * keys
-        yield CollectiveWork("p2p", 2, passed * size, 2 * (ring - 1) * layers)
-        yield CollectiveWork("p2p", 2, passed * 4.0, ring * layers)
-    if experts_over(plan) * width > 1 and routed:
-        rows = tokens / width * model.experts_per_token * model.hidden * size
-        yield CollectiveWork("all_to_all", experts_over(plan) * width, rows, 4 * routed)
+def _token_collectives(shape: Shape, layout: Layouts, plan: Plan, step: StepShape) -> Iterator[CollectiveWork]:
+    """Collectives inside layers, of all micro-batches; mean over pipeline ranks."""
+    for message in layer_messages(shape, layout, step, element=bytes_of(plan.precision.compute)):
+        if message.ranks > 1 and message.count:
+            ranks = 2 if message.op == "p2p" else int(message.ranks)
+            count = float(message.count) * plan.batch.accumulate / plan.axis_size("pipeline")
+            yield CollectiveWork(message.op, ranks, float(message.bytes), count)

@@ -46,8 +46,10 @@ class Shape:
     """1 when the head shares the embedding's weights."""
     expert_bias: Array = 0.0
     """1 when experts have biases."""
+    kv_head_width: Array = 0.0
+    """Keys and values of one head; 0 where heads are not known apart."""
     parallel: Array = 0.0
-    """1 when all layers are dense and attention and feed-forward network share what tensor ranks exchange."""
+    """1 when attention and feed-forward network of a dense layer share what tensor ranks exchange."""
 
     @property
     def dense_params(self) -> Array:
@@ -84,7 +86,7 @@ def shape_of(model: ModelSpec, seq_len: int) -> Shape:
         ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
         expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),
-        parallel=float(model.parallel_block and not routed),
+        kv_head_width=2 * model.head_dim, parallel=float(model.parallel_block),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The laws of the house (docs/design/architecture.md): imports run down only, and some rooms never see torch."""
+"""Architecture rules (docs/design/architecture.md): imports go to lower layers only, and some packages never import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
-FLOORS = {
+LAYERS = {
     "spec": 0, "durable": 0,
     "config": 1, "workload": 1, "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
     "simulator": 2, "parallel": 2, "optim": 2, "calibration": 2,
@@ -19,7 +19,7 @@ FLOORS = {
     "launch": 5,
     "cli": 6,
 }  # fmt: skip
-SAME_FLOOR = {
+SAME_LAYER = {
     ("models", "kernels"),
     ("durable", "spec"),
     ("data", "policies"),
@@ -44,7 +44,7 @@ TORCH_FREE = (
 )
 LARGEST_FILE, LONGEST_FUNCTION = 500, 100
 FLUSHES = {"fsync", "fdatasync", "sync", "rename", "renames", "replace"}
-"""Functions of `os` that only the room `durable` calls."""
+"""Functions of `os` that only the package `durable` calls."""
 
 
 def files() -> list[Path]:
@@ -53,30 +53,30 @@ def files() -> list[Path]:
 
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, module) of every meshwright import, also those inside functions."""
-    found = []
+    modules = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found.append((node.lineno, node.module))
-            found += [
+            modules.append((node.lineno, node.module))
+            modules += [
                 (node.lineno, f"{node.module}.{alias.name}") for alias in node.names if node.module == "meshwright"
             ]
         elif isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-    return found
+            modules += [(node.lineno, alias.name) for alias in node.names]
+    return modules
 
 
-def test_imports_run_down_only() -> None:
+def test_imports_go_to_lower_layers_only() -> None:
     wrong = []
     for path in files():
-        room = path.relative_to(SOURCE).parts[0]
-        if room.endswith(".py"):
+        package = path.relative_to(SOURCE).parts[0]
+        if package.endswith(".py"):
             continue
         for line, module in imports(path):
             other = module.split(".")[1] if module.startswith("meshwright.") else None
-            if other not in FLOORS or other == room or (room, other) in SAME_FLOOR:
+            if other not in LAYERS or other == package or (package, other) in SAME_LAYER:
                 continue
-            if FLOORS[other] >= FLOORS[room]:
-                wrong.append(f"{path.relative_to(SOURCE)}:{line} ({room}, floor {FLOORS[room]}) imports {module}")
+            if LAYERS[other] >= LAYERS[package]:
+                wrong.append(f"{path.relative_to(SOURCE)}:{line} ({package}, layer {LAYERS[package]}) imports {module}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -90,8 +90,8 @@ def test_only_predict_imports_calibration() -> None:
     assert users == {"cli/predict.py"}
 
 
-def test_engine_does_not_import_its_prices() -> None:
-    """What the engine does is a field of the plan or a rule of `workload`; `costs` prices it."""
+def test_engine_does_not_import_costs() -> None:
+    """The engine follows the plan and the rules of `workload`; `costs` prices them."""
     users = [
         f"{path.relative_to(SOURCE)}:{line}"
         for path in files()
@@ -102,34 +102,34 @@ def test_engine_does_not_import_its_prices() -> None:
     assert not users
 
 
-def test_every_room_has_a_floor() -> None:
-    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms <= set(FLOORS)
+def test_every_package_has_a_layer() -> None:
+    packages = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert packages <= set(LAYERS)
 
 
-@pytest.mark.parametrize("room", [room for room in TORCH_FREE if (SOURCE / room).is_dir()])
-def test_torch_free_rooms_import_without_torch(room: str) -> None:
+@pytest.mark.parametrize("package", [package for package in TORCH_FREE if (SOURCE / package).is_dir()])
+def test_torch_free_packages_import_without_torch(package: str) -> None:
     modules = [
         ".".join(("meshwright", *path.relative_to(SOURCE).with_suffix("").parts))
-        for path in (SOURCE / room).rglob("*.py")
+        for path in (SOURCE / package).rglob("*.py")
         if path.name != "__init__.py"
     ]
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {module}" for module in modules)
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
-QUESTION = "plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=16"
+PLAN_COMMAND = "plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=16"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], QUESTION.split()])
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], PLAN_COMMAND.split()])
 def test_help_and_plan_need_no_torch(words: list[str]) -> None:
     code = (
         f"import sys; sys.modules['torch'] = None; sys.argv = ['meshwright', *{words!r}]\n"
         "from meshwright.cli.main import main; main()"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_no_pickle_is_read() -> None:
@@ -167,7 +167,7 @@ def _renames_path(call: ast.Call) -> bool:
     return name == "rename" or (name == "replace" and len(call.args) == 1 and not call.keywords)
 
 
-def test_rooms_stay_readable() -> None:
+def test_files_and_functions_stay_short() -> None:
     wrong = []
     for path in files():
         text = path.read_text(encoding="utf-8")
@@ -183,10 +183,10 @@ def test_rooms_stay_readable() -> None:
 
 def test_nothing_reads_outside_the_repository() -> None:
     root = SOURCE.parents[1]
-    places = [*root.glob("src/**/*.py"), *root.glob("benchmarks/**/*"), *root.glob("docs/**/*.md"), root / "Makefile"]
+    paths = [*root.glob("src/**/*.py"), *root.glob("benchmarks/**/*"), *root.glob("docs/**/*.md"), root / "Makefile"]
     outside = "../" + "shared"
     assert not [
-        str(path) for path in places if path.is_file() and outside in path.read_text(encoding="utf-8", errors="ignore")
+        str(path) for path in paths if path.is_file() and outside in path.read_text(encoding="utf-8", errors="ignore")
     ]
 
 

@@ -1,0 +1,279 @@
+"""What a checkpoint costs training: runs that write it beside training and runs that wait for it, in turn, and rates of saves and loads.
+
+    python benchmarks/checkpoint_stall.py [--models llama3-1b,llama3-3b] [--rounds 2] [--runs /dev/shm/meshwright-runs] [--out FILE]
+    python benchmarks/checkpoint_stall.py --cpu                  # a tiny model on one processor rank
+
+Prints JSON lines (and appends them to --out):
+
+  run    one run with `checkpoint.mode` async or sync. `stall_seconds`: for async the longest step between the begin of a save and its
+         commit, minus the median of the steps without a save in flight; for sync the time that training waited. `beside_percent`: how much
+         slower the mean step with a save in flight is than the mean step without.
+  write  bytes per second from an arena to the folder --runs with digests and fsync, and of a plain copy with as many threads.
+  load   seconds to load a checkpoint to the device, and to read its files in pieces with as many threads and copy them there.
+
+A run has its own folder, which is deleted afterwards; the text is Python's standard library. The folder must hold two checkpoints of a
+model (llama3-1b: 15 GB each; llama3-3b, whose runs save once: 39 GB), and the host's memory an arena beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sides import MESHWRIGHT, run_logged
+
+from meshwright.checkpoint.arena import Arena
+from meshwright.checkpoint.background import writer_threads
+from meshwright.checkpoint.block_file import write_blocks
+from meshwright.checkpoint.storage import READ_THREADS
+from meshwright.checkpoint.store import CheckpointStore
+
+Line = dict[str, Any]
+BLOCK_BYTES = 16 << 20
+PIECE_BYTES = 64 << 20
+WARM_STEPS = 6
+"""Steps of a run that count nowhere."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs of one model: overrides, steps, and steps between saves."""
+
+    model: str
+    words: tuple[str, ...]
+    steps: int
+    every: int
+
+
+ROWS = {
+    row.model: row
+    for row in (
+        Row("llama3-1b", ("train.seq_len=8192", "train.global_batch=4"), 62, 15),
+        Row("llama3-3b", ("train.seq_len=8192", "train.global_batch=4"), 46, 25),
+    )
+}
+TINY = Row("llama-nano", ("train.seq_len=128", "train.global_batch=4", "cluster={gpu: cpu, gpus_per_node: 1}"), 30, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(ROWS))
+    parser.add_argument("--rounds", type=int, default=2, help="pairs of runs for each model")
+    parser.add_argument("--runs", type=Path, default=Path("/dev/shm/meshwright-runs"))
+    parser.add_argument("--logs", type=Path, default=Path("benchmark-logs"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--limit", type=float, default=460.0, help="seconds for everything; what does not fit is left out"
+    )
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="of the write and load lines")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("overrides", nargs="*", help="key=value for all runs")
+    options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    rows = [TINY] if options.cpu else [ROWS[name] for name in options.models.split(",")]
+    deadline = time.monotonic() + options.limit
+    for line in lines(rows, options, deadline):
+        text = json.dumps({"benchmark": "checkpoint_stall", "date": time.strftime("%Y-%m-%d"), **line})
+        print(text, flush=True)
+        if options.out:
+            with options.out.open("a", encoding="utf-8") as out:
+                out.write(text + "\n")
+
+
+def lines(rows: list[Row], options: argparse.Namespace, deadline: float) -> Iterator[Line]:
+    device = torch.device("cpu" if options.cpu else "cuda")
+    yield {"kind": "machine", **machine(device), "command": " ".join(sys.argv)}
+    yield from write_rates(options)
+    yield from load_rates(options, device)
+    for number in range(options.rounds):
+        for row in rows:
+            for mode in ("sync", "async") if number % 2 else ("async", "sync"):
+                left = deadline - time.monotonic()
+                if left < 60 and not options.cpu:
+                    yield {"kind": "skipped", "model": row.model, "mode": mode, "round": number}
+                    continue
+                yield run_line(row, mode, number, options, left)
+
+
+def machine(device: torch.device) -> Line:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+
+
+def run_line(row: Row, mode: str, number: int, options: argparse.Namespace, left: float) -> Line:
+    name = f"stall-{row.model}-{mode}-{number}"
+    folder, log = options.runs / name, options.logs / f"{name}.log"
+    shutil.rmtree(folder, ignore_errors=True)
+    words = [
+        f"model={row.model}",
+        "data.mix=stdlib",
+        f"name={name}",
+        f"train.steps={row.steps}",
+        "train.warmup_steps=5",
+    ]
+    words += ["train.validate_batches=1", f"checkpoint.every={row.every}", f"checkpoint.mode={mode}"]
+    words += ["checkpoint.keep=1", "checkpoint.at_end=false", *row.words, *options.overrides]
+    began = time.monotonic()
+    code = run_logged([*MESHWRIGHT, "train", *words, "--runs", str(options.runs)], log, dict(os.environ), left)
+    facts = {
+        "kind": "run",
+        "model": row.model,
+        "mode": mode,
+        "round": number,
+        "wall_seconds": round(time.monotonic() - began, 1),
+    }
+    try:
+        if code:
+            return {**facts, "error": f"exit code {code}: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}"}
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        return {**facts, **figures(records, row.every, mode)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def figures(records: list[Line], every: int, mode: str) -> Line:
+    """Figures of one run from its metrics in the order they were written, where a checkpoint's line follows the steps beside its save."""
+    free: list[float] = []
+    beside: list[float] = []
+    saves: list[Line] = []
+    open_since, window = 0, []
+    for record in records:
+        if record["kind"] == "step" and record["step"] > WARM_STEPS:
+            in_flight = mode == "async" and open_since and record["step"] > open_since
+            (window if in_flight else free).append(record["step_seconds"])
+            if record["step"] % every == 0 and not open_since:
+                open_since = record["step"]
+        elif record["kind"] == "event" and record["text"].startswith("checkpoint step-"):
+            saves.append(save_figures(record["text"]) | {"longest": max(window, default=None), "steps": len(window)})
+            beside += window
+            open_since, window = 0, []
+    free += window  # its save was not committed before the run ended
+    median = statistics.median(free)
+    first = [record["step_seconds"] for record in records if record["kind"] == "step"][:3]
+    line: Line = {"steps": len(free), "median_step_seconds": median, "first_steps_seconds": first, "saves": saves}
+    if mode == "sync":
+        return line | {"stall_seconds": [save.get("waited") for save in saves]}
+    return line | {
+        "stall_seconds": [round(save["longest"] - median, 5) for save in saves if save["longest"] is not None],
+        "beside_percent": round(100 * (statistics.mean(beside) / statistics.mean(free) - 1), 3) if beside else None,
+        "mean_step_free": statistics.mean(free),
+        "mean_step_beside": statistics.mean(beside) if beside else None,
+    }
+
+
+def save_figures(text: str) -> Line:
+    """The figures in a checkpoint's line: `… 14,832 MB in 9.1 s`, or `… beside training (seconds: staging 0.31, …)`."""
+    megabytes = float(text.split(": ", 1)[1].split(" MB")[0].replace(",", ""))
+    if "seconds: " not in text:
+        return {"megabytes": megabytes, "waited": float(text.rpartition(" in ")[2].split()[0])}
+    phases = text.partition("seconds: ")[2].partition(")")[0].split(", ")
+    return {"megabytes": megabytes, **{phase.split()[0]: float(phase.split()[1]) for phase in phases}}
+
+
+def write_rates(options: argparse.Namespace) -> Iterator[Line]:
+    """The writer's part of a save beside a plain copy of the same memory, in turn."""
+    size = int((0.2 if options.cpu else options.gigabytes) * 1e9) // mmap.PAGESIZE * mmap.PAGESIZE
+    arena, threads = Arena.create(size), writer_threads(1)
+    torch.frombuffer(arena.memory, dtype=torch.int32).random_()
+    path = options.runs / "written"
+    ways: dict[str, Callable[[], object]] = {
+        "save": lambda: write_blocks(path, [arena.data[:size]], threads),
+        "copy": lambda: plain_copy(path, arena.data[:size], threads),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(3):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - began)
+            path.unlink()
+    rates = {f"{name}_gb_per_second": round(size / 1e9 / min(each), 3) for name, each in seconds.items()}
+    ratio = round(min(seconds["copy"]) / min(seconds["save"]), 3)
+    yield {"kind": "write", "bytes": size, "threads": threads, **rates, "save_over_copy": ratio, "seconds": seconds}
+
+
+def plain_copy(path: Path, data: memoryview, threads: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    with ThreadPoolExecutor(threads) as pool:
+        list(
+            pool.map(
+                lambda at: os.pwrite(descriptor, data[at : at + BLOCK_BYTES], at), range(0, len(data), BLOCK_BYTES)
+            )
+        )
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def load_rates(options: argparse.Namespace, device: torch.device) -> Iterator[Line]:
+    """A load beside raw reads of the same bytes with the same copies to the device, in turn."""
+    folder = options.runs / "loaded"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    count, size = 64, int((0.2 if options.cpu else options.gigabytes) * 1e9 / 64 / 4) // 1024
+    tensors = {f"model.{number}": torch.randn(size, 1024, device=device) for number in range(count)}
+    store = CheckpointStore(folder)
+    path = store.save(1, tensors, {}, {}).path
+    target = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    file = path / "tensors-00000.safetensors"
+    ways: dict[str, Callable[[], object]] = {
+        "load": lambda: store.load(path, target),
+        "raw": lambda: raw_read(file, list(target.values()), device),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(3):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - began)
+    ratio = round(min(seconds["load"]) / min(seconds["raw"]), 3)
+    yield {
+        "kind": "load",
+        "bytes": file.stat().st_size,
+        "threads": READ_THREADS,
+        "load_over_raw": ratio,
+        "seconds": seconds,
+    }
+    shutil.rmtree(folder)
+
+
+def raw_read(file: Path, targets: list[torch.Tensor], device: torch.device) -> None:
+    """Read the file's tail, as large as all targets, by pieces into staging memory, and copy each piece to the device."""
+    flat = [target.view(-1).view(torch.uint8) for target in targets]
+    start = file.stat().st_size - sum(part.numel() for part in flat)
+    pieces = []
+    for part in flat:
+        pieces += [(start + at, part[at : at + PIECE_BYTES]) for at in range(0, part.numel(), PIECE_BYTES)]
+        start += part.numel()
+    descriptor = os.open(file, os.O_RDONLY)
+
+    def read(piece: tuple[int, torch.Tensor]) -> None:
+        offset, target = piece
+        buffer = torch.empty(target.numel(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        view = memoryview(buffer.numpy()).cast("B")
+        while view:
+            done = os.preadv(descriptor, [view], offset)
+            view, offset = view[done:], offset + done
+        target.copy_(buffer)
+
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        list(pool.map(read, pieces))
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

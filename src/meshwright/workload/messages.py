@@ -1,0 +1,119 @@
+"""Collectives and messages of one rank: inside layers for one micro-batch, and of sharded weights for one step.
+
+Functions take numbers or arrays. A layout's recompute mode says what a backward sends again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from meshwright.spec.profile import Operation
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, Layouts
+from meshwright.workload.model_shape import Shape
+from meshwright.workload.step_shape import StepShape
+
+END_EXCHANGES = 2
+"""Tensor collectives of the embedding, and of the head, for one micro-batch: one forward and one backward over all its tokens."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Equal collectives of one group, for one micro-batch over all layers."""
+
+    op: Operation
+    axis: Literal["tensor", "context_ulysses", "context_ring", "expert"]
+    ranks: Array
+    """Ranks of the group; `p2p` messages go from each to the next in a ring of so many."""
+    bytes: Array
+    """The gathered result, the input of a sum, all that one rank sends in an all-to-all, or one p2p message."""
+    forward: Array
+    backward: Array
+    """How many run in the forward and in the backward of all layers."""
+
+    @property
+    def count(self) -> Array:
+        return self.forward + self.backward
+
+
+def layer_messages(
+    shape: Shape,
+    layout: Layouts,
+    step: StepShape,
+    *,
+    element: Array = 2.0,
+    masked: bool = False,
+    compiled: bool = False,
+) -> Iterator[Message]:
+    """What a rank sends inside layers, `element` bytes a number. `masked` and `compiled` are `context_messages`'s."""
+    yield from tensor_messages(shape, layout, step, element)
+    yield from context_messages(shape, layout, step, element, masked=masked, compiled=compiled)
+    if np.any(shape.moe_layers):
+        yield expert_message(shape, layout, step, element)
+
+
+def tensor_messages(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> tuple[Message, Message]:
+    """Gathers of tokens before and scattered sums behind each exchange; a backward gathers again for the weight gradients."""
+    repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
+    stream, exchanges = step.tokens * shape.hidden * element, tensor_exchanges(shape)
+    return (
+        Message("all_gather", "tensor", layout.tensor, stream, exchanges, exchanges * (2 + repeats)),
+        Message("reduce_scatter", "tensor", layout.tensor, stream, exchanges, exchanges * (1 + repeats)),
+    )
+
+
+def context_messages(
+    shape: Shape,
+    layout: Layouts,
+    step: StepShape,
+    element: Array = 2.0,
+    *,
+    masked: bool = False,
+    compiled: bool = False,
+) -> tuple[Message, Message, Message]:
+    """The exchange of heads before and behind attention; keys and values round the ring; their gradients' sums.
+
+    The sums are fp32 and travel once more than keys and values, to the rank that owns them. `masked` sequences gather keys and values in
+    place of the ring, in a `compiled` block again in its backward, and scatter the sums.
+    """
+    mode, layers, ring = np.asarray(layout.recompute), shape.attention_layers, layout.ring
+    # With fewer key/value heads than ranks several ranks get the same head.
+    kv = np.maximum(shape.kv_width / layout.tensor, layout.ulysses * shape.kv_head_width)
+    heads = step.tokens * ((shape.query_width + shape.value_width) / layout.tensor + kv) * element
+    repeats = np.where(mode > 0, 1.0, 0.0)
+    exchange = Message("all_to_all", "context_ulysses", layout.ulysses, heads, layers, layers * (1 + repeats))
+    held, turns = step.tokens * kv, ring - 1
+    if masked:
+        again = layers * np.where((mode > 0) | compiled, 1.0, 0.0)
+        gathers = Message("all_gather", "context_ring", ring, ring * held * element, layers, again)
+        return exchange, gathers, Message("reduce_scatter", "context_ring", ring, ring * held * element, 0.0, layers)
+    again = 1 + np.where(mode == FULL, 1.0, 0.0)
+    passes = Message("p2p", "context_ring", ring, held * element, turns * layers, turns * layers * again)
+    sums = np.where(turns > 0, ring * layers, 0.0)
+    return exchange, passes, Message("p2p", "context_ring", ring, held * np.maximum(4.0, element), 0.0, sums)
+
+
+def expert_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> Message:
+    """Each routed token to its expert and back."""
+    repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
+    copies = step.tokens / layout.tensor * shape.top_k * shape.expert_in * element
+    return Message(
+        "all_to_all", "expert", layout.expert, copies, 2.0 * shape.moe_layers, 2.0 * shape.moe_layers * (1 + repeats)
+    )
+
+
+def tensor_exchanges(shape: Shape) -> Array:
+    """Exchanges of tokens between tensor ranks in the forward of all layers (`spec.layout.token_exchanges` of each)."""
+    dense = (shape.layers - shape.moe_layers) * 2 / (1 + shape.parallel)
+    return dense + shape.moe_layers * (1 + np.where(np.asarray(shape.shared_ffn) > 0, 1.0, 0.0))
+
+
+def weight_collectives(layout: Layouts) -> tuple[Array, Array]:
+    """Gathers of a sharded unit's weights and reductions of its gradients in one step."""
+    runs = np.where(np.asarray(layout.layered) > 0, 1.0, layout.micro_batches)
+    gathers = np.where(np.asarray(layout.gather_once) > 0, 1.0, (2.0 - layout.keep_gathered) * runs)
+    return gathers, np.where(np.asarray(layout.reduce_once) > 0, 1.0, runs)

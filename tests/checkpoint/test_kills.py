@@ -1,0 +1,23 @@
+"""Processes that die at a random time of a save: what is loaded is the newest committed step or the one before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.kills import VICTIMS, kill_once
+
+SHORT, LONG = 6, 210
+
+
+def test_a_process_killed_at_a_random_time(tmp_path: Path) -> None:
+    assert {kill_once(tmp_path / str(seed), seed) for seed in range(SHORT)} == set(VICTIMS)
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+@pytest.mark.timeout(1800)
+def test_two_hundred_processes_killed_at_random_times(tmp_path: Path) -> None:
+    for seed in range(SHORT, LONG):
+        kill_once(tmp_path / str(seed), seed)
