@@ -1,8 +1,7 @@
-"""How right `meshwright predict` is on published runs: `make bench-plan` (CPU only, a minute or two).
+"""Measures the accuracy of `meshwright predict` on published runs: `make bench-plan` (CPU only, a minute or two).
 
-Prints errors by source with the rows inside the fit and with each source left out of it, how good the layout is that the model would
-choose, memory errors and refusals, and every acceptance line of the project with its number. Keeps all of it in
-benchmarks/results/plan-accuracy.json.
+Prints errors by source, in the fit and with each source left out of it; the regret of the layout that the model would choose; memory errors
+and refusals; and each acceptance line with its figure. Writes them to benchmarks/results/plan-accuracy.json.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any
 
 import numpy as np
 from fit_costs import (
-    Rows,
+    RunArrays,
+    arrays_of,
     by_source,
     every_fifth,
-    gather_rows,
     left_out,
     memory_left_out,
     read_runs,
@@ -33,7 +32,7 @@ from stragglers import expected_slowest
 
 from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.calibration.published_rows import Case, failed, fully_specified, measured_seconds
-from meshwright.calibration.row_predictions import Prediction, half_width, predict_rows, price
+from meshwright.calibration.row_predictions import Prediction, half_width, predict_records, price
 from meshwright.costs.constants import constants, table
 from meshwright.costs.machine import Machine
 from meshwright.costs.step import step_cost
@@ -46,7 +45,7 @@ Record = tuple[int, dict[str, str], Case, float]
 
 @dataclass(frozen=True)
 class Line:
-    """One acceptance line: what was asked, what was reached."""
+    """An acceptance line: a figure and its limit."""
 
     what: str
     reached: float
@@ -60,18 +59,18 @@ class Line:
 
 def main() -> None:
     runs = read_runs()
-    predictions = predict_rows(runs)
+    predictions = predict_records(runs)
     records = usable(runs)
-    rows = gather_rows(records)
-    fitted = np.array([predictions[at].seconds for at, *_ in records], dtype=np.float64)
-    folds = left_out(rows, every_fifth(len(records)))
-    sources = left_out(rows, by_source(rows))
+    arrays = arrays_of(records)
+    fitted = np.array([predictions[index].seconds for index, *_ in records], dtype=np.float64)
+    folds = left_out(arrays, every_fifth(len(records)))
+    sources = left_out(arrays, by_source(arrays))
     lines = [
         *error_lines(runs, predictions, records, fitted, folds, sources),
-        *scale_lines(records, rows, predictions),
+        *scale_lines(records, arrays, predictions),
         *regret_lines(records, fitted, folds),
         *memory_lines(runs, predictions),
-        *band_lines(records, rows, sources),
+        *band_lines(records, arrays, sources),
         *speed_lines(),
     ]
     print("\nacceptance")
@@ -84,33 +83,33 @@ def main() -> None:
     print(f"kept in {RESULTS}", file=sys.stderr)
 
 
-def noisy(row: dict[str, str]) -> bool:
-    """The rows whose repeats differ up to five-fold."""
-    return "playbook" in row["source"] and float(row["gpus"]) >= 128
+def noisy(record: dict[str, str]) -> bool:
+    """Whether the run is of a group whose repeats differ up to five-fold."""
+    return "playbook" in record["source"] and float(record["gpus"]) >= 128
 
 
-def label(row: dict[str, str]) -> str:
-    return row["source"] + (" [≥128 GPUs]" if noisy(row) else "")
+def label(record: dict[str, str]) -> str:
+    return record["source"] + (" [≥128 GPUs]" if noisy(record) else "")
 
 
 def error_table(records: list[Record], *columns: np.ndarray) -> list[dict[str, Any]]:
-    """Errors by source: in sample, rows left out in fifths, sources left out whole."""
+    """Errors by source: in sample, with fifths of the runs left out, with whole sources left out."""
     groups: dict[str, list[int]] = defaultdict(list)
-    for place, (_, row, _, _) in enumerate(records):
-        if fully_specified(row):
-            groups[label(row)].append(place)
+    for index, (_, record, _, _) in enumerate(records):
+        if fully_specified(record):
+            groups[label(record)].append(index)
     measured = np.array([seconds for *_, seconds in records])
-    found = []
-    for source, places in sorted(groups.items(), key=lambda item: -len(item[1])):
-        entry: dict[str, Any] = {"source": source, "rows": len(places)}
+    entries = []
+    for source, indices in sorted(groups.items(), key=lambda item: -len(item[1])):
+        entry: dict[str, Any] = {"source": source, "rows": len(indices)}
         for name, column in zip(("fit", "fifth", "source"), columns, strict=True):
-            ratio = column[places] / measured[places]
+            ratio = column[indices] / measured[indices]
             if np.isfinite(ratio).all():
                 error = np.abs(ratio - 1)
                 entry |= {f"{name}_median": float(np.median(error)), f"{name}_p90": float(np.quantile(error, 0.9))}
                 entry |= {f"{name}_bias": float(np.median(ratio) - 1)}
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def error_lines(
@@ -121,19 +120,19 @@ def error_lines(
         f"{'rows':>5} | {'median':>6} {'p90':>6} {'bias':>6} | rows left out: median, p90 | source left out: median | source"
     )
     for entry in entries:
-        said = [
+        values = [
             entry.get(key)
             for key in ("fit_median", "fit_p90", "fit_bias", "fifth_median", "fifth_p90", "source_median")
         ]
-        text = [f"{value:6.1%}" if value is not None else "     –" for value in said]
+        text = [f"{value:6.1%}" if value is not None else "     –" for value in values]
         print(
             f"{entry['rows']:5} | {text[0]} {text[1]} {text[2]} | {text[3]} {text[4]} | {text[5]} | {entry['source'][:90]}"
         )
-    complete = [at for at, row in enumerate(runs) if fully_specified(row)]
-    expressed = np.mean([predictions[at].seconds is not None for at in complete])
+    complete = [index for index, record in enumerate(runs) if fully_specified(record)]
+    expressed = np.mean([predictions[index].seconds is not None for index in complete])
     lines = [Line("fully specified rows expressed", float(expressed), 0.9, at_least=True)]
     large = [entry for entry in entries if entry["rows"] >= 20 and "[≥128" not in entry["source"]]
-    quiet = np.array([fully_specified(row) and not noisy(row) for _, row, _, _ in records])
+    quiet = np.array([fully_specified(record) and not noisy(record) for _, record, _, _ in records])
     measured = np.array([seconds for *_, seconds in records])
     for name, words, column in zip(("fit", "fifth"), ("in sample", "rows left out"), columns, strict=False):
         medians = [entry[f"{name}_median"] for entry in large]
@@ -149,55 +148,59 @@ def error_lines(
 PAPERS = ("SC21", "Korthikanti", "MT-NLG", "MegaScale (arXiv")
 
 
-def scale_lines(records: list[Record], rows: Rows, predictions: list[Prediction]) -> list[Line]:
-    """The papers' tables, and the largest runs under constants fitted on at most 2,048 GPUs."""
-    measured = rows.measured
-    papers = np.array([row["source"].startswith(PAPERS) or "sc21" in row["source"].lower() for _, row, _, _ in records])
-    big_model = np.array([float(row["params"] or 0) >= 170e9 for _, row, _, _ in records])
-    fitted = np.array([predictions[at].seconds for at, *_ in records], dtype=np.float64)
+def scale_lines(records: list[Record], arrays: RunArrays, predictions: list[Prediction]) -> list[Line]:
+    """Lines for the papers' tables, and for the largest runs under constants fitted on at most 2,048 GPUs."""
+    measured = arrays.measured
+    papers = np.array(
+        [record["source"].startswith(PAPERS) or "sc21" in record["source"].lower() for _, record, _, _ in records]
+    )
+    big_model = np.array([float(record["params"] or 0) >= 170e9 for _, record, _, _ in records])
+    fitted = np.array([predictions[index].seconds for index, *_ in records], dtype=np.float64)
     error = np.abs(fitted / measured - 1)
-    ranks = np.array([float(row["gpus"]) for _, row, _, _ in records])
-    beyond = left_out(rows, [ranks > 2048])
-    internet = np.array(
+    ranks = np.array([float(record["gpus"]) for _, record, _, _ in records])
+    predicted_beyond = left_out(arrays, [ranks > 2048])
+    largest = np.array(
         [
-            float(row["gpus"]) >= 8192
-            and ("mlcommons" in row["source"] or ("MegaScale" in row["source"] and case.stack == "megatron_tuned"))
-            for _, row, case, _ in records
+            float(record["gpus"]) >= 8192
+            and (
+                "mlcommons" in record["source"] or ("MegaScale" in record["source"] and case.stack == "megatron_tuned")
+            )
+            for _, record, case, _ in records
         ]
     )
-    far = np.abs(beyond / measured - 1)[internet]
+    far_error = np.abs(predicted_beyond / measured - 1)[largest]
     baseline = [
-        (at, seconds)
-        for at, row, case, seconds in records
-        if row["source"].startswith("MegaScale (") and case.stack == "megatron_lm" and float(row["gpus"]) >= 8192
+        (index, seconds)
+        for index, record, case, seconds in records
+        if record["source"].startswith("MegaScale (") and case.stack == "megatron_lm" and float(record["gpus"]) >= 8192
     ]
-    inside = [predictions[at].low <= seconds <= predictions[at].high for at, seconds in baseline]  # type: ignore[operator]  # priced rows have bands
-    even, waiting = straggler_band([case for _, row, case, _ in records if row["source"].startswith("MegaScale (")
-                                    and case.stack == "megatron_lm" and float(row["gpus"]) >= 8192])  # fmt: skip
+    inside = [predictions[index].low <= seconds <= predictions[index].high for index, seconds in baseline]  # type: ignore[operator]  # priced rows have bands
+    even_seconds, straggler_seconds = straggler_band([case for _, record, case, _ in records if record["source"].startswith("MegaScale (")
+                                    and case.stack == "megatron_lm" and float(record["gpus"]) >= 8192])  # fmt: skip
     print(f"\nMegaScale's Megatron-LM rows: even ranks, measured, the slowest of all ranks at {SPREAD:.0%} spread")
-    for (_, seconds), low, high in zip(baseline, even, waiting, strict=True):
+    for (_, seconds), low, high in zip(baseline, even_seconds, straggler_seconds, strict=True):
         print(f"  {low:6.2f} {seconds:6.2f} {high:6.2f}")
         inside.append(bool(low <= seconds <= high))
     print("\n≥ 8,192 GPUs, fitted on ≤ 2,048 (predicted / measured)")
-    for (_, row, _, seconds), value, chosen in zip(records, beyond, internet, strict=True):
+    for (_, record, _, seconds), value, chosen in zip(records, predicted_beyond, largest, strict=True):
         if chosen:
-            print(f"  {value / seconds:6.3f}  {row['gpus']:>6} {row['model']:>16}  {row['source'][:80]}")
+            print(f"  {value / seconds:6.3f}  {record['gpus']:>6} {record['model']:>16}  {record['source'][:80]}")
     return [
         Line(
             "Megatron's and MegaScale's 175B/530B/1T tables, median", float(np.median(error[papers & big_model])), 0.05
         ),
-        Line("≥ 8,192 GPUs fitted on ≤ 2,048, median", float(np.median(far)), 0.05),
-        Line("≥ 8,192 GPUs fitted on ≤ 2,048, worst", float(np.max(far)), 0.10),
+        Line("≥ 8,192 GPUs fitted on ≤ 2,048, median", float(np.median(far_error)), 0.05),
+        Line("≥ 8,192 GPUs fitted on ≤ 2,048, worst", float(np.max(far_error)), 0.10),
         Line("MegaScale's Megatron-LM rows ≥ 8,192 GPUs inside both bands", float(np.mean(inside)), 1.0, at_least=True),
     ]
 
 
 SPREAD = 0.05
-"""Relative deviation of one rank's compute time that the straggler band takes."""
+"""Relative standard deviation of a rank's compute time in the straggler band."""
 
 
 def straggler_band(cases: list[Case]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each case when all ranks are alike, and when all wait for the slowest of them at `SPREAD`."""
+    """Seconds of each case with equal ranks, and with all ranks waiting for the slowest one at `SPREAD`."""
     slow = [
         replace(case, layout=replace(case.layout, slowest=float(expected_slowest(case.layout.ranks, SPREAD))))
         for case in cases
@@ -209,54 +212,62 @@ PLAN_KEY = ("tp", "pp", "dp", "cp", "ep", "vpp", "zero/fsdp", "micro_batch", "re
 
 
 def regret_lines(records: list[Record], fitted: np.ndarray, folds: np.ndarray) -> list[Line]:
-    """Measured time of the layout predicted fastest over the best measured, averaged over groups; and of the best of three."""
-    kinds = {
-        "vTrain": (lambda row: "vTrain data" in row["source"], 1.10, 1.03),
-        "playbook to 64 GPUs": (lambda row: "playbook" in row["source"] and not noisy(row), 1.15, 1.05),
+    """Lines for regret: measured time of the layout predicted fastest over the best measured, the mean over groups."""
+    groups = {
+        "vTrain": (lambda record: "vTrain data" in record["source"], 1.10, 1.03),
+        "playbook to 64 GPUs": (lambda record: "playbook" in record["source"] and not noisy(record), 1.15, 1.05),
         "playbook from 128 GPUs": (noisy, 1.40, 1.20),
     }
     lines = []
     print("\nregret: groups, first, best of three (in sample); with rows left out of the fit; Spearman mean, least")
-    for name, (wanted, one, three) in kinds.items():
-        chosen = [at for at, (_, row, _, _) in enumerate(records) if wanted(row)]
-        now = _regrets([records[at] for at in chosen], fitted[chosen])
-        blind = _regrets([records[at] for at in chosen], folds[chosen])
-        print(f"  {name:24} {len(now):4} {_mean(now, 0):.3f} {_mean(now, 1):.3f}   {_mean(blind, 0):.3f} {_mean(blind, 1):.3f}"
-              f"   {_mean(now, 2):.3f} {min(found[2] for found in now):.3f}")  # fmt: skip
+    for name, (in_group, first_limit, best_of_three_limit) in groups.items():
+        chosen = [index for index, (_, record, _, _) in enumerate(records) if in_group(record)]
+        in_sample = _regrets([records[index] for index in chosen], fitted[chosen])
+        left_out_regrets = _regrets([records[index] for index in chosen], folds[chosen])
+        print(f"  {name:24} {len(in_sample):4} {_mean(in_sample, 0):.3f} {_mean(in_sample, 1):.3f}"
+              f"   {_mean(left_out_regrets, 0):.3f} {_mean(left_out_regrets, 1):.3f}"
+              f"   {_mean(in_sample, 2):.3f} {min(regret[2] for regret in in_sample):.3f}")  # fmt: skip
         lines += [
-            Line(f"regret {name}", _mean(now, 0), one),
-            Line(f"regret {name}, best of three", _mean(now, 1), three),
+            Line(f"regret {name}", _mean(in_sample, 0), first_limit),
+            Line(f"regret {name}, best of three", _mean(in_sample, 1), best_of_three_limit),
         ]
         if name == "playbook from 128 GPUs":
             lines.append(
-                Line("least Spearman of a group, playbook from 128 GPUs", min(f[2] for f in now), 0.9, at_least=True)
+                Line(
+                    "least Spearman of a group, playbook from 128 GPUs",
+                    min(f[2] for f in in_sample),
+                    0.9,
+                    at_least=True,
+                )
             )
     return lines
 
 
-def _mean(found: list[tuple[float, float, float]], column: int) -> float:
-    return float(np.mean([entry[column] for entry in found]))
+def _mean(regrets: list[tuple[float, float, float]], column: int) -> float:
+    return float(np.mean([entry[column] for entry in regrets]))
 
 
 def _regrets(records: list[Record], predicted: np.ndarray) -> list[tuple[float, float, float]]:
-    """(regret of the first, of the best of three, Spearman) of each group with at least five layouts."""
+    """(regret of the first, of the best of three, Spearman correlation) of each group with at least five layouts."""
     groups: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for (_, row, _, seconds), guess in zip(records, predicted, strict=True):
+    for (_, record, _, seconds), guess in zip(records, predicted, strict=True):
         key = tuple(
-            row[column] for column in ("source", "model", "layers", "hidden", "seq", "gpu", "gpus", "global_batch")
+            record[column] for column in ("source", "model", "layers", "hidden", "seq", "gpu", "gpus", "global_batch")
         )
-        groups[key][tuple(row[column] for column in PLAN_KEY)].append((seconds, guess))
-    found = []
+        groups[key][tuple(record[column] for column in PLAN_KEY)].append((seconds, guess))
+    regrets = []
     for layouts in groups.values():
         if len(layouts) < 5:
             continue
         pairs = np.array([np.median(np.array(repeats), axis=0) for repeats in layouts.values()])
         order = np.argsort(pairs[:, 1])
         best = pairs[:, 0].min()
-        found.append((pairs[order[0], 0] / best, pairs[order[:3], 0].min() / best, _spearman(pairs[:, 0], pairs[:, 1])))
-    return found
+        regrets.append(
+            (pairs[order[0], 0] / best, pairs[order[:3], 0].min() / best, _spearman(pairs[:, 0], pairs[:, 1]))
+        )
+    return regrets
 
 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -265,28 +276,38 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def memory_lines(runs: list[dict[str, str]], predictions: list[Prediction]) -> list[Line]:
-    known = [
-        (float(row["mem_gb"]), p) for row, p in zip(runs, predictions, strict=True) if row["mem_gb"] and p.memory_gib
+    measured_and_predicted = [
+        (float(record["mem_gb"]), p)
+        for record, p in zip(runs, predictions, strict=True)
+        if record["mem_gb"] and p.memory_gib
     ]
-    error = [abs(p.memory_gib / measured - 1) for measured, p in known if p.memory_gib]
+    error = [abs(p.memory_gib / measured - 1) for measured, p in measured_and_predicted if p.memory_gib]
     key = ("model", "gpus", *PLAN_KEY)
-    ran = {tuple(row[c] for c in key) for row in runs if measured_seconds(row) and not failed(row)}
-    lost = [
-        p for row, p in zip(runs, predictions, strict=True) if failed(row) and tuple(row[c] for c in key) not in ran
+    ran = {tuple(record[c] for c in key) for record in runs if measured_seconds(record) and not failed(record)}
+    failed_predictions = [
+        p
+        for record, p in zip(runs, predictions, strict=True)
+        if failed(record) and tuple(record[c] for c in key) not in ran
     ]
-    good = [p for row, p in zip(runs, predictions, strict=True) if measured_seconds(row) and not failed(row)]
-    refused = np.mean([p.fits is False for p in lost])
-    false = np.mean([p.fits is False for p in good if p.fits is not None])
-    by_source_: dict[str, list[float]] = defaultdict(list)
-    for row, p in zip(runs, predictions, strict=True):
-        if row["mem_gb"] and p.memory_gib:
-            by_source_[row["source"]].append(abs(p.memory_gib / float(row["mem_gb"]) - 1))
+    ran_predictions = [
+        p for record, p in zip(runs, predictions, strict=True) if measured_seconds(record) and not failed(record)
+    ]
+    refused = np.mean([p.fits is False for p in failed_predictions])
+    false = np.mean([p.fits is False for p in ran_predictions if p.fits is not None])
+    errors_by_source: dict[str, list[float]] = defaultdict(list)
+    for record, p in zip(runs, predictions, strict=True):
+        if record["mem_gb"] and p.memory_gib:
+            errors_by_source[record["source"]].append(abs(p.memory_gib / float(record["mem_gb"]) - 1))
     print("\nmemory: rows, median error, source")
-    for source, errors in by_source_.items():
+    for source, errors in errors_by_source.items():
         print(f"  {len(errors):5} {np.median(errors):6.1%}  {source}")
-    kept = with_memory(runs)
-    blind = memory_left_out(kept) / np.array([float(row["mem_gb"]) for row, _ in kept])
-    print(f"  all {len(kept)} with their layouts left out of the fit, by fifths: {np.median(np.abs(blind - 1)):.1%}")
+    with_measured_memory = with_memory(runs)
+    ratio = memory_left_out(with_measured_memory) / np.array(
+        [float(record["mem_gb"]) for record, _ in with_measured_memory]
+    )
+    print(
+        f"  all {len(with_measured_memory)} with their layouts left out of the fit, by fifths: {np.median(np.abs(ratio - 1)):.1%}"
+    )
     return [
         Line("memory, median error", float(np.median(error)), 0.05),
         Line("failed rows refused", float(refused), 0.85, at_least=True),
@@ -294,21 +315,21 @@ def memory_lines(runs: list[dict[str, str]], predictions: list[Prediction]) -> l
     ]
 
 
-def band_lines(records: list[Record], rows: Rows, sources: np.ndarray) -> list[Line]:
-    """Share of the rows of a left-out source inside the band of its class, which is made of the other left-out sources."""
-    residual = np.log(rows.measured / sources)
-    names = np.array([source_of(name) for name in rows.names])
-    held: dict[str, float] = {}
+def band_lines(records: list[Record], arrays: RunArrays, sources: np.ndarray) -> list[Line]:
+    """Lines for the share of a left-out source's runs inside the band of its class, which other left-out sources define."""
+    residual = np.log(arrays.measured / sources)
+    names = np.array([source_of(name) for name in arrays.names])
+    coverage: dict[str, float] = {}
     print("\nband of sources left out: rows, held, half-width, generation and stack, source")
     for name in dict.fromkeys(names[np.isfinite(residual)].tolist()):
         chosen = names == name
         case = records[int(np.flatnonzero(chosen)[0])][2]
-        width = half_width(case, widths(rows, residual, but=name))
-        held[name] = float((np.abs(residual[chosen]) <= width).mean())
+        width = half_width(case, widths(arrays, residual, but=name))
+        coverage[name] = float((np.abs(residual[chosen]) <= width).mean())
         print(
-            f"  {chosen.sum():5} {held[name]:6.1%}  ±{np.expm1(width):.0%}  {case.generation} {case.stack}  {name[:80]}"
+            f"  {chosen.sum():5} {coverage[name]:6.1%}  ±{np.expm1(width):.0%}  {case.generation} {case.stack}  {name[:80]}"
         )
-    mean = float(np.mean(list(held.values())))
+    mean = float(np.mean(list(coverage.values())))
     print("half-widths:", ", ".join(f"{name} ±{np.expm1(width):.0%}" for name, width in table()["bands"].items()))
     return [
         Line("share of a left-out source inside its band, mean over sources", mean, 0.75, at_least=True),
@@ -317,26 +338,26 @@ def band_lines(records: list[Record], rows: Rows, sources: np.ndarray) -> list[L
 
 
 def speed_lines() -> list[Line]:
-    """One prediction, and a sweep of a 175B model on 16,384 GPUs."""
+    """Lines for the time of a prediction, and of a sweep for a 175B model on 16,384 GPUs."""
     model = shape(by_name("GPT-175B"))
     chip = CHIPS["H100"]
     machine = Machine(peak=chip.peak_flops["bf16"], half_peak=chip.peak_flops["bf16"], low=0.0, hbm=chip.hbm, memory=chip.memory_bytes,
                       link=chip.link, nic=chip.nic, domain=8.0, per_node=8.0)  # fmt: skip
     k = constants("hopper", "bridge")
-    wide = sweep(16384.0)
+    grid = sweep(16384.0)
     started = time.perf_counter()
-    step_cost(model, machine, wide, k)
-    each = len(wide.tensor) / (time.perf_counter() - started)
-    one = Layouts(tensor=2.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=4.0, zero=3.0, shards=4.0, micro_batch=1.0,
+    step_cost(model, machine, grid, k)
+    layouts_per_second = len(grid.tensor) / (time.perf_counter() - started)
+    small = Layouts(tensor=2.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=4.0, zero=3.0, shards=4.0, micro_batch=1.0,
                   global_batch=16.0, seq=8192.0, recompute=0.0)  # fmt: skip
     times = []
     for _ in range(20):
         started = time.perf_counter()
-        step_cost(model, machine, one, k)
+        step_cost(model, machine, small, k)
         times.append(time.perf_counter() - started)
     return [
         Line("milliseconds of one prediction on 8 GPUs", float(np.median(times)) * 1e3, 5.0),
-        Line("layouts a second, 175B on 16,384 GPUs", each, 100_000, at_least=True),
+        Line("layouts a second, 175B on 16,384 GPUs", layouts_per_second, 100_000, at_least=True),
     ]
 
 

@@ -1,7 +1,7 @@
-"""How long the planner thinks: `make bench-search` (CPU only, two minutes).
+"""Measures the planner's search time and memory against limits: `make bench-search` (CPU only, two minutes).
 
-Times are processor seconds of one thread (user and system), the least of three, so that a busy machine does not count against it. The
-search alone is timed, each in a process of its own whose memory is its peak; `plan --help` is timed as a whole. Prints each with its limit.
+Times are processor seconds of one thread (user and system), the least of three runs, so that other programs matter little. Each search runs
+in a process of its own, whose peak memory is reported; `plan --help` is timed as a whole process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PORTS = (
     "cluster.network.port_gb_per_s=15"
 )
 EIGHT = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64"
-TIMES = 3
+REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Line:
 
 def main() -> None:
     if sys.argv[1:]:
-        print(json.dumps(searched(sys.argv[1:])))
+        print(json.dumps(time_search(sys.argv[1:])))
         return
-    large, eight = asked(LARGE), asked(EIGHT)
-    two = asked(f"{EIGHT} cluster.emulate_nodes=2")
+    large, eight = answer_of(LARGE), answer_of(EIGHT)
+    two = answer_of(f"{EIGHT} cluster.emulate_nodes=2")
     lines = [
         Line(f"405B on 16,384 GPUs, {large['considered']:,} layouts", large["seconds"], 2.5, "s"),
         Line("  its memory", large["bytes"] / 1e9, 1.0, "GB"),
         Line(f"8B on 8 GPUs, {eight['considered']:,} layouts", eight["seconds"], 0.5, "s"),
         Line(f"8B on 8 GPUs as 2 nodes over TCP, {two['considered']:,} layouts", two["seconds"], 0.5, "s"),
-        Line("1T on 3,072 A100, tensor 8 × pipeline 64 pinned", asked(PINNED)["seconds"], 5.0, "s"),
-        Line("qwen3-235b on 256 GB200", asked(EXPERTS)["seconds"], 10.0, "s"),
-        Line("70B on 128 H100 over 10 GbE", asked(ETHERNET)["seconds"], 5.0, "s"),
-        Line("70B on 128 H100, ports of 15 GB/s", asked(PORTS)["seconds"], 5.0, "s"),
-        Line("meshwright plan --help", min(help_seconds() for _ in range(TIMES)), 0.3, "s"),
+        Line("1T on 3,072 A100, tensor 8 × pipeline 64 pinned", answer_of(PINNED)["seconds"], 5.0, "s"),
+        Line("qwen3-235b on 256 GB200", answer_of(EXPERTS)["seconds"], 10.0, "s"),
+        Line("70B on 128 H100 over 10 GbE", answer_of(ETHERNET)["seconds"], 5.0, "s"),
+        Line("70B on 128 H100, ports of 15 GB/s", answer_of(PORTS)["seconds"], 5.0, "s"),
+        Line("meshwright plan --help", min(help_seconds() for _ in range(REPEATS)), 0.3, "s"),
     ]
     for line in lines:
         verdict = "pass" if line.reached <= line.limit else "FAIL"
@@ -66,15 +66,17 @@ def main() -> None:
     sys.exit(any(line.reached > line.limit for line in lines))
 
 
-def asked(question: str) -> dict[str, float]:
-    """What processes of one thread say of a question: the quickest of a few, each with nothing kept from another."""
+def answer_of(question: str) -> dict[str, float]:
+    """Figures of a search in the fastest of a few single-threaded processes."""
     command = [sys.executable, __file__, *question.split()]
-    told = (subprocess.run(command, env=one_thread(), capture_output=True, check=True).stdout for _ in range(TIMES))
-    return min(map(json.loads, told), key=lambda one: one["seconds"])
+    outputs = (
+        subprocess.run(command, env=one_thread(), capture_output=True, check=True).stdout for _ in range(REPEATS)
+    )
+    return min(map(json.loads, outputs), key=lambda result: result["seconds"])
 
 
-def searched(words: list[str]) -> dict[str, float]:
-    """Processor seconds of the search, and the most memory of this process."""
+def time_search(words: list[str]) -> dict[str, float]:
+    """Processor seconds of the search, peak memory of this process, and layouts considered."""
     run, before = load_run(None, words), time.process_time()
     considered, seconds = search(run).considered, time.process_time() - before
     kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,28 +1,28 @@
-"""Dense models side by side with torchtitan: every row of a table on both sides, in one go on one machine.
+"""Compares dense models with torchtitan: runs every row of a table on both sides, on one machine in one session.
 
     python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 500 --out one-gpu.jsonl
     python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --only '1b-*' --passes 3 --out one-gpu.jsonl
     python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --out one-gpu.jsonl --show     # the tables of what is there, nothing is run
 
-A table is played in passes: in the first, each row's peer and then ours; in the second ours and then the peer; so both sides see the
-machine warm and cold alike. A row's figure is the median over the counted steps of all its passes. In the first pass both sides record
-two steps behind the counted ones, from which the time by kind of kernel is read; then the device is measured at the row's own
-shapes, and what it needs for the step is held against what the step took.
+A table runs in passes: in the first the peer and then ours for each row, in the second ours and then the peer, so that both sides meet the
+machine equally warm. A row's figure is the median over the counted steps of all passes. In the first pass both sides record two steps after
+the counted ones, which give the time by kernel class; then the device is measured at the row's shapes, and the step is compared with its
+roofline.
 
-Every run adds one JSON line to --out, so a table that ran out of --budget, or was stopped, goes on where it was when the same command is
-given again. A row that failed is tried again with --again.
+Every run appends a JSON line to --out, so the same command continues a table that was stopped or ran out of --budget. A row that failed
+runs again with --again.
 
 A file of tables has these keys:
 
     run        the run file, beside this script
     gpus       of this host; `=gpus` in the words stands for it
-    sequences  of a step
-    steps      of a run; skip: those at the start that do not count; limit: seconds for one run; log_every: steps a line of torchtitan's log
+    sequences  per step
+    steps      per run; skip: first steps that are not counted; limit: seconds per run; log_every: steps per line of torchtitan's log
     ours       key=value words of all our runs
     peer       torchtitan's arguments for all its runs
-    rows       name → any of these anew, its `ours` and `peer` behind those for all; `peer_batch`, how many sequences a GPU of torchtitan
-               may take at a time, of which the first that fits in memory is taken (left out: no peer); `against`, a row whose own
-               side it is compared with in place of a peer. `ours` may be several lists of words, of which the first that fits is taken
+    rows       name → any of these keys, with `ours` and `peer` appended to those of all rows; `peer_batch`, torchtitan's sequences per GPU
+               and micro-batch, of which the first that fits into memory is used (without it: no peer); `against`, a row whose `ours` side
+               replaces the peer. `ours` may be several lists of words, of which the first that fits is used
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dense_rows import Row, Visit, read_rows, visits
-from dense_runs import LEAST_SECONDS, made, tell
+from dense_rows import Comparison, Visit, read_comparisons, visits
+from dense_runs import MIN_RUN_SECONDS, print_run, run_visit
 from dense_table import OURS, PEER, Line, show
 from kernel_times import Breakdown
 from roofline import roofline
-from sides import KERNELS, MESHWRIGHT, SAID, TORCHTITAN, run_logged
+from sides import KERNELS, LOG_TAIL, MESHWRIGHT, TORCHTITAN, run_logged
 
 from meshwright.config.load import load_plan, load_resolved
 from meshwright.config.profile_file import load_profile
@@ -56,16 +56,21 @@ from meshwright.workload.device_work import step_work
 def main() -> None:
     options = arguments()
     try:
-        rows = [row for row in read_rows(options) if wanted(row.name, options.only)]
+        comparisons = [comparison for comparison in read_comparisons(options) if matches(comparison.name, options.only)]
     except MeshwrightError as error:
         sys.exit(f"{options.table}: {error}")
-    if not rows:
+    if not comparisons:
         sys.exit(f"{options.table}: no row is called {options.only}")
     book = Book(options.out)
     if not options.show:
         options.logs.mkdir(parents=True, exist_ok=True)
-        play(rows, options, book)
-    show(options.table.stem, [row.name for row in rows], book.lines, {row.name: row.against for row in rows})
+        play(comparisons, options, book)
+    show(
+        options.table.stem,
+        [comparison.name for comparison in comparisons],
+        book.lines,
+        {comparison.name: comparison.against for comparison in comparisons},
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -89,32 +94,32 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wanted(name: str, patterns: str) -> bool:
+def matches(name: str, patterns: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split(",") if pattern)
 
 
 class Book:
-    """The JSON lines of --out: those that were there and those that are added."""
+    """The JSON lines of --out, to read and to append to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        there = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.lines: list[Line] = [json.loads(line) for line in there]
+        existing_lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.lines: list[Line] = [json.loads(line) for line in existing_lines]
 
     def add(self, line: Line) -> None:
         self.lines.append(line)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def of(self, kind: str, row: str, side: str | None = None) -> list[Line]:
+    def of(self, line_kind: str, name: str, side: str | None = None) -> list[Line]:
         return [
             line for line in self.lines
-            if line["kind"] == kind and line["row"] == row and (side is None or line["side"] == side)
+            if line["kind"] == line_kind and line["row"] == name and (side is None or line["side"] == side)
         ]  # fmt: skip
 
 
-def play(rows: list[Row], options: argparse.Namespace, book: Book) -> None:
-    """Run what --out lacks, pass by pass, as long as the budget lasts."""
+def play(comparisons: list[Comparison], options: argparse.Namespace, book: Book) -> None:
+    """Run what is missing in --out, pass by pass, within the budget."""
     started = time.monotonic()
     has_peer = importlib.util.find_spec("torchtitan") is not None
     if not has_peer and PEER in options.sides:
@@ -131,7 +136,7 @@ def play(rows: list[Row], options: argparse.Namespace, book: Book) -> None:
         return options.budget - (time.monotonic() - started)
 
     for number in range(1, options.passes + 1):
-        for visit in visits(rows, number):
+        for visit in visits(comparisons, number):
             if (
                 visit.side not in options.sides
                 or (visit.side == PEER and not has_peer)
@@ -139,38 +144,52 @@ def play(rows: list[Row], options: argparse.Namespace, book: Book) -> None:
             ):
                 continue
             if left() < expected(visit, book):
-                print(f"{left():.0f} s are left: {visit.row.name} is not run; the same command goes on from here")
+                print(
+                    f"{left():.0f} s are left: {visit.comparison.name} is not run; the same command goes on from here"
+                )
                 return
-            for line in made(visit, options, left()):
+            for line in run_visit(visit, options, left()):
                 book.add({**line, "session": session})
-                tell(line)
+                print_run(line)
         if number == 1 and not options.no_trace and not options.no_rates:
-            for row in rows:
-                hold_against_device(row, options, book, left)
+            for comparison in comparisons:
+                compare_with_device(comparison, options, book, left)
 
 
 def is_done(visit: Visit, book: Book, options: argparse.Namespace) -> bool:
-    """Whether this run is there already, or its like has only ever failed."""
-    there = book.of("run", visit.row.name, visit.side)
-    good = [line for line in there if "error" not in line]
-    return any(line["pass"] == visit.number for line in good) or (bool(there) and not good and not options.again)
+    """Whether --out has this run, or all runs of this side have failed."""
+    earlier_lines = book.of("run", visit.comparison.name, visit.side)
+    successful_lines = [line for line in earlier_lines if "error" not in line]
+    return any(line["pass"] == visit.number for line in successful_lines) or (
+        bool(earlier_lines) and not successful_lines and not options.again
+    )
 
 
 def expected(visit: Visit, book: Book) -> float:
-    """Seconds that this run will take, from earlier ones of its kind."""
-    before = [line["wall_seconds"] for line in book.of("run", visit.row.name, visit.side) if "error" not in line]
-    return max(LEAST_SECONDS, 1.1 * min(before, default=0.0))
+    """Expected seconds of this run, from earlier runs of the same side."""
+    before = [line["wall_seconds"] for line in book.of("run", visit.comparison.name, visit.side) if "error" not in line]
+    return max(MIN_RUN_SECONDS, 1.1 * min(before, default=0.0))
 
 
-def hold_against_device(row: Row, options: argparse.Namespace, book: Book, left: Callable[[], float]) -> None:
-    """Measure the device at the shapes of the row's own run, and hold both sides' traced steps against what it needs; rows that are
-    compared with another of ours are told by kind alone."""
-    told = {line["side"]: line for line in book.of("breakdown", row.name) if "error" not in line}
-    folder = next((Path(line["folder"]) for line in book.of("run", row.name, OURS) if "folder" in line), None)
-    if row.against or not told or book.of("rates", row.name) or folder is None or not (folder / "plan.yaml").exists():
+def compare_with_device(
+    comparison: Comparison, options: argparse.Namespace, book: Book, left: Callable[[], float]
+) -> None:
+    """Measure the device at the shapes of our run and compare both sides' traced steps with the roofline.
+
+    Rows that are compared with another row of ours are skipped.
+    """
+    breakdowns = {line["side"]: line for line in book.of("breakdown", comparison.name) if "error" not in line}
+    folder = next((Path(line["folder"]) for line in book.of("run", comparison.name, OURS) if "folder" in line), None)
+    if (
+        comparison.against
+        or not breakdowns
+        or book.of("rates", comparison.name)
+        or folder is None
+        or not (folder / "plan.yaml").exists()
+    ):
         return
-    if left() < LEAST_SECONDS + options.rates_seconds:
-        print(f"{left():.0f} s are left: the device is not measured at the shapes of {row.name}")
+    if left() < MIN_RUN_SECONDS + options.rates_seconds:
+        print(f"{left():.0f} s are left: the device is not measured at the shapes of {comparison.name}")
         return
     file = folder / "rates.json"
     command = [
@@ -183,23 +202,25 @@ def hold_against_device(row: Row, options: argparse.Namespace, book: Book, left:
         "--out",
         str(file),
     ]
-    log = options.logs / f"{row.name}-rates.log"
+    log = options.logs / f"{comparison.name}-rates.log"
     if code := run_logged(command, log, dict(os.environ), left()):
-        said = log.read_text(encoding="utf-8", errors="replace")[-SAID:]
-        book.add({"kind": "rates", "row": row.name, "side": OURS, "error": f"exit code {code}: {said}"})
+        log_tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
+        book.add({"kind": "rates", "row": comparison.name, "side": OURS, "error": f"exit code {code}: {log_tail}"})
         return
     run = load_resolved(folder / "config.yaml")
     work = step_work(run.model, run.train, load_plan(folder / "plan.yaml"))
     profile = load_profile(file)
-    book.add({"kind": "rates", "row": row.name, "side": OURS, "profile": to_plain(profile), "work": to_plain(work)})
-    for side, line in told.items():
-        runs = [run["step_seconds"] for run in book.of("run", row.name, side) if "error" not in run]
-        held = roofline(work, profile, from_plain(Breakdown, without(line)), statistics.median(runs))
-        book.add({"kind": "roofline", "row": row.name, "side": side, **to_plain(held)})
+    book.add(
+        {"kind": "rates", "row": comparison.name, "side": OURS, "profile": to_plain(profile), "work": to_plain(work)}
+    )
+    for side, line in breakdowns.items():
+        runs = [run["step_seconds"] for run in book.of("run", comparison.name, side) if "error" not in run]
+        result = roofline(work, profile, from_plain(Breakdown, without(line)), statistics.median(runs))
+        book.add({"kind": "roofline", "row": comparison.name, "side": side, **to_plain(result)})
 
 
 def without(line: Line) -> Line:
-    """The line without what every line has."""
+    """The line without the keys that all lines have."""
     return {key: value for key, value in line.items() if key not in ("kind", "row", "side", "session")}
 
 

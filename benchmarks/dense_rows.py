@@ -1,4 +1,4 @@
-"""The rows of `dense.py`'s tables, and the runs that a pass makes of them."""
+"""Reads the comparisons of a `dense.py` table and orders the runs of a pass."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from meshwright.launch.machine import found_cluster
 from meshwright.spec.run import RunSpec
 
 TRACED = 2
-"""Steps recorded at a run's end: one ends where the next is measured from."""
+"""Steps recorded at a run's end; a step is measured from the end of the one before."""
 WARMED = 2
-"""Steps before them in which torchtitan's profiler already runs."""
+"""Steps before them in which torchtitan's profiler warms up."""
 LOG_EVERY = 5
-"""Steps between torchtitan's log lines, unless a row says otherwise: its host waits for the device at each."""
+"""Default number of steps between torchtitan's log lines; its host waits for the device at each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One piece of work, and the ways either side may do it, the wished-for one first."""
+class Comparison:
+    """The same training work for both sides, each with its variants in order of preference."""
 
     name: str
     run: Path
@@ -44,48 +44,51 @@ class Row:
 
     @property
     def last(self) -> int:
-        """The last step that counts."""
+        """The last counted step."""
         return self.steps - TRACED - WARMED
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens per step."""
         return self.sequences * self.spec.train.seq_len
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One run to make."""
+    """A run of one side in a pass."""
 
-    row: Row
+    comparison: Comparison
     side: str
     number: int
-    """Of the pass, from 1."""
+    """Number of the pass, from 1."""
 
 
-def read_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Every row of the file, its run resolved, so that a slip of the pen shows before minutes are spent."""
+def read_comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
+    """All comparisons of the file, with resolved runs, so that mistakes are found before any run starts."""
     file = yaml.safe_load(options.table.read_text(encoding="utf-8"))
-    for name, own in file["rows"].items():
-        given = {**file, **own}
-        if options.gpus is not None and given["gpus"] > options.gpus:
+    for name, overrides in file["rows"].items():
+        merged = {**file, **overrides}
+        if options.gpus is not None and merged["gpus"] > options.gpus:
             continue
-        numbers = [f"train.global_batch={given['sequences']}", f"train.steps={given['steps']}", f"name={name}"]
-        shared = [word.replace("=gpus", f"={given['gpus']}") for word in file.get("ours", [])]
-        ours = tuple((*shared, *numbers, *words, *options.set) for words in _choices(own.get("ours", [])))
-        asked = [*file.get("peer", "").split(), *own.get("peer", "").split()]
-        yield Row(
+        numbers = [f"train.global_batch={merged['sequences']}", f"train.steps={merged['steps']}", f"name={name}"]
+        shared = [word.replace("=gpus", f"={merged['gpus']}") for word in file.get("ours", [])]
+        ours = tuple((*shared, *numbers, *words, *options.set) for words in _choices(overrides.get("ours", [])))
+        peer_arguments = [*file.get("peer", "").split(), *overrides.get("peer", "").split()]
+        yield Comparison(
             name=name,
             run=HERE / file["run"],
-            gpus=given["gpus"],
-            sequences=given["sequences"],
-            steps=given["steps"],
-            skip=given["skip"],
-            log_every=given.get("log_every", LOG_EVERY),
-            limit=given["limit"],
+            gpus=merged["gpus"],
+            sequences=merged["sequences"],
+            steps=merged["steps"],
+            skip=merged["skip"],
+            log_every=merged.get("log_every", LOG_EVERY),
+            limit=merged["limit"],
             ours=ours,
-            peer=tuple((*asked, "--training.local_batch_size", str(batch)) for batch in own.get("peer_batch", [])),
-            against=own.get("against"),
+            peer=tuple(
+                (*peer_arguments, "--training.local_batch_size", str(batch))
+                for batch in overrides.get("peer_batch", [])
+            ),
+            against=overrides.get("against"),
             spec=load_run(HERE / file["run"], list(ours[0]), detect=found_cluster),
         )
 
@@ -94,9 +97,9 @@ def _choices(words: list[Any]) -> list[list[str]]:
     return words if words and isinstance(words[0], list) else [words]
 
 
-def visits(rows: list[Row], number: int) -> Iterator[Visit]:
-    """The runs of one pass: row by row, the sides in turn, the other first in every second pass."""
-    for row in rows:
-        sides = [PEER, OURS] if row.peer else [OURS]
+def visits(comparisons: list[Comparison], number: int) -> Iterator[Visit]:
+    """The runs of a pass: for each comparison both sides, in alternating order from pass to pass."""
+    for comparison in comparisons:
+        sides = [PEER, OURS] if comparison.peer else [OURS]
         for side in sides if number % 2 else reversed(sides):
-            yield Visit(row, side, number)
+            yield Visit(comparison, side, number)

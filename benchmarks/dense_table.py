@@ -1,4 +1,4 @@
-"""The short tables of `dense.py`, from its JSON lines: both sides' speed with the ratio last, and where a step's time went."""
+"""Prints the tables of `dense.py` from its JSON lines: speed of both sides, their ratio, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from roofline import Roofline, told
+from roofline import Roofline, table_lines
 
 from meshwright.spec.fields import from_plain
 
@@ -17,15 +17,15 @@ Line = dict[str, Any]
 
 
 def show(table: str, names: Sequence[str], lines: Sequence[Line], against: dict[str, str | None]) -> None:
-    """Print what is known of these rows."""
-    found = {(name, side): side_of(lines, name, side) for name in names for side in (PEER, OURS)}
+    """Print the tables of the named rows."""
+    sides = {(name, side): side_of(lines, name, side) for name in names for side in (PEER, OURS)}
     width = max(len(name) for name in names) + 2
     print(f"\n{table}: tokens/s per GPU, medians of the counted steps of all passes (slowest and fastest pass)")
     heads = f"{'torchtitan':>12s}{'':20s}{'meshwright':>12s}{'':20s}"
     print(f"{'':{width}s}{heads}   {'MFU causal/full':>19s}  {'GiB reserved':>14s}  {'last loss':>14s}    ratio")
     for name in names:
-        peer, ours = found[name, PEER], found[name, OURS]
-        base = found.get((against[name], OURS)) if against.get(name) else peer
+        peer, ours = sides[name, PEER], sides[name, OURS]
+        base = sides.get((against[name], OURS)) if against.get(name) else peer
         ratio = f"{ours['rate'] / base['rate']:8.3f}" if ours and base else " " * 8
         print(
             f"{name:{width}s}{_speed(peer)}{_speed(ours)}   {_both(peer, ours, _mfu):>19s}  {_both(peer, ours, _memory):>14s}  "
@@ -38,7 +38,7 @@ def show(table: str, names: Sequence[str], lines: Sequence[Line], against: dict[
 
 
 def side_of(lines: Sequence[Line], name: str, side: str) -> Line | None:
-    """A row's side: the median over the counted steps of all its passes, and every pass's own."""
+    """Figures of a row's side: the median over the counted steps of all passes, and each pass; None without a run."""
     runs = [
         line
         for line in lines
@@ -93,29 +93,32 @@ def _notes(lines: Sequence[Line], name: str) -> str:
 
 
 def tell_breakdown(lines: Sequence[Line], name: str, side: str) -> None:
-    """One line: milliseconds of a traced step by kind."""
-    found = newest(lines, "breakdown", name, side)
-    if found is None:
+    """Print a line with the milliseconds of a traced step by kernel class."""
+    line = newest(lines, "breakdown", name, side)
+    if line is None:
         return
-    if "error" in found:
-        print(f"{name} {side}: no breakdown: {found['error']}")
+    if "error" in line:
+        print(f"{name} {side}: no breakdown: {line['error']}")
         return
-    kinds = "  ".join(f"{kind} {1e3 * one['seconds']:.1f}" for kind, one in found["kinds"].items())
-    idle = found["idle"]
+    classes = "  ".join(
+        f"{kernel_class} {1e3 * class_time['seconds']:.1f}" for kernel_class, class_time in line["kinds"].items()
+    )
+    idle = line["idle"]
     host = f"idle {1e3 * idle['seconds']:.1f} (host {1e3 * idle['host_seconds']:.1f})"
-    print(f"{name} {side}: traced step {1e3 * found['seconds']:.1f} ms: {kinds}  {host}")
+    print(f"{name} {side}: traced step {1e3 * line['seconds']:.1f} ms: {classes}  {host}")
 
 
 def tell_roofline(lines: Sequence[Line], name: str, side: str) -> None:
-    """What the device needs against what the step took."""
-    found = newest(lines, "roofline", name, side)
-    if found is not None:
-        held = from_plain(Roofline, {key: value for key, value in found.items() if key not in ("kind", "row", "side")})
-        print(f"{name} {side}: the step against its device\n" + "\n".join(f"  {line}" for line in told(held)))
+    """Print the comparison of a step with its roofline."""
+    line = newest(lines, "roofline", name, side)
+    if line is not None:
+        step = from_plain(Roofline, {key: value for key, value in line.items() if key not in ("kind", "row", "side")})
+        print(f"{name} {side}: the step against its device\n" + "\n".join(f"  {line}" for line in table_lines(step)))
 
 
-def newest(lines: Sequence[Line], kind: str, name: str, side: str) -> Line | None:
-    """The last line of this kind about a row's side."""
+def newest(lines: Sequence[Line], line_kind: str, name: str, side: str) -> Line | None:
+    """The last line of this type for a row's side."""
     return next(
-        (line for line in reversed(lines) if (line["kind"], line["row"], line.get("side")) == (kind, name, side)), None
+        (line for line in reversed(lines) if (line["kind"], line["row"], line.get("side")) == (line_kind, name, side)),
+        None,
     )

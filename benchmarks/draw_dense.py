@@ -1,8 +1,8 @@
-"""A chart of `dense.py`'s JSON lines: for every row that was held against its device, microseconds a token and GPU by kind of work.
+"""Draws a chart of `dense.py`'s JSON lines: microseconds per token and GPU by kernel class, for each row with a roofline.
 
     python benchmarks/draw_dense.py benchmarks/results/one-gpu.jsonl --out docs/images/one-gpu.svg --title "One H200"
 
-Each row has three bars: what the device needs, what our step took, what torchtitan's took; tokens per second stand at their ends.
+Each row has three bars: the time that the device needs, our step, and torchtitan's; tokens per second are printed at their ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its label, microseconds a token by kind, and the text at its end."""
+    """A bar: its label, microseconds per token by kernel class, and the text at its end."""
 
     label: str
     parts: dict[str, float]
@@ -48,28 +48,28 @@ def main() -> None:
 
 
 def bars_of(lines: Sequence[Line]) -> Iterator[tuple[str, list[Bar]]]:
-    """(row, its bars) of every row with a roofline, in the order they were made."""
-    for row in dict.fromkeys(line["row"] for line in lines if line["kind"] == "roofline"):
+    """(name, bars) of every row with a roofline, in the order of the lines."""
+    for name in dict.fromkeys(line["row"] for line in lines if line["kind"] == "roofline"):
         bars: list[Bar] = []
         for side in (OURS, PEER):
-            held, ran = newest(lines, "roofline", row, side), side_of(lines, row, side)
-            if held is None or ran is None:
+            roofline_line, side_figures = newest(lines, "roofline", name, side), side_of(lines, name, side)
+            if roofline_line is None or side_figures is None:
                 continue
-            tokens = ran["rate"] * held["seconds"]
+            tokens = side_figures["rate"] * roofline_line["seconds"]
             if not bars:
-                needed = {line["kind"]: 1e6 * line["needed"] / tokens for line in held["lines"]}
+                needed = {line["kind"]: 1e6 * line["needed"] / tokens for line in roofline_line["lines"]}
                 bars.append(Bar("needed", needed, f"{1e6 / sum(needed.values()):,.0f} tok/s"))
-            took = {line["kind"]: 1e6 * max(0.0, line["took"]) / tokens for line in held["lines"]}
-            bars.append(Bar(side, took, f"{ran['rate']:,.0f} tok/s"))
-        yield row, bars
+            took = {line["kind"]: 1e6 * max(0.0, line["took"]) / tokens for line in roofline_line["lines"]}
+            bars.append(Bar(side, took, f"{side_figures['rate']:,.0f} tok/s"))
+        yield name, bars
 
 
 def drawn(groups: dict[str, list[Bar]], title: str) -> str:
     longest = max(sum(bar.parts.values()) for bars in groups.values() for bar in bars)
     scale = (WIDTH - LEFT - RIGHT) / longest
     body, top = [], 62
-    for row, bars in groups.items():
-        body.append(f'<text x="8" y="{top + 13}" font-weight="bold">{escape(row)}</text>')
+    for name, bars in groups.items():
+        body.append(f'<text x="8" y="{top + 13}" font-weight="bold">{escape(name)}</text>')
         for bar in bars:
             body.append(_bar(bar, top, scale))
             top += BAR + BETWEEN
@@ -83,23 +83,28 @@ def drawn(groups: dict[str, list[Bar]], title: str) -> str:
 
 def _bar(bar: Bar, top: int, scale: float) -> str:
     x, pieces = float(LEFT), [f'<text x="{LEFT - 8}" y="{top + 13}" text-anchor="end">{escape(bar.label)}</text>']
-    for kind in COLOURS:
-        width = bar.parts.get(kind, 0.0) * scale
+    for kernel_class in COLOURS:
+        width = bar.parts.get(kernel_class, 0.0) * scale
         if width > 0.05:
-            said = f"{kind} {bar.parts[kind]:.2f} µs"
+            tooltip = f"{kernel_class} {bar.parts[kernel_class]:.2f} µs"
             pieces.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{COLOURS[kind]}"><title>{said}</title></rect>'
+                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{COLOURS[kernel_class]}">'
+                f"<title>{tooltip}</title></rect>"
             )
         x += width
     return "".join([*pieces, f'<text x="{x + 6:.1f}" y="{top + 13}">{escape(bar.text)}</text>'])
 
 
 def _legend(groups: dict[str, list[Bar]]) -> str:
-    used = [kind for kind in COLOURS if any(bar.parts.get(kind) for bars in groups.values() for bar in bars)]
+    used = [
+        kernel_class
+        for kernel_class in COLOURS
+        if any(bar.parts.get(kernel_class) for bars in groups.values() for bar in bars)
+    ]
     parts = (
-        f'<rect x="{LEFT + 96 * place}" y="36" width="11" height="11" fill="{COLOURS[kind]}"/>'
-        f'<text x="{LEFT + 15 + 96 * place}" y="46">{kind}</text>'
-        for place, kind in enumerate(used)
+        f'<rect x="{LEFT + 96 * index}" y="36" width="11" height="11" fill="{COLOURS[kernel_class]}"/>'
+        f'<text x="{LEFT + 15 + 96 * index}" y="46">{kernel_class}</text>'
+        for index, kernel_class in enumerate(used)
     )
     return "".join(parts) + '<text x="8" y="46">µs a token and GPU</text>'
 

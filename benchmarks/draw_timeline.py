@@ -1,8 +1,8 @@
-"""A picture of a trace that `meshwright train --timeline A:B` or `meshwright simulate` wrote: one row a lane, time to the right.
+"""Draws a trace of `meshwright train --timeline A:B` or `meshwright simulate` as an SVG with one row per lane.
 
     python benchmarks/draw_timeline.py runs/NAME/timelines/steps-6-6.json.gz --out timeline.svg --ranks 0,2 --title "…"
 
-Units of one stage and micro-batch are drawn as one block. Rows without --ranks are those of every measured rank.
+Units of one stage and micro-batch are drawn as one block. Without --ranks all measured ranks are drawn.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ COLOURS = {
 
 
 class Block(NamedTuple):
-    """One stretch of a lane: what runs, from and to in microseconds."""
+    """A block in a lane: the action, its start and end in microseconds."""
 
-    kind: str
+    action_type: str
     label: str
     start: float
     end: float
@@ -49,8 +49,8 @@ def main() -> None:
 
 
 def rank_of(lane: str) -> int | None:
-    found = re.match(r"measured: rank (\d+)", lane)
-    return int(found[1]) if found else None
+    match = re.match(r"measured: rank (\d+)", lane)
+    return int(match[1]) if match else None
 
 
 def lanes_of(events: list[dict[str, Any]]) -> Iterator[tuple[str, list[Block]]]:
@@ -75,15 +75,15 @@ def lanes_of(events: list[dict[str, Any]]) -> Iterator[tuple[str, list[Block]]]:
 
 
 def joined(spans: list[tuple[float, float, str]]) -> list[Block]:
-    """Spans of one kind, stage and micro-batch that follow one another, as one."""
+    """Blocks of consecutive spans with the same action type, stage and micro-batch."""
     blocks: list[Block] = []
     for start, end, name in spans:
-        kind, _, place = name.partition(" ")
-        label = place.partition("/")[0]
-        if blocks and (blocks[-1].kind, blocks[-1].label) == (kind, label):
+        action_type, _, target = name.partition(" ")
+        label = target.partition("/")[0]
+        if blocks and (blocks[-1].action_type, blocks[-1].label) == (action_type, label):
             blocks[-1] = blocks[-1]._replace(end=end)
         else:
-            blocks.append(Block(kind, label, start, end))
+            blocks.append(Block(action_type, label, start, end))
     return blocks
 
 
@@ -98,12 +98,12 @@ def drawn(lanes: dict[str, list[Block]], title: str) -> str:
     ]
     for number, (lane, blocks) in enumerate(lanes.items()):
         top = 40 + number * (ROW + GAP)
-        where, _, name = lane.partition(" · ")
-        where = where.removeprefix("measured: ").partition(" (")[0]
-        body.append(f'<text x="8" y="{top + 15}">{escape(where)} · {escape(name)}</text>')
+        process, _, name = lane.partition(" · ")
+        process = process.removeprefix("measured: ").partition(" (")[0]
+        body.append(f'<text x="8" y="{top + 15}">{escape(process)} · {escape(name)}</text>')
         for block in blocks:
             x, width = LEFT + (block.start - first) * scale, max(0.6, (block.end - block.start) * scale)
-            colour = COLOURS.get(block.kind, "#888")
+            colour = COLOURS.get(block.action_type, "#888")
             body.append(
                 f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" fill="{colour}" stroke="white" stroke-width="0.4"/>'
             )
@@ -118,9 +118,10 @@ def drawn(lanes: dict[str, list[Block]], title: str) -> str:
 
 def legend(y: float, seconds: float) -> str:
     parts, x = [], LEFT
-    for kind in ("forward", "backward_input", "backward_weight", "unshard", "reduce_grad", "send", "recv"):
+    for action_type in ("forward", "backward_input", "backward_weight", "unshard", "reduce_grad", "send", "recv"):
         parts.append(
-            f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/><text x="{x + 16}" y="{y}">{kind}</text>'
+            f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[action_type]}"/>'
+            f'<text x="{x + 16}" y="{y}">{action_type}</text>'
         )
         x += 122
     return "".join(parts) + f'<text x="{WIDTH - 10}" y="{y}" text-anchor="end">{seconds:.2f} s</text>'

@@ -1,7 +1,7 @@
 """Fits costs/constants.yaml to published runs: `python benchmarks/fit_costs.py` (a few minutes on one core).
 
-Least absolute log error with a prior: each constant starts at a physical guess and pays for leaving it, so a stack with few rows stays
-near the guess. Solved by re-weighted, damped Gauss-Newton steps with numerical derivatives; NumPy only.
+Minimises the absolute log error plus a prior that penalises the distance of each constant from a physical guess, so a stack with few runs
+stays near the guess. Solved by re-weighted, damped Gauss-Newton steps with numerical derivatives; NumPy only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zlib import crc32
 import numpy as np
 import yaml
 
-from meshwright.calibration.published_rows import Case, failed, measured_seconds, read_row
+from meshwright.calibration.published_rows import Case, failed, measured_seconds, read_record
 from meshwright.calibration.row_predictions import memory
 from meshwright.costs.collective_costs import MOST_OF_LINE
 from meshwright.costs.compute import MOST_OF_PEAK
@@ -34,7 +34,7 @@ from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
 RUNS = tuple(sorted((Path(__file__).parent / "data").glob("*-runs.csv")))
-"""Tables of runs, all with the columns of published-runs.csv. This program's own runs are fitted apart (fit_own.py)."""
+"""Tables of runs with the columns of published-runs.csv. Runs of this program are fitted by fit_own.py."""
 PRIORS: dict[str, tuple[float, float]] = {
     "gemm": (0.75, 0.1), "gemm_low": (0.8, 0.15), "gemm_block": (0.75, 0.15), "gemm_fp4": (0.6, 0.2),
     "attention": (0.5, 0.25), "hbm": (0.8, 0.1), "link": (0.7, 0.2), "narrow": (150.0, 0.5), "tail_us": (2.0, 0.5),
@@ -52,8 +52,8 @@ LIMITS = {
     "gemm": MOST_OF_PEAK, "attention": MOST_OF_PEAK, "hbm": 0.95, "link": MOST_OF_LINE, "net": MOST_OF_LINE, "tensor_exposed": 1.0,
     "expert_exposed": 1.0, "hide": 1.0, "overlap_tax": 1.0, "pipe_exposed": 1.0, "moe_passes": 100.0,
 }  # fmt: skip
-"""Constant → the most that physics allows: no rate above its line, no communication that shows twice, none that takes more from compute
-than all of it, and of routing what unfused masks, sorts and casts move."""
+"""Upper limit of each constant by physics: rates below the line rate, communication exposed at most once, overlap that takes at most all of
+compute, and for routing the bytes that unfused masks, sorts and casts move."""
 STACK_GUESSES: dict[str, dict[str, float]] = {
     "nanotron": {"ring_us": 2700.0, "stall_s": 0.6, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
     "bridge": {"reduce_bytes": 2.0},
@@ -62,7 +62,7 @@ STACK_GUESSES: dict[str, dict[str, float]] = {
     "megatron_deepspeed": {"scores": 12.0, "passes": 100.0},
     "megatron_lm": {"scores": 10.0, "passes": 90.0},
 }
-"""Stacks of 2021 keep attention scores in memory."""
+"""Guesses that differ by stack; stacks of 2021 keep attention scores in memory."""
 
 
 MEMORY_PRIORS: dict[str, tuple[float, float]] = {
@@ -71,15 +71,15 @@ MEMORY_PRIORS: dict[str, tuple[float, float]] = {
     "gathered": (2.0, 0.5), "slack": (0.05, 0.7), "base": (1.0, 0.7), "base_rank": (0.2, 0.7),
 }  # fmt: skip
 MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 7.0, "wide": 1.5, "hidden": 8.0, "live": 2.5}}
-"""nanotron is eager: inputs of norms, residuals and rotated queries and keys are kept beside what products need."""
+"""nanotron is eager: it also keeps inputs of norms, residuals, and rotated queries and keys."""
 STRENGTH = 30.0
-"""How much one log unit of error of one lone row weighs against one squared standard deviation of a prior."""
+"""Weight of one log unit of error of a source with one run, relative to one squared standard deviation of a prior."""
 Evaluate = Callable[[dict[str, np.ndarray]], np.ndarray]
 
 
 @dataclass
-class Rows:
-    """Rows to fit on, side by side."""
+class RunArrays:
+    """Runs to fit on, as arrays."""
 
     names: list[str]
     pairs: list[tuple[str, str]]
@@ -93,48 +93,48 @@ class Rows:
 
 
 def read_runs(paths: Sequence[Path] = RUNS) -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = []
+    records: list[dict[str, str]] = []
     for path in paths:
         with path.open(encoding="utf-8", newline="") as file:
-            rows += csv.DictReader(file)
-    return rows
+            records += csv.DictReader(file)
+    return records
 
 
-def usable(table: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, float]]:
-    """(row, its columns, its case, seconds) of every row that ran and can be expressed."""
-    kept = []
-    for index, row in enumerate(table):
-        case, seconds = read_row(row).case, measured_seconds(row)
-        if case is not None and seconds and not failed(row):
-            kept.append((index, row, case, seconds))
-    return kept
+def usable(runs: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, float]]:
+    """(index, columns, case, seconds) of every run that finished and can be priced."""
+    usable_records = []
+    for index, record in enumerate(runs):
+        case, seconds = read_record(record).case, measured_seconds(record)
+        if case is not None and seconds and not failed(record):
+            usable_records.append((index, record, case, seconds))
+    return usable_records
 
 
 def with_memory(table: list[dict[str, str]]) -> list[tuple[dict[str, str], Case]]:
-    """Rows with a measured memory that can be expressed."""
-    readings = [(row, read_row(row).case) for row in table if row["mem_gb"]]
-    return [(row, case) for row, case in readings if case is not None]
+    """Runs with a measured memory that can be priced."""
+    readings = [(record, read_record(record).case) for record in table if record["mem_gb"]]
+    return [(record, case) for record, case in readings if case is not None]
 
 
-def gather_rows(kept: list[tuple[int, dict[str, str], Case, float]]) -> Rows:
-    sources = Counter(row["source"] for _, row, _, _ in kept)
-    cases = [case for _, _, case, _ in kept]
-    weight = np.array([_weight(row, sources) for _, row, _, _ in kept])
-    return Rows(
-        [row["source"] for _, row, _, _ in kept],
+def arrays_of(usable_records: list[tuple[int, dict[str, str], Case, float]]) -> RunArrays:
+    sources = Counter(record["source"] for _, record, _, _ in usable_records)
+    cases = [case for _, _, case, _ in usable_records]
+    weight = np.array([_weight(record, sources) for _, record, _, _ in usable_records])
+    return RunArrays(
+        [record["source"] for _, record, _, _ in usable_records],
         [(case.generation, case.stack) for case in cases],
         side_by_side([case.shape for case in cases]),
         side_by_side([case.machine for case in cases]),
         side_by_side([case.layout for case in cases]),
         np.array([case.release for case in cases]),
         share_filled(cases),
-        np.array([seconds for *_, seconds in kept]),
+        np.array([seconds for *_, seconds in usable_records]),
         weight,
     )
 
 
 def share_filled(cases: list[Case]) -> np.ndarray:
-    """Share of a device's memory that each case is predicted to need, under the memory constants of all rows."""
+    """Predicted share of a device's memory that each case needs, under the memory constants of all runs."""
     sizes = sum(memory(cases, {"memory": memory_constants()}, as_printed=False).values())
     return sizes / np.array([case.machine.memory for case in cases])
 
@@ -144,15 +144,15 @@ def memory_constants() -> dict[str, Any]:
     return fit_memory(with_memory(read_runs()))
 
 
-def _weight(row: dict[str, str], sources: Counter[str]) -> float:
-    """Large sources count by less than their size, so that small ones are heard; very noisy rows count little."""
-    noisy = 0.25 if "playbook" in row["source"] and float(row["gpus"]) >= 128 else 1.0
-    return noisy * sources[row["source"]] ** -0.35
+def _weight(record: dict[str, str], sources: Counter[str]) -> float:
+    """Weight of a run: large sources count less than in proportion to their size, and very noisy runs count little."""
+    noisy = 0.25 if "playbook" in record["source"] and float(record["gpus"]) >= 128 else 1.0
+    return noisy * sources[record["source"]] ** -0.35
 
 
 @dataclass
 class Knob:
-    """One constant: its guess in every column of the table, and the column that each row reads."""
+    """A constant to fit: its guess in every column of the table, and the column that each run reads."""
 
     section: str
     name: str
@@ -162,16 +162,16 @@ class Knob:
     spread: float
 
 
-def predict(rows: Rows, table: dict[str, Any]) -> np.ndarray:
-    """Seconds of every row under a table."""
+def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
+    """Seconds of every run under a table of constants."""
     return step_cost(
-        rows.shape, rows.machine, rows.layout, aged(per_row(rows.pairs, table), rows.release), rows.filled
+        arrays.shape, arrays.machine, arrays.layout, aged(per_row(arrays.pairs, table), arrays.release), arrays.filled
     ).seconds
 
 
-def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20) -> dict[str, Any]:
-    """Generations and stacks that predict `rows` best; those with fewer than `least` rows read the pooled default."""
-    columns = [_columns([pair[side] for pair in rows.pairs], least) for side in (0, 1)]
+def fit_time(arrays: RunArrays, *, rounds: int = 40, least: int = 20) -> dict[str, Any]:
+    """Constants by generation and stack that predict the runs best; those with fewer than `least` runs use the pooled default."""
+    columns = [_columns([pair[side] for pair in arrays.pairs], least) for side in (0, 1)]
     knobs = []
     for name in (name for name in NAMES if name in PRIORS):
         section = "generations" if name in GENERATION else "stacks"
@@ -182,21 +182,23 @@ def fit_time(rows: Rows, *, rounds: int = 40, least: int = 20) -> dict[str, Any]
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
         return np.log(
             step_cost(
-                rows.shape, rows.machine, rows.layout, aged(Constants(**values), rows.release), rows.filled
+                arrays.shape, arrays.machine, arrays.layout, aged(Constants(**values), arrays.release), arrays.filled
             ).seconds
         )
 
-    return solve(knobs, evaluate, np.log(rows.measured), rows.weight, rounds)
+    return solve(knobs, evaluate, np.log(arrays.measured), arrays.weight, rounds)
 
 
-def fit_memory(kept: list[tuple[dict[str, str], Case]], *, rounds: int = 40, least: int = 15) -> dict[str, Any]:
-    """Memory constants per stack that predict the measured memory of `kept` best."""
-    names, index = _columns([case.stack for _, case in kept], least)
-    shape, layout = (side_by_side([getattr(case, part) for _, case in kept]) for part in ("shape", "layout"))
-    first = np.array([float(case.first_stage) for _, case in kept])
-    counts = Counter(row["source"] for row, _ in kept)
-    weight = np.array([counts[row["source"]] ** -0.35 for row, _ in kept])
-    measured = np.log([float(row["mem_gb"]) for row, _ in kept])
+def fit_memory(
+    usable_records: list[tuple[dict[str, str], Case]], *, rounds: int = 40, least: int = 15
+) -> dict[str, Any]:
+    """Memory constants per stack that predict the measured memory of the runs best."""
+    names, index = _columns([case.stack for _, case in usable_records], least)
+    shape, layout = (side_by_side([getattr(case, part) for _, case in usable_records]) for part in ("shape", "layout"))
+    first = np.array([float(case.first_stage) for _, case in usable_records])
+    counts = Counter(record["source"] for record, _ in usable_records)
+    weight = np.array([counts[record["source"]] ** -0.35 for record, _ in usable_records])
+    measured = np.log([float(record["mem_gb"]) for record, _ in usable_records])
     knobs = [
         Knob(
             "memory", name, names, np.array([MEMORY_GUESSES.get(n, {}).get(name, guess) for n in names]), index, spread
@@ -213,23 +215,26 @@ def fit_memory(kept: list[tuple[dict[str, str], Case]], *, rounds: int = 40, lea
 LAYOUT = ("model", "gpus", "tp", "pp", "dp", "micro_batch", "zero/fsdp")
 
 
-def memory_left_out(kept: list[tuple[dict[str, str], Case]]) -> np.ndarray:
-    """GiB of every row as its software prints it, under constants fitted without its fifth; a layout's repeats share one, by its hash."""
-    part = np.array([crc32("/".join(row[key] for key in LAYOUT).encode()) % 5 for row, _ in kept])
-    found = np.zeros(len(kept))
+def memory_left_out(usable_records: list[tuple[dict[str, str], Case]]) -> np.ndarray:
+    """GiB of every run as its software prints it, under constants fitted without its fifth.
+
+    Repeats of a layout are in the same fifth, by the hash of the layout.
+    """
+    fold_of = np.array([crc32("/".join(record[key] for key in LAYOUT).encode()) % 5 for record, _ in usable_records])
+    predicted_gib = np.zeros(len(usable_records))
     for fold in range(5):
-        table = fit_memory([some for some, at in zip(kept, part, strict=True) if at != fold])
-        cases = [case for (_, case), at in zip(kept, part, strict=True) if at == fold]
-        found[part == fold] = sum(memory(cases, {"memory": table}, as_printed=True).values()) / 2**30
-    return found
+        table = fit_memory([entry for entry, at in zip(usable_records, fold_of, strict=True) if at != fold])
+        cases = [case for (_, case), at in zip(usable_records, fold_of, strict=True) if at == fold]
+        predicted_gib[fold_of == fold] = sum(memory(cases, {"memory": table}, as_printed=True).values()) / 2**30
+    return predicted_gib
 
 
 def _columns(labels: list[str], least: int) -> tuple[list[str], np.ndarray]:
-    """The columns of a table (default first) and the one that each row reads."""
+    """The columns of a table, default first, and the index of the column that each run reads."""
     counts = Counter(labels)
     names = ["default", *sorted(label for label, count in counts.items() if count >= least and label != "default")]
-    place = {name: at for at, name in enumerate(names)}
-    return names, np.array([place.get(label, 0) for label in labels])
+    column_index = {name: index for index, name in enumerate(names)}
+    return names, np.array([column_index.get(label, 0) for label in labels])
 
 
 def solve(
@@ -239,9 +244,9 @@ def solve(
     weight: np.ndarray,
     rounds: int,
 ) -> dict[str, Any]:
-    """The table of least weighted absolute error plus the cost of leaving the guesses.
+    """The table with the least sum of weighted absolute error and distance from the guesses.
 
-    A row reads one column of each constant, so one perturbed evaluation per constant gives the derivatives of all its columns.
+    A run reads one column of each constant, so one perturbed evaluation per constant gives the derivatives of all its columns.
     """
     sizes = [len(knob.columns) for knob in knobs]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -274,7 +279,7 @@ def solve(
         w = STRENGTH * weight / np.maximum(np.abs(r), 0.01)
         gradient = slopes.T @ (w * r) + stiffness * (x - guess)
         curvature = slopes.T @ (w[:, None] * slopes) + np.diag(stiffness)
-        inside = ~((x >= highest) & (gradient < 0))  # others lie at their limit and would leave it
+        inside = ~((x >= highest) & (gradient < 0))  # the others are at their limit and would exceed it
         before = best
         for _ in range(8):
             step = np.zeros(len(x))
@@ -294,79 +299,81 @@ def solve(
 
 def _as_table(knobs: list[Knob], x: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     table: dict[str, Any] = {}
-    for knob, at in zip(knobs, offsets, strict=False):
-        for place, column in enumerate(knob.columns):
-            table.setdefault(knob.section, {}).setdefault(column, {})[knob.name] = float(f"{x[at + place]:.4g}")
+    for knob, offset in zip(knobs, offsets, strict=False):
+        for column_number, column in enumerate(knob.columns):
+            table.setdefault(knob.section, {}).setdefault(column, {})[knob.name] = float(
+                f"{x[offset + column_number]:.4g}"
+            )
     return table
 
 
-def left_out(rows: Rows, folds: list[np.ndarray]) -> np.ndarray:
-    """Seconds of every row under constants fitted without the rows of its fold (True marks a fold's rows); NaN in no fold."""
-    found = np.full(len(rows.measured), np.nan)
+def left_out(arrays: RunArrays, folds: list[np.ndarray]) -> np.ndarray:
+    """Seconds of every run under constants fitted without its fold (True marks the runs of a fold); NaN for runs in no fold."""
+    predicted_seconds = np.full(len(arrays.measured), np.nan)
     for fold in folds:
-        table = fit_time(take(rows, ~fold))
-        found[fold] = predict(take(rows, fold), table)
-    return found
+        table = fit_time(take(arrays, ~fold))
+        predicted_seconds[fold] = predict(take(arrays, fold), table)
+    return predicted_seconds
 
 
-def take(rows: Rows, which: np.ndarray) -> Rows:
+def take(arrays: RunArrays, chosen: np.ndarray) -> RunArrays:
     """The rows that `which` marks."""
 
     def part(columns: Any) -> Any:
-        return type(columns)(**{f.name: getattr(columns, f.name)[which] for f in fields(columns)})
+        return type(columns)(**{f.name: getattr(columns, f.name)[chosen] for f in fields(columns)})
 
-    names = [name for name, kept in zip(rows.names, which, strict=True) if kept]
-    pairs = [pair for pair, kept in zip(rows.pairs, which, strict=True) if kept]
-    return Rows(
+    names = [name for name, selected in zip(arrays.names, chosen, strict=True) if selected]
+    pairs = [pair for pair, selected in zip(arrays.pairs, chosen, strict=True) if selected]
+    return RunArrays(
         names,
         pairs,
-        part(rows.shape),
-        part(rows.machine),
-        part(rows.layout),
-        rows.release[which],
-        rows.filled[which],
-        rows.measured[which],
-        rows.weight[which],
+        part(arrays.shape),
+        part(arrays.machine),
+        part(arrays.layout),
+        arrays.release[chosen],
+        arrays.filled[chosen],
+        arrays.measured[chosen],
+        arrays.weight[chosen],
     )
 
 
 def every_fifth(count: int) -> list[np.ndarray]:
-    """Five folds of rows, drawn once by a fixed seed."""
-    place = np.random.default_rng(0).permutation(count) % 5
-    return [place == fold for fold in range(5)]
+    """Five folds of runs, drawn with a fixed seed."""
+    fold_of = np.random.default_rng(0).permutation(count) % 5
+    return [fold_of == fold for fold in range(5)]
 
 
 BAND = 0.8
-"""Share of rows that a band is to hold."""
-LEAST_ROWS, LEAST_SOURCES = 3, 4
-"""Of a source that is left out, and of sources that a stack's or a generation's own band rests on."""
+"""Share of runs that should lie inside a band."""
+MIN_RECORDS, MIN_SOURCES = 3, 4
+"""Fewest runs of a source that is left out, and fewest sources for a band of a stack or a generation."""
 
 
-def bands(rows: Rows) -> dict[str, float]:
+def bands(arrays: RunArrays) -> dict[str, float]:
     """Half-widths of the 80% bands, in logarithms, from sources that were left out of the fit whole.
 
-    By stack where four sources or more know it, and by generation over those stacks; `default` for all other stacks.
+    By stack where at least four sources have it, and by generation over those stacks; `default` for all other stacks.
     """
-    return widths(rows, np.log(rows.measured / left_out(rows, by_source(rows))))
+    return widths(arrays, np.log(arrays.measured / left_out(arrays, by_source(arrays))))
 
 
-def widths(rows: Rows, residual: np.ndarray, but: str | None = None) -> dict[str, float]:
-    """Half-widths by class from residuals ln(measured / predicted) of sources left out whole; `but` names a source to leave aside."""
-    source = np.array([source_of(name) for name in rows.names])
+def widths(arrays: RunArrays, residual: np.ndarray, but: str | None = None) -> dict[str, float]:
+    """Half-widths by class from residuals ln(measured / predicted) of left-out sources; `but` names a source to ignore."""
+    source = np.array([source_of(name) for name in arrays.names])
     known = np.isfinite(residual) & (source != but)
-    stacks, generations = (np.array([pair[side] for pair in rows.pairs]) for side in (1, 0))
-    common = {name for name in set(stacks) if len(set(source[known & (stacks == name)])) >= LEAST_SOURCES}
+    stacks, generations = (np.array([pair[side] for pair in arrays.pairs]) for side in (1, 0))
+    common = {name for name in set(stacks) if len(set(source[known & (stacks == name)])) >= MIN_SOURCES}
     inside = known & np.isin(stacks, list(common))
-    found = {"default": _half_width(residual, source, known & ~inside)}
+    half_widths = {"default": _half_width(residual, source, known & ~inside)}
     for labels, chosen in ((stacks, inside), (generations, inside)):
         for label in sorted({str(name) for name in labels[chosen]}):
-            if len(set(source[chosen & (labels == label)])) >= LEAST_SOURCES:
-                found[label] = _half_width(residual, source, chosen & (labels == label))
-    return found
+            if len(set(source[chosen & (labels == label)])) >= MIN_SOURCES:
+                half_widths[label] = _half_width(residual, source, chosen & (labels == label))
+    return half_widths
 
 
 def _half_width(residual: np.ndarray, source: np.ndarray, chosen: np.ndarray) -> float:
-    """The size of a residual that `BAND` of the chosen rows stay under, each source counting the same."""
+    """The `BAND` quantile of the absolute residuals of the chosen runs, with equal weight for each source."""
     size, counts = np.abs(residual[chosen]), Counter(source[chosen])
     weight = np.array([1 / counts[name] for name in source[chosen]])
     order = np.argsort(size)
@@ -375,37 +382,38 @@ def _half_width(residual: np.ndarray, source: np.ndarray, chosen: np.ndarray) ->
 
 
 def source_of(name: str) -> str:
-    """The source that a row counts to: submissions to one round of MLPerf training are one source."""
+    """The source of a run; submissions to one round of MLPerf training are one source."""
     return re.sub(r"(training_results_v[0-9.]+).*", r"\1", name)
 
 
-def by_source(rows: Rows) -> list[np.ndarray]:
-    """One fold per source of at least `LEAST_ROWS` rows."""
-    names = np.array([source_of(name) for name in rows.names])
-    return [names == name for name, count in Counter(names.tolist()).items() if count >= LEAST_ROWS]
+def by_source(arrays: RunArrays) -> list[np.ndarray]:
+    """A fold for each source with at least `MIN_RECORDS` runs."""
+    names = np.array([source_of(name) for name in arrays.names])
+    return [names == name for name, count in Counter(names.tolist()).items() if count >= MIN_RECORDS]
 
 
 COMPARABLE = 1e9
-"""Parameters of a dense model from which products take most of a step."""
+"""Parameters of a dense model from which matrix products take most of a step."""
 
 
-def best_quartile(rows: Rows, table: dict[str, Any]) -> dict[str, float]:
+def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     """Share of the 16-bit peak that large products reach, by generation, in the fastest quarter of comparable runs.
 
-    Comparable: dense, 16-bit products, fused attention. A run's products are as much faster than its stack's as the run is than predicted.
+    Comparable: dense, 16-bit products, fused attention. The speed of a run's products relative to its stack is taken as the speed of the
+    run relative to its prediction.
     """
-    k = aged(per_row(rows.pairs, table), rows.release)
-    shape = rows.shape
-    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (rows.machine.low == 0)
+    k = aged(per_row(arrays.pairs, table), arrays.release)
+    shape = arrays.shape
+    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.low == 0)
     comparable &= (k.scores == 0) & (shape.params >= COMPARABLE)
-    reached = k.gemm / k.slow * predict(rows, table) / rows.measured
-    generations = np.array([generation for generation, _ in rows.pairs])
-    found = {}
+    reached = k.gemm / k.slow * predict(arrays, table) / arrays.measured
+    generations = np.array([generation for generation, _ in arrays.pairs])
+    shares = {}
     for name in sorted(set(generations)):
         chosen = comparable & (generations == name)
         if chosen.sum() >= 15:
-            found[str(name)] = min(MOST_OF_PEAK, float(f"{np.quantile(reached[chosen], 0.75):.4g}"))
-    return found
+            shares[str(name)] = min(MOST_OF_PEAK, float(f"{np.quantile(reached[chosen], 0.75):.4g}"))
+    return shares
 
 
 def main() -> None:
@@ -413,17 +421,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     runs = read_runs()
-    kept = usable(runs)
-    rows = gather_rows(kept)
-    table = fit_time(rows, rounds=arguments.rounds)
-    table["best_quartile"] = best_quartile(rows, table)
+    usable_records = usable(runs)
+    arrays = arrays_of(usable_records)
+    table = fit_time(arrays, rounds=arguments.rounds)
+    table["best_quartile"] = best_quartile(arrays, table)
     table["memory"] = memory_constants()
-    table["bands"] = bands(rows)
-    table["fitted_on"] = dict(sorted(Counter(rows.names).items()))
+    table["bands"] = bands(arrays)
+    table["fitted_on"] = dict(sorted(Counter(arrays.names).items()))
     FILE.write_text(
         HEADER + yaml.safe_dump(table, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8"
     )
-    error = np.abs(predict(rows, table) / rows.measured - 1)
+    error = np.abs(predict(arrays, table) / arrays.measured - 1)
     print(f"{len(error)} rows, median error {np.median(error):.1%}", file=sys.stderr)
 
 

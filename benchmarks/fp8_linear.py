@@ -1,6 +1,7 @@
-"""Linear layers in bf16 and in fp8 on one GPU: TFLOP/s of forward and backward together, compiled, at the shapes of an 8B model; and the
-bandwidth of the kernels that round. `python benchmarks/fp8_linear.py [--tokens 16384] [--out FILE]` takes about a minute and writes one
-JSON line a figure, with the relative error of the layer's output against fp32 beside its speed.
+"""Times linear layers in bf16 and fp8 on a GPU, compiled, at the shapes of an 8B model, and the kernels that round to fp8.
+
+Forward and backward together, in TFLOP/s; the rounding kernels in GB/s. `python benchmarks/fp8_linear.py [--tokens 16384] [--out FILE]`
+takes about a minute and writes one JSON line a figure, with the relative error of the layer's output against fp32 beside its speed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Normed(nn.Module):
 
 
 class Network(nn.Module):
-    """The feed-forward network of one block."""
+    """The feed-forward network of a block."""
 
     def __init__(self, scaling: Any, came_low: bool, together: bool) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ def _set(layer: Linear, scaling: Any, came_low: bool) -> None:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Median device seconds of one call."""
+    """Median device seconds of a call."""
     for _ in range(WARM_UP):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS)]
@@ -80,36 +81,36 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def layers(tokens: int) -> Iterator[dict[str, Any]]:
-    for name, (wide, out) in SHAPES.items():
-        x = torch.randn(tokens, wide, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        grad = torch.randn(tokens, out, device="cuda", dtype=torch.bfloat16)
-        for kind, scaling in FORMATS.items():
-            for came_low in (False, True) if scaling == "tensorwise" else (False,):
-                model = Normed(wide, out, scaling, came_low)
+    for name, (inputs, outputs) in SHAPES.items():
+        x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
+        for format_name, scaling in FORMATS.items():
+            for gathered_fp8 in (False, True) if scaling == "tensorwise" else (False,):
+                model = Normed(inputs, outputs, scaling, gathered_fp8)
                 yield {
-                    "layer": name, "format": kind + (", weight came in fp8" if came_low else ""), "tokens": tokens,
-                    **timed(model, x, grad, 6.0 * tokens * wide * out),
+                    "layer": name, "format": format_name + (", weight came in fp8" if gathered_fp8 else ""), "tokens": tokens,
+                    **timed(model, x, grad, 6.0 * tokens * inputs * outputs),
                 }  # fmt: skip
 
 
 def networks(tokens: int) -> Iterator[dict[str, Any]]:
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     flops = 6.0 * tokens * sum(wide * out for wide, out in (SHAPES["gate_up"], SHAPES["down"]))
-    for kind, scaling, together in (
+    for format_name, scaling, together in (
         ("bf16", None, False), ("fp8_rowwise", "rowwise", False),
         ("fp8_tensorwise, layers apart", "tensorwise", False), ("fp8_tensorwise, in one piece", "tensorwise", True),
     ):  # fmt: skip
         model = Network(scaling, scaling == "tensorwise", together)
         yield {
             "layer": "gated network",
-            "format": kind,
+            "format": format_name,
             "tokens": tokens,
             **timed(model, x, torch.randn_like(x), flops),
         }
 
 
 def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, Any]:
-    torch.compiler.reset()  # else what was compiled for the last layer counts as compiled anew for this one
+    torch.compiler.reset()  # else the graph of the last layer would count against the recompile limit
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
 
     def step() -> None:
@@ -131,7 +132,7 @@ def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, 
 
 
 def pieces(tokens: int) -> Iterator[dict[str, Any]]:
-    """The kernels one by one: GB/s of those that round, TFLOP/s of the bare products."""
+    """Single kernels: GB/s of those that round, TFLOP/s of the products alone."""
     from meshwright.kernels.fp8_triton import round_both, round_turned, turn
     from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
 

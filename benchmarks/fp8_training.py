@@ -1,12 +1,12 @@
-"""Whether fp8 trains as bf16 does: the held-out loss of the same model on the same text in both, for several seeds.
+"""Compares the held-out loss of fp8 and bf16 training: the same model on the same text, for several seeds.
 
     python benchmarks/fp8_training.py --out fp8-training.json          # Llama-1B on one GPU a run, as many at once as there are GPUs
     python benchmarks/fp8_training.py --set model=llama3-1b model.layers=2 model.hidden=64 … --text folder --steps 4 --cpu
 
-Prepares the text (this Python's own packages unless --text names others; at least --least-mb of it), trains a tokenizer of 32,768 on it
-and keeps 3% of the documents out. Each run takes one GPU; the order of the text is the seed's. Prints a line a run, then for each way of
-multiplying the mean held-out loss over bf16's, and writes everything as JSON. A run measures its loss as it trains, in fp8 where it
-multiplies in fp8; `meshwright eval` measures the same weights once more in bf16, as they would be served.
+Prepares the text (Python packages of this machine, or --text; at least --least-mb), trains a tokenizer with 32,768 tokens and holds out 3%
+of the documents. Each run uses one GPU; the seed decides the order of the text. Prints a line per run, then for each precision the mean
+held-out loss relative to bf16, and writes JSON. A run evaluates in its own precision; `meshwright eval` evaluates the same weights in bf16,
+as they would be served.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from sides import MESHWRIGHT, SAID, our_figures, run_ours
+from sides import LOG_TAIL, MESHWRIGHT, our_figures, run_ours
 
-KINDS = {
+PRECISIONS = {
     "bf16": [],
     "fp8 tensorwise": ["plan.linear=fp8_tensorwise"],
     "fp8 rowwise": ["plan.linear=fp8_rowwise"],
@@ -48,22 +48,22 @@ HELD_OUT = 0.03
 
 def main() -> None:
     options = arguments()
-    corpus = prepared(options)
+    corpus = prepare_corpus(options)
     devices: Queue[str] = Queue()
     for device in options.devices:
         devices.put(device)
 
-    def one(kind: str, seed: int) -> dict[str, Any]:
+    def run_one(precision: str, seed: int) -> dict[str, Any]:
         device = devices.get()
         try:
-            return trained(kind, seed, device, corpus, options)
+            return train_once(precision, seed, device, corpus, options)
         finally:
             devices.put(device)
 
     with ThreadPoolExecutor(len(options.devices)) as pool:
-        asked = [(kind, seed) for seed in options.seeds for kind in options.kinds]
-        rows = list(pool.map(one, *zip(*asked, strict=True)))
-    report(rows, corpus, options)
+        cases = [(precision, seed) for seed in options.seeds for precision in options.kinds]
+        results = list(pool.map(run_one, *zip(*cases, strict=True)))
+    report(results, corpus, options)
 
 
 def arguments() -> argparse.Namespace:
@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16, help="sequences a step")
     parser.add_argument("--learning-rate", default="4e-4")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=["bf16", "fp8 tensorwise"])
+    parser.add_argument("--kinds", nargs="+", choices=list(PRECISIONS), default=["bf16", "fp8 tensorwise"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further words of all runs")
     parser.add_argument(
         "--cpu", action="store_true", help="one run at a time on the processor, in fp32 and emulated fp8"
@@ -100,8 +100,8 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(len(listed.splitlines()))]
 
 
-def prepared(options: argparse.Namespace) -> Path:
-    """The token shards of the text: a folder with `train` and `held_out`."""
+def prepare_corpus(options: argparse.Namespace) -> Path:
+    """Prepare the token shards of the text; returns their folder, with `train` and `held_out`."""
     corpus, began = options.runs / "corpus", time.perf_counter()
     files = sources(options.text)
     size = sum(file.stat().st_size for file in files)
@@ -125,54 +125,56 @@ def prepared(options: argparse.Namespace) -> Path:
 
 
 def sources(folders: Sequence[Path]) -> list[Path]:
-    """Python source files, each content once: packages hold copies of each other's files."""
-    found: dict[bytes, Path] = {}
+    """Python source files without duplicates, as packages contain copies of each other's files."""
+    files_by_content: dict[bytes, Path] = {}
     for folder in folders:
         for file in sorted(folder.rglob("*.py")):
-            found.setdefault(file.read_bytes(), file)
-    return list(found.values())
+            files_by_content.setdefault(file.read_bytes(), file)
+    return list(files_by_content.values())
 
 
-def trained(kind: str, seed: int, device: str, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
-    name = f"{kind.replace(' ', '-')}-seed{seed}"
-    place = ["cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1"] if options.cpu else ["cluster=auto"]
+def train_once(precision: str, seed: int, device: str, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
+    name = f"{precision.replace(' ', '-')}-seed{seed}"
+    cluster_words = (
+        ["cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1"] if options.cpu else ["cluster=auto"]
+    )
     words = [
         *WORDS, f"data.mix={{{corpus}/train: 1}}", f"data.validation={corpus}/held_out", f"train.steps={options.steps}",
         f"train.validate_every={options.steps // 3}", f"train.global_batch={options.sequences}",
         f"train.learning_rate={options.learning_rate}", f"seed={seed}", f"model.vocab_size={options.vocab}",
-        *place, *KINDS[kind], *options.set,
+        *cluster_words, *PRECISIONS[precision], *options.set,
     ]  # fmt: skip
     log = options.logs / f"{name}.log"
     env = {"CUDA_VISIBLE_DEVICES": device}
     ran = run_ours([*MESHWRIGHT, "train", f"name={name}"], words, name, options.runs, log, env, options.limit)
     if ran.code or ran.folder is None or not ran.records:
-        said = log.read_text(encoding="utf-8", errors="replace")[-SAID:]
-        print(f"{name}: exit code {ran.code}\n{said}", flush=True)
-        return {"kind": kind, "seed": seed, "error": ran.code, "log": said}
+        log_tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
+        print(f"{name}: exit code {ran.code}\n{log_tail}", flush=True)
+        return {"kind": precision, "seed": seed, "error": ran.code, "log": log_tail}
     held_out = held_out_losses(ran.folder)
     figures = our_figures(ran.folder, ran.records, min(20, len(ran.records) // 2))
-    in_bf16 = evaluated(ran.folder, env, options)
+    in_bf16 = evaluate(ran.folder, env, options)
     shutil.rmtree(ran.folder / "checkpoints")
-    row = {
-        "kind": kind,
+    result = {
+        "kind": precision,
         "seed": seed,
         "words": words,
         "held_out_loss": held_out,
         "held_out_loss_in_bf16": in_bf16,
         **figures,
     }
-    del row["step_seconds_all"]
-    row["losses"] = {record["step"]: round(record["loss"], 4) for record in ran.records if record["step"] % 10 == 0}
+    del result["step_seconds_all"]
+    result["losses"] = {record["step"]: round(record["loss"], 4) for record in ran.records if record["step"] % 10 == 0}
     losses = ", ".join(f"{step}: {loss:.4f}" for step, loss in held_out.items())
     print(
-        f"{name:28s} {row['tokens_per_second_per_gpu']:9,.0f} tok/s, held-out loss after {losses}; in bf16 {in_bf16:.4f}",
+        f"{name:28s} {result['tokens_per_second_per_gpu']:9,.0f} tok/s, held-out loss after {losses}; in bf16 {in_bf16:.4f}",
         flush=True,
     )
-    return row
+    return result
 
 
-def evaluated(folder: Path, env: dict[str, str], options: argparse.Namespace) -> float:
-    """The held-out loss of a run's last weights, in the plain format of the device: the sequences that the run measured itself by."""
+def evaluate(folder: Path, env: dict[str, str], options: argparse.Namespace) -> float:
+    """The held-out loss of a run's last weights in the device's default dtype, on the validation sequences of the run."""
     command = [
         *MESHWRIGHT,
         "eval",
@@ -187,7 +189,7 @@ def evaluated(folder: Path, env: dict[str, str], options: argparse.Namespace) ->
     return float(json.loads(answer)["loss"])
 
 
-def beside(loss: float, plain: float | None) -> str:
+def relative_text(loss: float, plain: float | None) -> str:
     return f" ({loss / plain - 1:+.3%} of bf16's)" if plain else ""
 
 
@@ -196,36 +198,37 @@ def held_out_losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if record["kind"] == "validation"}
 
 
-def report(rows: list[dict[str, Any]], corpus: Path, options: argparse.Namespace) -> None:
+def report(results: list[dict[str, Any]], corpus: Path, options: argparse.Namespace) -> None:
     final = {}
-    for kind in options.kinds:
-        mine = [row for row in rows if row["kind"] == kind]
-        if any("error" in row for row in mine):
+    for precision in options.kinds:
+        own_results = [result for result in results if result["kind"] == precision]
+        if any("error" in result for result in own_results):
             continue
-        as_trained = statistics.mean(list(row["held_out_loss"].values())[-1] for row in mine)
-        final[kind] = {
+        as_trained = statistics.mean(list(result["held_out_loss"].values())[-1] for result in own_results)
+        final[precision] = {
             "as trained": as_trained,
-            "in bf16": statistics.mean(row["held_out_loss_in_bf16"] for row in mine),
+            "in bf16": statistics.mean(result["held_out_loss_in_bf16"] for result in own_results),
         }
-    for kind, losses in final.items():
-        said = ", ".join(
-            f"{loss:.4f} {how}" + beside(loss, final.get("bf16", {}).get(how)) for how, loss in losses.items()
+    for precision, losses in final.items():
+        text = ", ".join(
+            f"{loss:.4f} {loss_dtype}" + relative_text(loss, final.get("bf16", {}).get(loss_dtype))
+            for loss_dtype, loss in losses.items()
         )
-        print(f"{kind:16s} held-out loss over seeds {options.seeds}: {said}")
+        print(f"{precision:16s} held-out loss over seeds {options.seeds}: {text}")
     tokens = {
         part: json.loads((corpus / part / "manifest.json").read_text(encoding="utf-8"))["tokens"]
         for part in ("train", "held_out")
     }
-    environment = next((row.pop("environment") for row in rows if "environment" in row), {})
-    for row in rows:
-        row.pop("environment", None)
-    facts = {
+    environment = next((result.pop("environment") for result in results if "environment" in result), {})
+    for result in results:
+        result.pop("environment", None)
+    header = {
         "benchmark": "fp8-training",
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(sys.argv),
         "corpus_tokens": tokens,
     }
-    body = {**facts, "environment": environment, "mean_held_out_loss": final, "runs": rows}
+    body = {**header, "environment": environment, "mean_held_out_loss": final, "runs": results}
     options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 

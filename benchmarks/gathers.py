@@ -1,8 +1,8 @@
-"""Ways to gather weights and to sum gradients over the GPUs of one host, each alone and under a stream of matrix products.
+"""Compares implementations of weight gathers and gradient sums on one host, alone and under a stream of matrix products.
 
     python benchmarks/gathers.py [--gpus N] [--out FILE] [--only nccl,zero_pool,…] [--rounds 7] [--megabytes 436,1000]
 
-What is compared (one set of processes each, so that one that fails or hangs costs only its own lines):
+The implementations, each in its own processes, so that one that fails or hangs loses only its own lines:
 
   nccl        the library as it comes, on a communicator of its own
   few_ctas    the same held to four thread blocks (`max_ctas`)
@@ -11,11 +11,10 @@ What is compared (one set of processes each, so that one that fails or hangs cos
   kernels     copies out of peers' memory, ordered by torch's barrier kernels
   peers       copies out of peers' memory on one, two or three streams, ordered by stream memory operations (peer_copies.py)
 
-Sizes are the whole gathered weight in bf16, and the whole gradient with the same number of entries, in bf16 and fp32. A line says what the
-collective takes alone, what it adds to the products it runs under (8192 × 4096 × 14336, at least half as long again as the collective),
-the part of it that is hidden, and how long it took under them: medians over rounds, products of the slowest rank, collectives of the rank
-that began last (the others also wait for it). Results are compared with NCCL's. `both` is a gather in bf16 with a reduction in fp32
-beside it. NVLink multicast is left off throughout.
+Sizes are of the whole gathered weight in bf16, and of the whole gradient with the same number of elements, in bf16 and fp32. A line has the
+time of the collective alone, the time that it adds to concurrent products (8192 × 4096 × 14336, at least 1.5 times as long), its hidden
+share, and its time beside them. Times are medians over rounds, of the slowest rank for products, and of the rank that started last for
+collectives. Results are compared with NCCL's. `both` is a gather in bf16 with a concurrent reduction in fp32. NVLink multicast is off.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Line:
-    """One way, one collective, one size."""
+    """A measurement: a family of implementations, a collective and a size."""
 
     family: str
     way: str
@@ -85,10 +84,10 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
     notes: dict[str, str] = {}
     for family in options.only.split(","):
-        found, note = run_family(family, gpus, options)
-        lines += found
+        family_lines, note = run_family(family, gpus, options)
+        lines += family_lines
         notes[family] = note
-        for line in found:
+        for line in family_lines:
             print(text_of(line), flush=True)
         if note:
             print(f"{family}: {note}", flush=True)
@@ -100,19 +99,19 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--gpus", type=int)
-    found.add_argument("--out", type=Path)
-    found.add_argument("--only", default=",".join(FAMILIES))
-    found.add_argument("--rounds", type=int, default=7)
-    found.add_argument("--megabytes", default="436,1000")
-    found.add_argument("--family", help=argparse.SUPPRESS)
-    found.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return found
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default=",".join(FAMILIES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--megabytes", default="436,1000")
+    parser.add_argument("--family", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
 def run_family(family: str, gpus: int, options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    """The lines its processes wrote, and what is to be said of them."""
+    """Run a family in its own processes; returns their lines and a note."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, __file__, "--family", family, "--folder", name, "--gpus", str(gpus)]
@@ -133,7 +132,7 @@ def run_family(family: str, gpus: int, options: argparse.Namespace) -> tuple[lis
 
 
 def finish(ranks: list[subprocess.Popen[bytes]]) -> str:
-    """Wait for processes; end those left when one failed or the time is over."""
+    """Wait for processes; end the others when one fails or at the time limit."""
     end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end:
         codes = [rank.poll() for rank in ranks]
@@ -151,11 +150,11 @@ def finish(ranks: list[subprocess.Popen[bytes]]) -> str:
 
 
 def chosen(folder: Path) -> Iterator[str]:
-    """What NCCL's own log says that it chose, counted."""
+    """Counts of the algorithms that NCCL chose, from its log."""
     text = "\n".join(file.read_text(errors="replace") for file in folder.glob("nccl.*"))
-    found = re.findall(r"(AllGather|ReduceScatter)[^\n]*?(\[Copy Engine\]|\[Symmetric\]|Algo \w+ proto \w+)", text)
-    for what in sorted(set(found)):
-        yield f"[{what[0]} {what[1].strip('[]')}: {found.count(what)}]"
+    choices = re.findall(r"(AllGather|ReduceScatter)[^\n]*?(\[Copy Engine\]|\[Symmetric\]|Algo \w+ proto \w+)", text)
+    for choice in sorted(set(choices)):
+        yield f"[{choice[0]} {choice[1].strip('[]')}: {choices.count(choice)}]"
 
 
 def text_of(line: dict[str, Any]) -> str:
@@ -187,11 +186,11 @@ def be_rank(options: argparse.Namespace) -> None:
                 line = Line(options.family, way.name, op, dtype, megabytes)
                 bench.write(bench.measured(way, line))
     torch.cuda.synchronize()
-    os._exit(0)  # what failed may have left a communicator that cannot be taken down
+    os._exit(0)  # after a failure the communicator may not shut down
 
 
 class Bench:
-    """One rank's products and clocks."""
+    """Products and timers of a rank."""
 
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> None:
         self.options, self.rank, self.ranks, self.device = options, rank, ranks, device
@@ -223,11 +222,11 @@ class Bench:
                 both = self.timed(count, call)
                 together.append(both[0])
                 under.append(both[1])
-            # Each difference is of neighbours in time: clocks drift.
+            # Each difference is of measurements next to each other in time, as clocks drift.
             added = statistics.median(b - a for a, b in zip(products, together, strict=True))
             width = dtype.itemsize + (2 if line.op == "both" else 0)
             moved = entries * width * (self.ranks - 1) / self.ranks
-            said = equal()
+            equality = equal()
         except Exception as error:
             return Line(**(asdict(line) | {"error": f"{type(error).__name__}: {error}"}))
         return Line(
@@ -239,7 +238,7 @@ class Bench:
                 "hidden": 1 - added / alone,
                 "under_ms": statistics.median(under),
                 "products_ms": statistics.median(products),
-                "equal": said,
+                "equal": equality,
             }
         )  # fmt: skip
 
@@ -247,15 +246,15 @@ class Bench:
         return statistics.median(call() for _ in range(self.options.rounds))
 
     def timed(self, count: int, call: Call | None) -> tuple[float, float]:
-        """Milliseconds of `count` products on the compute stream and, begun with them, of `call` on the other.
+        """Milliseconds of `count` products on the compute stream and of `call`, started with them on another stream.
 
-        The products of the slowest rank, the call of the one that began last.
+        The products' time is of the slowest rank, the call's of the rank that started last.
         """
         current = torch.cuda.current_stream()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         torch.cuda.synchronize()
         dist.barrier(self.hosts)
-        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host gives out the rest
+        torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host queues the work
         events[0].record()
         self.aside.wait_stream(current)
         with torch.cuda.stream(self.aside):
@@ -273,23 +272,23 @@ class Bench:
         return float(both[0]), -float(both[1])
 
     def share(self, count: int, dtype: torch.dtype, owner: int | None = None) -> Tensor:
-        """Random numbers that every rank can make of every rank."""
+        """Random numbers of a rank that every rank can reproduce."""
         generator = torch.Generator(self.device).manual_seed(1 + (self.rank if owner is None else owner))
         return torch.randn(count, device=self.device, generator=generator).to(dtype)
 
     def says(self, ours: Tensor, theirs: Tensor) -> str:
-        """How a result compares with NCCL's, over all ranks."""
+        """Whether a result equals NCCL's on all ranks."""
         worst = ((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max()).cpu()
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.hosts)
         return "equal" if worst == 0 else f"off by {float(worst):.1e} of the largest"
 
 
 class Way:
-    """One way to gather and to reduce; each gives the call, and a check of its last result."""
+    """An implementation of gather and reduce; each method returns the call and a check of its last result."""
 
     only: tuple[str, ...] = ()
     beside: Way | None = None
-    """What reduces while this one gathers; none for itself."""
+    """The family that reduces while this one gathers; None for the same family."""
 
     def __init__(self, bench: Bench, name: str, group: dist.ProcessGroup | None = None) -> None:
         self.bench, self.name, self.group = bench, name, group
@@ -319,7 +318,7 @@ class Way:
         return lambda: dist.reduce_scatter_tensor(part, whole, group=self.group), lambda: self.compare_sum(part, whole)
 
     def both(self, entries: int, dtype: torch.dtype) -> tuple[Call, Callable[[], str]]:
-        """A gather and, on a stream beside it, a reduction."""
+        """A gather and a concurrent reduction on another stream."""
         gather, gathered = self.all_gather(entries, torch.bfloat16)
         reduce, reduced = (self.beside or self).reduce_scatter(entries, dtype)
         other = torch.cuda.Stream(self.bench.device, priority=-1)
@@ -369,7 +368,7 @@ def zero_pool(bench: Bench) -> Iterator[Way]:
 
 
 class PoolWay(Way):
-    """Buffers of NCCL's allocator, registered as symmetric windows when all that a collective needs are there."""
+    """Buffers of NCCL's allocator, registered as symmetric windows once all buffers of a collective exist."""
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor:
         backend = self.group._get_backend(self.bench.device)
@@ -382,7 +381,7 @@ class PoolWay(Way):
 
 
 kept: list[Any] = []
-"""Pools whose memory stays registered."""
+"""Memory pools that stay registered."""
 
 
 def zero_symm(bench: Bench) -> Iterator[Way]:
@@ -409,7 +408,7 @@ def kernels(bench: Bench) -> Iterator[Way]:
 
 
 class BarrierWay(SymmetricWay):
-    """Copies between two barrier kernels, as torch's low-contention collectives do it."""
+    """Copies between two barrier kernels, as in torch's low-contention collectives."""
 
     def gathering(self, output: Tensor, part: Tensor) -> Call:
         from torch.distributed import _symmetric_memory as symmetric
@@ -488,7 +487,7 @@ class PeerWay(Way):
         whole.copy_(values)
 
         def call() -> None:
-            # With one slot every use has the same memory, and the numbers laid there stay.
+            # With one slot every use has the same memory, so the numbers written there stay.
             again = (
                 whole if reduce._given is not None else reduce.allocate((entries,), dtype=dtype, device=whole.device)
             )

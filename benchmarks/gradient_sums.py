@@ -1,4 +1,4 @@
-"""Milliseconds of adding a micro-batch's gradient of one weight to the sum of those before: by the product that makes it, and by a pass.
+"""Times the addition of a micro-batch's weight gradient to the sum: inside the product, and by a separate pass.
 
     python benchmarks/gradient_sums.py                       # weights of Llama-3-8B, and a chunk of Llama 3.2 1B's head, on a GPU
     python benchmarks/gradient_sums.py --weights 64x32x48 --device cpu
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measured(text: str, options: argparse.Namespace) -> dict[str, float]:
-    """Times of one weight."""
+    """Times for a weight."""
     device, wide = torch.device(options.device), torch.float32
     rows, columns, tokens = map(int, text.split("x"))
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def measured(text: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def typical(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Median seconds; the first calls, which choose kernels, are left out."""
+    """Median seconds of a call, without the first ones, which select kernels."""
     seconds = []
     for number in range(calls + 3):
         started = now(device)

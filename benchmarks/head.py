@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, vocab: int) -> dict[str, float]:
-    """Times of one vocabulary's calls."""
+    """Times of the calls for a vocabulary size."""
     device = torch.device(options.device)
     torch.manual_seed(0)
     hidden = torch.randn(options.tokens, options.hidden, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -61,7 +61,7 @@ def measured(options: argparse.Namespace, vocab: int) -> dict[str, float]:
 
 
 def now(device: torch.device) -> float:
-    """The clock, with nothing left to do on the device."""
+    """The time after the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,7 +1,7 @@
-"""Plans of published trainings, kept with their reasons: `make keep-plans` (CPU only, half a minute).
+"""Stores the plans of published trainings with their reasons: `make keep-plans` (CPU only, half a minute).
 
-For each question of benchmarks/plans/questions.yaml writes the plan that the search finds beside it, and prints a table of it and of the
-layout that was published, both priced with the present constants.
+For each question of benchmarks/plans/questions.yaml, writes the plan that the search finds, and prints a table of it and of the published
+layout, both priced with the present constants.
 """
 
 from __future__ import annotations
@@ -25,24 +25,30 @@ def questions() -> dict[str, dict[str, str]]:
 def main() -> None:
     print("| question | plan | step (80%) | MFU | memory |\n|---|---|---:|---:|---:|")
     for name, question in questions().items():
-        asked = question["ask"].split()
-        best = search(load_run(None, asked)).best.plan
+        words = question["ask"].split()
+        best = search(load_run(None, words)).best.plan
         command = f"# meshwright plan {question['ask']}\n"
         (FOLDER / f"{name}.yaml").write_text(command + plan_yaml(best), encoding="utf-8")
-        print(row(name, best))
-        print(row("  published", search(load_run(None, [*asked, *question["published"].split()])).best.plan))
+        print(table_row(name, best))
+        print(table_row("  published", search(load_run(None, [*words, *question["published"].split()])).best.plan))
 
 
-def row(name: str, plan: Plan) -> str:
-    said = plan.predicted
-    assert said is not None and said.step_seconds and said.low_seconds and said.high_seconds and said.mfu
+def table_row(name: str, plan: Plan) -> str:
+    predicted = plan.predicted
+    assert (
+        predicted is not None
+        and predicted.step_seconds
+        and predicted.low_seconds
+        and predicted.high_seconds
+        and predicted.mfu
+    )
     mesh = " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1)
     stages = len(plan.schedule.stages[0]) if plan.schedule.stages else 1
     modes = "/".join(dict.fromkeys(layer.recompute for layer in plan.layers))
     cut = f"micro-batch {plan.batch.micro_batch} × {plan.batch.accumulate}"
     text = f"{mesh}, {plan.schedule.name} with {stages} stage{'s' * (stages > 1)} a rank, {cut}, recompute {modes}"
-    band = f"{said.step_seconds:.2f} s ({said.low_seconds:.2g} to {said.high_seconds:.2g})"
-    return f"| {name} | {text} | {band} | {said.mfu:.1%} | {said.memory_peak_bytes / 1e9:.0f} GB |"
+    band = f"{predicted.step_seconds:.2f} s ({predicted.low_seconds:.2g} to {predicted.high_seconds:.2g})"
+    return f"| {name} | {text} | {band} | {predicted.mfu:.1%} | {predicted.memory_peak_bytes / 1e9:.0f} GB |"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Where one step's device time went, by kind of kernel: what it worked on, what communication stood bare, and when it had nothing to do.
+"""Breaks the device time of a step down by kernel class, with exposed communication and idle time.
 
-A moment with several kinds at work is charged to the first of them in the order of `KINDS`, so the kinds and idle time add up to the step,
-and what communication is charged is what no other work hides.
+When kernels of several classes run at once, the time counts for the first in the order of `KERNEL_CLASSES`. So classes and idle time add up
+to the step, and the time of communication is its exposed time.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kernel_trace import KINDS, Kernel, Kind, Shape, read_trace
+from kernel_trace import KERNEL_CLASSES, Kernel, KernelClass, Shape, read_trace
 
 from meshwright.spec.errors import BadInput
 
 __all__ = ["Breakdown", "breakdown", "read_trace"]
 
 NAMED = 5
-"""Kernels of a kind, and gaps, that are named, the longest first."""
+"""Most kernels of a class, and most gaps, that are listed, the longest first."""
 BRIEF = 5e-6
-"""Seconds of a gap below which it is what lies between any two kernels."""
+"""Seconds below which a gap is the usual one between two kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """All calls of one kernel in the step."""
+    """All calls of a kernel in the step."""
 
     name: str
     calls: int
@@ -32,28 +32,28 @@ class Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KindTime:
-    """One kind in the step."""
+class ClassTime:
+    """A kernel class in the step."""
 
     seconds: float
-    """That the step is charged with."""
+    """Seconds that count for this class."""
     busy_seconds: float
-    """That it was at work, beside other kinds too."""
+    """Seconds in which kernels of this class ran, also beside other classes."""
     kernels: int
     longest: tuple[Named, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """A time in which the device did nothing."""
+    """A time in which no kernel ran."""
 
     seconds: float
     before: str
     """The kernel that ended it."""
     op: str
-    """The host operation that launched that."""
+    """The host operation that launched that kernel."""
     host: bool
-    """Whether the device waited for the host, which had not launched the next kernel when the last one ended."""
+    """Whether the host launched the next kernel only after the last one had ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class Idle:
 
     seconds: float
     host_seconds: float
-    """Of gaps in which the device waited for its host."""
+    """Seconds of gaps in which the device waited for the host."""
     brief_seconds: float
-    """Of gaps under 5 µs."""
+    """Seconds of gaps under 5 µs."""
     gaps: int
-    """Longer ones."""
+    """Number of longer gaps."""
     longest: tuple[Gap, ...]
 
 
@@ -86,35 +86,39 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """One step of one rank; `kinds` and `idle` add up to `seconds`."""
+    """The device time of a step on a rank; `kinds` (kernel classes) and `idle` add up to `seconds`."""
 
     seconds: float
-    """From the end of the update before to the end of this step's, on the device."""
-    kinds: dict[str, KindTime]
+    """Seconds from the end of the previous optimizer update to the end of this one, on the device."""
+    kinds: dict[str, ClassTime]
     idle: Idle
     products: tuple[Product, ...]
-    """Those whose shape the trace tells, the longest first."""
+    """Products whose shape is in the trace, the longest first."""
     unknown_product_seconds: float
-    """Of products whose shape it does not tell."""
+    """Seconds of products whose shape is not in the trace."""
 
     @property
     def hidden_communication_seconds(self) -> float:
-        """Communication under other work."""
-        found = self.kinds.get("communication")
-        return found.busy_seconds - found.seconds if found else 0.0
+        """Seconds of communication hidden by other work."""
+        communication = self.kinds.get("communication")
+        return communication.busy_seconds - communication.seconds if communication else 0.0
 
 
 def breakdown(kernels: Sequence[Kernel]) -> Breakdown:
-    """The last whole step in a trace's kernels. Raises BadInput when they do not hold a step from end to end."""
+    """The breakdown of the last complete step in a trace. Raises BadInput when it has none."""
     begin, end = last_step(kernels)
     inside = [kernel for kernel in kernels if kernel.end > begin and kernel.start < end]
     charged = _charged(inside, begin, end)
-    by_kind: dict[Kind, list[Kernel]] = defaultdict(list)
+    by_kind: dict[KernelClass, list[Kernel]] = defaultdict(list)
     for kernel in inside:
-        by_kind[kernel.kind].append(kernel)
+        by_kind[kernel.kernel_class].append(kernel)
     return Breakdown(
         seconds=end - begin,
-        kinds={kind: _kind_time(by_kind[kind], charged[kind], begin, end) for kind in KINDS if kind in by_kind},
+        kinds={
+            kernel_class: _class_time(by_kind[kernel_class], charged[kernel_class], begin, end)
+            for kernel_class in KERNEL_CLASSES
+            if kernel_class in by_kind
+        },
         idle=_idle(inside, begin, end),
         products=_products(by_kind["gemm"]),
         unknown_product_seconds=sum(k.end - k.start for k in by_kind["gemm"] if k.product is None),
@@ -126,9 +130,9 @@ def last_step(kernels: Sequence[Kernel]) -> tuple[float, float]:
     ends: list[float] = []
     fresh = True
     for kernel in kernels:
-        if kernel.kind == "gemm":
+        if kernel.kernel_class == "gemm":
             fresh = True
-        elif kernel.kind == "optimizer" and "adam" in kernel.name.lower():
+        elif kernel.kernel_class == "optimizer" and "adam" in kernel.name.lower():
             ends = [*ends, kernel.end] if fresh else [*ends[:-1], max(ends[-1], kernel.end)]
             fresh = False
     if len(ends) < 2:
@@ -138,41 +142,46 @@ def last_step(kernels: Sequence[Kernel]) -> tuple[float, float]:
     return ends[-2], ends[-1]
 
 
-def _charged(kernels: Iterable[Kernel], begin: float, end: float) -> dict[Kind, float]:
-    """Seconds by kind, every moment once."""
-    order = list(KINDS)
-    marks: list[tuple[float, int, Kind]] = sorted(
+def _charged(kernels: Iterable[Kernel], begin: float, end: float) -> dict[KernelClass, float]:
+    """Seconds by kernel class, counting overlapping time once."""
+    order = list(KERNEL_CLASSES)
+    events: list[tuple[float, int, KernelClass]] = sorted(
         mark
         for kernel in kernels
-        for mark in ((max(kernel.start, begin), 1, kernel.kind), (min(kernel.end, end), -1, kernel.kind))
+        for mark in (
+            (max(kernel.start, begin), 1, kernel.kernel_class),
+            (min(kernel.end, end), -1, kernel.kernel_class),
+        )
     )
-    working: Counter[Kind] = Counter()
-    charged: dict[Kind, float] = dict.fromkeys(order, 0.0)
+    working: Counter[KernelClass] = Counter()
+    charged: dict[KernelClass, float] = dict.fromkeys(order, 0.0)
     before = begin
-    for moment, change, kind in marks:
-        first = next((one for one in order if working[one] > 0), None)
-        if first is not None:
-            charged[first] += moment - before
+    for moment, change, kernel_class in events:
+        charged_class = next((kernel_class for kernel_class in order if working[kernel_class] > 0), None)
+        if charged_class is not None:
+            charged[charged_class] += moment - before
         before = moment
-        working[kind] += change
+        working[kernel_class] += change
     return charged
 
 
-def _kind_time(kernels: Sequence[Kernel], charged: float, begin: float, end: float) -> KindTime:
+def _class_time(kernels: Sequence[Kernel], charged: float, begin: float, end: float) -> ClassTime:
     sums: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         sums[kernel.name].append(kernel.end - kernel.start)
     ordered = sorted(sums.items(), key=lambda item: -sum(item[1]))
-    return KindTime(
+    return ClassTime(
         seconds=charged,
         busy_seconds=sum(stop - start for start, stop in _joined(kernels, begin, end)),
         kernels=len(kernels),
-        longest=tuple(Named(name=name, calls=len(took), seconds=sum(took)) for name, took in ordered[:NAMED]),
+        longest=tuple(
+            Named(name=name, calls=len(durations), seconds=sum(durations)) for name, durations in ordered[:NAMED]
+        ),
     )
 
 
 def _joined(kernels: Iterable[Kernel], begin: float, end: float) -> list[tuple[float, float]]:
-    """The times at which any of the kernels ran, inside the step."""
+    """Intervals of the step in which any of the kernels ran."""
     joined: list[tuple[float, float]] = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         start, stop = max(kernel.start, begin), min(kernel.end, end)
@@ -185,11 +194,11 @@ def _joined(kernels: Iterable[Kernel], begin: float, end: float) -> list[tuple[f
 
 def _idle(kernels: Sequence[Kernel], begin: float, end: float) -> Idle:
     starts = sorted(kernels, key=lambda kernel: kernel.start)
-    gaps, brief, before, next_one = [], 0.0, begin, 0
+    gaps, brief, before, next_index = [], 0.0, begin, 0
     for start, stop in _joined(kernels, begin, end):
-        while starts[next_one].start < start and next_one + 1 < len(starts):
-            next_one += 1
-        length, kernel = start - before, starts[next_one]
+        while starts[next_index].start < start and next_index + 1 < len(starts):
+            next_index += 1
+        length, kernel = start - before, starts[next_index]
         if length > BRIEF:
             host = kernel.launched is not None and kernel.launched > before
             gaps.append(Gap(seconds=length, before=kernel.name, op=kernel.op, host=host))
@@ -219,8 +228,8 @@ def _products(kernels: Iterable[Kernel]) -> tuple[Product, ...]:
             n=shape.n,
             format=shape.format,
             calls=len(calls[shape]),
-            seconds=took,
+            seconds=total,
             flops=shape.flops * len(calls[shape]),
         )
-        for shape, took in sorted(seconds.items(), key=lambda item: -item[1])
+        for shape, total in sorted(seconds.items(), key=lambda item: -item[1])
     )

@@ -117,11 +117,11 @@ def planned(run: Published, pins: str) -> Plan | str:
 def shown(plan: Plan | str) -> str:
     if isinstance(plan, str):
         return plan
-    said = plan.predicted
-    assert said is not None and said.step_seconds is not None and said.mfu is not None, (
+    predicted = plan.predicted
+    assert predicted is not None and predicted.step_seconds is not None and predicted.mfu is not None, (
         "the chip table has rates for each of these"
     )
-    return f"{said.step_seconds:.3g} s, MFU {said.mfu:.0%}"
+    return f"{predicted.step_seconds:.3g} s, MFU {predicted.mfu:.0%}"
 
 
 def name(plan: Plan | str) -> str:
@@ -136,15 +136,15 @@ def difference(pinned: Plan | str, chosen: Plan | str) -> str:
     moved = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in {*before, *after}}
     most = sorted(moved.items(), key=lambda item: -abs(item[1]))[:3]
     seconds = sum(before.values())
-    told = [f"{part} {change:+.2g} s" for part, change in most if abs(change) > 0.01 * seconds]
-    return ", ".join(told) or "within 1%"
+    changes = [f"{part} {change:+.2g} s" for part, change in most if abs(change) > 0.01 * seconds]
+    return ", ".join(changes) or "within 1%"
 
 
 def parts(plan: Plan) -> Mapping[str, float]:
     assert plan.predicted is not None and plan.predicted.breakdown is not None
-    found = plan.predicted.breakdown
-    exposed = {f"exposed {axis}": seconds for axis, seconds in found.exposed.items()}
-    return {"compute": found.compute, "bubble": found.bubble, "host": found.host, **exposed}
+    breakdown = plan.predicted.breakdown
+    exposed = {f"exposed {axis}": seconds for axis, seconds in breakdown.exposed.items()}
+    return {"compute": breakdown.compute, "bubble": breakdown.bubble, "host": breakdown.host, **exposed}
 
 
 HEADER = """# Published layouts and what the planner chooses

@@ -1,12 +1,12 @@
-"""Random questions to the planner, each again with random pins: how much faster a pin makes the answer, which no pin should.
+"""Measures the search's regret on random questions: how much faster a random pin makes the answer, although no pin should.
 
     python benchmarks/random_pins.py                                  # 500 questions with four pins each, half an hour or so
     python benchmarks/random_pins.py --first 500 --questions 20
-    python benchmarks/random_pins.py --log pins.jsonl                 # goes on where a run before it ended
+    python benchmarks/random_pins.py --log pins.jsonl                 # continues an earlier run
     python benchmarks/random_pins.py --mode more                      # more bandwidth, memory, nodes or batch instead of pins
 
-With `--mode more` each question is asked again with more of one thing, which should not make a token slower. Prints every gain above the
-limit, and the totals. Torch is not needed.
+With `--mode more` each question is repeated with more bandwidth, memory, nodes or batch, which should not make a token slower. Prints every
+gain above the limit, and the totals. Torch is not needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import counts, untrainable
+from meshwright.planner.candidate import offload_penalty, untrainable
 from meshwright.planner.search import search
 from meshwright.spec.errors import MeshwrightError
 
@@ -42,7 +42,7 @@ ASKED = {
     "train.global_batch": (1, 8, 24, 64, 128, 256, 512, 1024),
 }
 PORTS = (None, None, 5, 8, 10, 12.5, 15, 18, 20, 25)
-"""GB/s of a device's port, of several nodes; the chip's own where None."""
+"""GB/s of a device's port, for several nodes; the chip's default where None."""
 FABRICS = (None, None, None, "tcp")
 PINS = {
     "pipeline": (1, 2, 4, 8), "tensor": (1, 2, 4, 8), "context_ring": (1, 2, 4), "context_ulysses": (1, 2, 4), "shard": (1, 2, 4, 8),
@@ -51,9 +51,9 @@ PINS = {
     "reshard": ("false", "true"),
 }  # fmt: skip
 SINGLE, DOUBLE = 2, 2
-"""Pins, and pairs of pins, that are tried of each question."""
+"""Number of single pins and of pairs of pins per question."""
 LIMITS = {"pins": 0.02, "more": 0.01}
-"""Gains up to these are what a prediction cannot tell apart."""
+"""Largest gains that pass, by mode."""
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
         if options.log:
             with options.log.open("a") as file:
                 file.write(json.dumps({"seed": seed, "gains": done[seed]}) + "\n")
-    gains = [gain for found in done.values() for gain, _ in found]
+    gains = [gain for result in done.values() for gain, _ in result]
     above = sum(gain > limit for gain in gains)
     print(
         f"{len(gains)} answers to {len(done)} questions, {above} above {limit:.0%}, at most {max(gains, default=0):.1%}"
@@ -83,30 +83,33 @@ def main() -> None:
 
 
 def recorded(log: Path | None) -> dict[int, list[tuple[float, str]]]:
-    """By seed, what a run before this one wrote."""
+    """Gains by seed from the log of an earlier run."""
     lines = log.read_text().splitlines() if log and log.exists() else []
     return {line["seed"]: [(gain, text) for gain, text in line["gains"]] for line in map(json.loads, lines)}
 
 
 def gains_of(seed: int, mode: str, most: int | None = None) -> list[tuple[float, str]]:
-    """By how much each pin makes the answer to the seed's question faster, or each thing that it gets more of makes a token slower: of the
-    first `most`, and of answers that there are."""
+    """Relative gains of the first `most` variants of the seed's question, each with its words.
+
+    In mode `pins` a gain is how much faster the pinned answer is, in mode `more` how much slower a token becomes. Variants without an
+    answer are left out.
+    """
     draw = Random(seed)
     words = question(draw)
     free = seconds(words)
     if free is None:
         return []
-    found = []
+    result = []
     for added, sequences in islice(pins(draw) if mode == "pins" else more(words), most):
         other = seconds([*words, *added])
         if other is not None:
             gain = free / other if mode == "pins" else other / sequences / free
-            found.append((gain - 1, " ".join([*words, *added])))
-    return found
+            result.append((gain - 1, " ".join([*words, *added])))
+    return result
 
 
 def question(draw: Random) -> list[str]:
-    """A model on a cluster."""
+    """A random question: the words of a model on a cluster."""
     words = [f"{key}={draw.choice(values)}" for key, values in ASKED.items()]
     port, fabric = draw.choice(PORTS), draw.choice(FABRICS)
     if "cluster.nodes=1" not in words:
@@ -121,7 +124,7 @@ def pins(draw: Random) -> Iterator[tuple[list[str], float]]:
 
 
 def more(words: list[str]) -> Iterator[tuple[list[str], float]]:
-    """What to add to the question, and how many times the sequences that makes."""
+    """(words to add to the question, factor on its sequences)."""
     run = load_run(None, words)
     cluster, network, batch = run.cluster, run.cluster.network, run.train.global_batch
     memory = cluster.memory_bytes()
@@ -135,7 +138,7 @@ def more(words: list[str]) -> Iterator[tuple[list[str], float]]:
 
 
 def seconds(words: list[str]) -> float | None:
-    """What the chosen step counts as, among plans that can be trained; None where there is none."""
+    """Seconds of the chosen trainable plan's step times its offload penalty; None where there is no plan."""
     try:
         run = load_run(None, words)
         plan = search(run, trainable=True).best.plan
@@ -147,7 +150,7 @@ def seconds(words: list[str]) -> float | None:
         or plan.predicted.step_seconds is None
     ):
         return None
-    return plan.predicted.step_seconds * counts(run, plan)
+    return plan.predicted.step_seconds * offload_penalty(run, plan)
 
 
 if __name__ == "__main__":

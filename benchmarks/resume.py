@@ -1,4 +1,4 @@
-"""Llama-3-8B's checkpoint of one number of GPUs continued on another: do both read the same tokens, and how far are their losses apart?
+"""Continues a Llama-3-8B checkpoint on another number of GPUs and compares the tokens and losses of both runs.
 
     python benchmarks/resume.py --gpus 8 --resume-gpus 4 --out resume.json
     python benchmarks/resume.py --run runs/bf16 --resume-gpus 4 --out resume.json
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def train(words: list[str], gpus: int, options: argparse.Namespace) -> None:
-    """A run on so many GPUs, from its newest checkpoint if there is one. Ends the program when it fails."""
+    """Run on `gpus` GPUs, from the newest checkpoint if there is one. Exits the program when the run fails."""
     log = options.logs / f"resume-{gpus}.log"
     command = [*MESHWRIGHT, "train", *words, f"cluster.gpus_per_node={gpus}"]
     if code := run_logged(command, log, dict(os.environ), options.limit):
@@ -66,12 +66,12 @@ def train(words: list[str], gpus: int, options: argparse.Namespace) -> None:
 
 
 def by_step(folder: Path) -> dict[int, dict[str, Any]]:
-    """The step lines of a run; of a step made twice, the later."""
+    """The step records of a run; of a repeated step, the later one."""
     return {record["step"]: record for record in step_records(folder)}
 
 
 def compared(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The steps of the second start beside those of the first."""
+    """Compares the steps of the second start with those of the first."""
     pairs = [(before[step], after[step]) for step in sorted(after)]
     return {
         "steps": len(pairs),

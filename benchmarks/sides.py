@@ -1,4 +1,4 @@
-"""One run of either side, `meshwright train` or torchtitan, in processes of its own, and what its files or its log say of it."""
+"""Runs `meshwright train` or torchtitan in a process of its own, and reads the figures from its files or its log."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HERE = Path(__file__).resolve().parent
 MESHWRIGHT = (sys.executable, "-m", "meshwright")
 TORCHTITAN = "0.2.2"
 KERNELS = 5
-"""Counts up when a kernel of ours changes what a step takes; results say it, so that old ones are not held to today's. 1: before the
-loss's slope was a kernel, a lone rank cast its weights once and heads were padded. 2: clipping a pass of its own. 3: gradients laid out by
-torch. 4: those of several micro-batches added up by a pass of torch's."""
-SAID = 1500
-"""Characters of a failed run's log that are kept."""
+"""Version of our kernels, stored with results; it increases when a kernel changes the step time. 1: before the loss gradient was a kernel,
+a single rank cast its weights once, and heads were padded. 2: clipping in a separate pass. 3: gradients packed by torch. 4: gradients of
+several micro-batches added by torch."""
+LOG_TAIL = 1500
+"""Last characters of a failed run's log that are stored."""
 
 
 @dataclass(frozen=True)
 class OurRun:
-    """A run of ours that has ended: its exit code, its folder when it came that far, and its steps."""
+    """A finished run of ours: its exit code, its folder if it was created, and its step records."""
 
     code: int
     folder: Path | None
@@ -46,28 +46,28 @@ KEPT = (
     "gather_engine",
     "tensor_engine",
 )
-"""What of a plan says how it ran."""
+"""Keys of a plan that are stored with results."""
 
 
 def run_ours(
     start: list[str], words: list[str], name: str, runs: Path, log: Path, env: dict[str, str], limit: float
 ) -> OurRun:
-    """`start` is the command up to the run file; the run is a fresh one of this name under `runs`."""
+    """Start a fresh run `name` under `runs`; `start` is the command up to the run file."""
     before = set(runs.glob(f"{name}*"))
     command = [*start, "--runs", str(runs), "--fresh", *words]
     code = run_logged(command, log, {**os.environ, **env}, limit)
-    made = [folder for folder in runs.glob(f"{name}*") if folder not in before]
-    return OurRun(code, made[0] if made else None, step_records(made[0]) if made else [])
+    new_folders = [folder for folder in runs.glob(f"{name}*") if folder not in before]
+    return OurRun(code, new_folders[0] if new_folders else None, step_records(new_folders[0]) if new_folders else [])
 
 
 def run_logged(command: list[str], log: Path, env: dict[str, str], limit: float) -> int:
-    """Run to its end or its limit, and leave none of its processes behind."""
+    """Run a command until its end or its time limit, then end its processes; returns the exit code, 124 at the limit."""
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
         try:
             return process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            # Its ranks have sessions of their own and end with it: they ask the kernel to.
+            # The ranks have their own sessions; the kernel ends them with their parent process.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return 124
@@ -77,22 +77,24 @@ def step_records(folder: Path) -> list[dict[str, Any]]:
     return list(lines_of(folder, "step"))
 
 
-def lines_of(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl of one kind; none where it wrote none."""
+def lines_of(folder: Path, line_kind: str) -> Iterator[dict[str, Any]]:
+    """The records of one type in a run's metrics.jsonl; empty without the file."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return (record for record in map(json.loads, lines) if record["kind"] == kind)
+    return (record for record in map(json.loads, lines) if record["kind"] == line_kind)
 
 
 def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: int | None = None) -> dict[str, Any]:
-    """What is kept of a run, medians over the steps behind `skip` up to `last`; bytes are of all steps, since one step's count may hold a
-    part of the next one's."""
-    kept = records[skip:last]
-    middle = sorted(kept, key=lambda record: record["step_seconds"])[len(kept) // 2]
+    """The figures of a run that are stored: medians over the steps after `skip` up to `last`.
+
+    Bytes are means over all steps, as the count of a step may include a part of the next one.
+    """
+    counted = records[skip:last]
+    middle = sorted(counted, key=lambda record: record["step_seconds"])[len(counted) // 2]
     plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
     return {
-        "tokens_per_second_per_gpu": round(statistics.median(r["tokens_per_second_per_gpu"] for r in kept), 1),
-        "step_seconds": round(statistics.median(record["step_seconds"] for record in kept), 4),
+        "tokens_per_second_per_gpu": round(statistics.median(r["tokens_per_second_per_gpu"] for r in counted), 1),
+        "step_seconds": round(statistics.median(record["step_seconds"] for record in counted), 4),
         "step_seconds_all": [round(record["step_seconds"], 4) for record in records],
         "mfu_causal": middle.get("mfu"),
         "mfu_full": middle.get("mfu_full"),
@@ -113,12 +115,12 @@ def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: in
 
 @dataclass(frozen=True)
 class TitanStep:
-    """One line of torchtitan's log: the mean rate since the line before."""
+    """A line of torchtitan's log, with the mean rate since the line before."""
 
     step: int
     loss: float
     memory_gib: float
-    """Largest reserved so far."""
+    """Most GiB reserved so far."""
     rate: float
     """Tokens per second and GPU."""
 
@@ -126,7 +128,7 @@ class TitanStep:
 def run_torchtitan(
     name: str, gpus: int, arguments: list[str], logs: Path, env: dict[str, str], limit: float
 ) -> tuple[list[TitanStep], str]:
-    """Its steps, and what it printed."""
+    """Run torchtitan; returns its steps and its output."""
     env = {**os.environ, "LOGS": str(logs), "LIMIT": str(round(limit)), **env}
     command = ["bash", str(HERE / "peers" / "torchtitan.sh"), name, str(gpus), *arguments]
     answer = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
@@ -136,5 +138,5 @@ def run_torchtitan(
 
 
 def titan_steps(log: str) -> list[TitanStep]:
-    found = re.finditer(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", log)
-    return [TitanStep(int(m[1]), float(m[2]), float(m[3]), float(m[4].replace(",", ""))) for m in found]
+    matches = re.finditer(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", log)
+    return [TitanStep(int(m[1]), float(m[2]), float(m[3]), float(m[4].replace(",", ""))) for m in matches]

@@ -69,22 +69,22 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--from-rank", type=int, required=True, help="the first slow rank; those after it are slow too")
-    found.add_argument("--slower", type=float, default=1.0, help="what a slow block takes over what it would take")
-    found.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from-rank", type=int, required=True, help="the first slow rank; those after it are slow too")
+    parser.add_argument("--slower", type=float, default=1.0, help="what a slow block takes over what it would take")
+    parser.add_argument(
         "--like", metavar="NAME", help="a run in --runs without --slower: what blocks take that are not slowed"
     )
-    found.add_argument("--tcp-links", action="store_true", help="slow ranks reach one another over TCP only")
-    found.add_argument("--warm", type=int, default=200, help="blocks run before the first round")
-    found.add_argument("--round", type=int, default=64, help="blocks of one round")
-    found.add_argument("--runs", type=Path, default=Path("runs"))
-    found.add_argument("--fresh", action="store_true")
-    return found
+    parser.add_argument("--tcp-links", action="store_true", help="slow ranks reach one another over TCP only")
+    parser.add_argument("--warm", type=int, default=200, help="blocks run before the first round")
+    parser.add_argument("--round", type=int, default=64, help="blocks of one round")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--fresh", action="store_true")
+    return parser
 
 
 def be_rank() -> None:
-    """One rank: the trainer's own worker, with blocks wrapped before they are sharded where the rank is slow."""
+    """Run a rank with the trainer's worker; on a slow rank blocks are wrapped before they are sharded."""
     assignment, slow = Assignment.read(Path(sys.argv[1])), json.loads(sys.argv[2])
     rank = int(os.environ["RANK"])
     if rank >= slow["from_rank"]:
@@ -100,7 +100,7 @@ def be_rank() -> None:
 
 
 def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable[[Decoder, Plan], None]:
-    """The trainer's own wrapping (recompute, compilation), and the spin around it."""
+    """The trainer's wrapping (recompute, compilation) with the spin around it."""
 
     def wrap(model: Decoder, plan: Plan) -> None:
         wrap_blocks(model, plan)
@@ -111,7 +111,7 @@ def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable
 
 
 class Spin:
-    """The spin of one rank: two lengths, fitted to what a block takes forward and backward."""
+    """The spin of a rank: two lengths, fitted to the time of a block's forward and backward."""
 
     def __init__(self, slow: dict[str, Any], cpu: bool, file: Path, like: dict[str, float] | None = None) -> None:
         self.slower, self.file, self.like = slow["slower"], file, like
@@ -134,14 +134,14 @@ class Spin:
         block.forward = forward  # type: ignore[method-assign]
 
     def spin(self, way: str, marks: list[Any]) -> None:
-        """Spin after what `marks` began with, and keep the three moments: begun, done, spun."""
+        """Spin after the work that `marks` started, and store its three times: begin, end, end of the spin."""
         marks.append(self.clock.stamp())
         self.clock.spin(self.amount[way])
         marks.append(self.clock.stamp())
         self.marks[way].append(marks)
 
     def left_backward(self) -> None:
-        """A block's backward is through."""
+        """Called when a block's backward has finished."""
         self.marks["backward"][-1].append(self.clock.stamp())
         if self.rounds > ROUNDS:
             for marks in self.marks.values():
@@ -152,7 +152,7 @@ class Spin:
             self.adjust()
 
     def adjust(self) -> None:
-        """Fit the spin to the blocks since the last time; the last time, write what it reached."""
+        """Fit the spin to the blocks since the last fit; after the last round, write the ratio that it reached."""
         forward = [self.clock.apart(marks) for marks in self.marks["forward"][-self.round :]]
         backward = [self.clock.apart(marks) for marks in self.marks["backward"][-self.round :] if len(marks) == 4]
         own = {"forward": middle(forward, 0), "backward": middle(backward, 2)}
@@ -177,12 +177,12 @@ class Spin:
             self.amount[way] = max(0.0, self.slower * like[way] - own[way]) * rate
 
 
-def middle(rows: list[list[float]], place: int) -> float:
-    return statistics.median(row[place] for row in rows)
+def middle(samples: list[list[float]], index: int) -> float:
+    return statistics.median(sample[index] for sample in samples)
 
 
 class _Leave(torch.autograd.Function):
-    """Around a block's input: backward comes here when the block's own is through."""
+    """Identity around a block's input; its backward runs after the block's backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spin: Spin) -> Tensor:
@@ -196,7 +196,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Around a block's output: backward comes here first."""
+    """Identity around a block's output; its backward runs before the block's backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, spin: Spin) -> Tensor:
@@ -210,7 +210,7 @@ class _Enter(torch.autograd.Function):
 
 
 class DeviceClock:
-    """Moments on the compute stream, and a kernel that waits there."""
+    """Events on the compute stream, and a kernel that spins there."""
 
     per_ms = float(FIRST_CYCLES_PER_MS)
 
@@ -229,7 +229,7 @@ class DeviceClock:
 
 
 class HostClock:
-    """The same where a rank computes on the processor; spins count milliseconds."""
+    """The same for a CPU rank; spins are in milliseconds."""
 
     per_ms = 1.0
 

@@ -1,4 +1,4 @@
-"""How much slower than the mean the slowest of many ranks is, which a synchronous job waits for."""
+"""Computes how much slower than the mean the slowest of many ranks is; a synchronous job waits for it."""
 
 from __future__ import annotations
 

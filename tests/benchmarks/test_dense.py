@@ -61,26 +61,26 @@ def options(tmp_path: Path) -> Namespace:
     )  # fmt: skip
 
 
-def run_line(row: str, side: str, number: int, rates: list[float]) -> dict[str, Any]:
+def run_line(name: str, side: str, number: int, rates: list[float]) -> dict[str, Any]:
     return {
-        "kind": "run", "row": row, "side": side, "pass": number, "rates": rates, "counted_steps": 5 * len(rates), "step_seconds": 1.0,
+        "kind": "run", "row": name, "side": side, "pass": number, "rates": rates, "counted_steps": 5 * len(rates), "step_seconds": 1.0,
         "tokens_per_second_per_gpu": sorted(rates)[len(rates) // 2], "mfu_causal": 0.5, "mfu_full": 0.6, "memory_reserved_peak_gib": 9.0,
         "loss_first": 12.0, "loss_last": 6.0, "wall_seconds": 100.0,
     }  # fmt: skip
 
 
 def test_passes_visit_the_sides_in_turn(dense: Any, options: Namespace) -> None:
-    rows = list(dense.read_rows(options))
-    assert [(v.row.name, v.side) for v in dense.visits(rows, 1)] == [
+    comparisons = list(dense.read_comparisons(options))
+    assert [(v.comparison.name, v.side) for v in dense.visits(comparisons, 1)] == [
         ("base", "torchtitan"),
         ("base", "meshwright"),
         ("lever", "meshwright"),
     ]
-    assert [v.side for v in dense.visits(rows, 2)] == ["meshwright", "torchtitan", "meshwright"]
+    assert [v.side for v in dense.visits(comparisons, 2)] == ["meshwright", "torchtitan", "meshwright"]
 
 
 def test_the_peer_may_run_fewer_sequences_at_a_time(dense: Any, options: Namespace) -> None:
-    base, lever = dense.read_rows(options)
+    base, lever = dense.read_comparisons(options)
     assert [way[-2:] for way in base.peer] == [
         ("--training.local_batch_size", "2"),
         ("--training.local_batch_size", "1"),
@@ -90,7 +90,7 @@ def test_the_peer_may_run_fewer_sequences_at_a_time(dense: Any, options: Namespa
 
 
 def test_what_is_there_is_not_run_again_and_what_only_failed_only_when_asked(dense: Any, options: Namespace) -> None:
-    base = next(dense.read_rows(options))
+    base = next(dense.read_comparisons(options))
     book = dense.Book(options.out)
     book.add(run_line("base", "meshwright", 1, [1.0]))
     book.add({"kind": "run", "row": "base", "side": "torchtitan", "pass": 1, "error": "out of memory"})
@@ -104,13 +104,13 @@ def test_what_is_there_is_not_run_again_and_what_only_failed_only_when_asked(den
 def test_no_run_is_begun_that_the_budget_does_not_hold(
     dense: Any, options: Namespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "made", None)
+    monkeypatch.setattr(dense, "run_visit", None)
     monkeypatch.setattr(dense, "environment", dict)
     options.budget = 30.0
-    dense.play(list(dense.read_rows(options)), options, dense.Book(options.out))
-    said = capsys.readouterr().out
-    assert "base is not run; the same command goes on from here" in said
-    assert "cannot be imported here, so rows have our side only" in said
+    dense.play(list(dense.read_comparisons(options)), options, dense.Book(options.out))
+    output = capsys.readouterr().out
+    assert "base is not run; the same command goes on from here" in output
+    assert "cannot be imported here, so rows have our side only" in output
 
 
 def test_torchtitans_log_is_read_with_the_steps_each_line_covers(
@@ -124,21 +124,21 @@ def test_torchtitans_log_is_read_with_the_steps_each_line_covers(
         (5, 10400, 11.0),
         (10, 10524, 9.5),
     ]
-    asked: list[list[str]] = []
+    argument_lists: list[list[str]] = []
 
     def run(name: str, gpus: int, arguments: list[str], *_: object) -> tuple[Any, str]:
-        asked.append(arguments)
+        argument_lists.append(arguments)
         return steps, LOG
 
     monkeypatch.setattr("dense_runs.run_torchtitan", run)
     file = {**TABLE, "steps": 14, "skip": 5}
     options.table.write_text(yaml.safe_dump(file), encoding="utf-8")
-    base = next(dense.read_rows(options))
-    (line,) = dense.made(dense.Visit(base, "torchtitan", 2), options, 1e9)
+    base = next(dense.read_comparisons(options))
+    (line,) = dense.run_visit(dense.Visit(base, "torchtitan", 2), options, 1e9)
     assert line["rates"] == [10524] and line["counted_steps"] == 5, "the line of step 5 covers steps that do not count"
     assert (line["memory_reserved_peak_gib"], line["loss_first"], line["loss_last"]) == (96.31, 12.1934, 9.5)
     assert line["step_seconds"] == pytest.approx(2 * 16 / 10524, abs=1e-5)
-    assert asked[0][-4:] == ["--training.steps", "14", "--training.global_batch_size", "2"]
+    assert argument_lists[0][-4:] == ["--training.steps", "14", "--training.global_batch_size", "2"]
 
 
 def test_a_way_that_does_not_fit_gives_place_to_the_next(
@@ -153,7 +153,7 @@ def test_a_way_that_does_not_fit_gives_place_to_the_next(
         ) == 1 else "a slip of the pen"
 
     monkeypatch.setattr("dense_runs.run_torchtitan", run)
-    first, second = dense.made(dense.Visit(next(dense.read_rows(options)), "torchtitan", 2), options, 1e9)
+    first, second = dense.run_visit(dense.Visit(next(dense.read_comparisons(options)), "torchtitan", 2), options, 1e9)
     assert tries == ["2", "1"] and "out of memory" in first["error"] and second["error"] == "a slip of the pen"
 
 
@@ -177,16 +177,19 @@ def test_the_chart_has_three_bars_a_row(dense: Any, tmp_path: Path) -> None:
     import draw_dense
 
     work = step_work(SMALL, TRAIN, PLAN)
-    held = to_plain(roofline(work, profile_for(work), breakdown(kernels_of(two_steps().events)), 100e-6))
+    roofline_line = to_plain(roofline(work, profile_for(work), breakdown(kernels_of(two_steps().events)), 100e-6))
     lines = [
         line
         for side in ("torchtitan", "meshwright")
-        for line in (run_line("base", side, 1, [1000.0]), {"kind": "roofline", "row": "base", "side": side, **held})
+        for line in (
+            run_line("base", side, 1, [1000.0]),
+            {"kind": "roofline", "row": "base", "side": side, **roofline_line},
+        )
     ]
-    ((row, bars),) = draw_dense.bars_of(lines)
-    assert row == "base" and [bar.label for bar in bars] == ["needed", "meshwright", "torchtitan"]
+    ((comparison, bars),) = draw_dense.bars_of(lines)
+    assert comparison == "base" and [bar.label for bar in bars] == ["needed", "meshwright", "torchtitan"]
     assert sum(bars[1].parts.values()) == pytest.approx(1e6 / 1000), "microseconds a token"
-    picture = draw_dense.drawn({row: bars}, "a & b")
+    picture = draw_dense.drawn({comparison: bars}, "a & b")
     assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg") and "a &amp; b" in picture
 
 
@@ -195,30 +198,37 @@ def test_a_run_of_ours_and_its_device_side_by_side(
     dense: Any, options: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options.only = "base"
-    found = to_plain(breakdown(kernels_of(two_steps().events)))
-    monkeypatch.setattr("dense_runs.read_breakdown", lambda trace, row, given: found if trace.exists() else {})
-    dense.play([row for row in dense.read_rows(options) if row.name == "base"], options, dense.Book(options.out))
+    breakdown_line = to_plain(breakdown(kernels_of(two_steps().events)))
+    monkeypatch.setattr(
+        "dense_runs.read_breakdown", lambda trace, comparison, given: breakdown_line if trace.exists() else {}
+    )
+    dense.play(
+        [comparison for comparison in dense.read_comparisons(options) if comparison.name == "base"],
+        options,
+        dense.Book(options.out),
+    )
     lines = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
     assert [line["kind"] for line in lines] == ["session", "run", "breakdown", "rates", "roofline"]
-    session, run, _, rates, held = lines
+    session, run, _, rates, roofline_line = lines
     assert session["torchtitan"] is None and session["environment"]["torch"]
     assert len(run["rates"]) == 3 and len(run["losses"]) == 9 and "error" not in run and run["mfu_causal"] is None
-    assert {row["format"] for row in rates["profile"]["products"]} == {"fp32"}
-    assert sum(line["took"] for line in held["lines"]) == pytest.approx(run["step_seconds"], rel=1e-3)
+    assert {product["format"] for product in rates["profile"]["products"]} == {"fp32"}
+    assert sum(line["took"] for line in roofline_line["lines"]) == pytest.approx(run["step_seconds"], rel=1e-3)
     dense.show("tiny", ["base"], lines, {"base": None})
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "dense").glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_tables_load(dense: Any, options: Namespace, file: Path) -> None:
     options.table, options.set = file, ["cluster.gpu=H200"]
-    rows = list(dense.read_rows(options))
-    assert all(row.last - row.skip >= 20 for row in rows), "a figure needs twenty steps"
-    names = {row.name for row in rows}
-    assert all(row.against is None or row.against in names for row in rows)
-    assert all(row.peer or row.against or row.name in {other.against for other in rows} for row in rows), (
-        "nothing to compare with"
-    )
-    assert all(row.spec.cluster.gpus_per_node == row.gpus for row in rows)
+    comparisons = list(dense.read_comparisons(options))
+    assert all(comparison.last - comparison.skip >= 20 for comparison in comparisons), "a figure needs twenty steps"
+    names = {comparison.name for comparison in comparisons}
+    assert all(comparison.against is None or comparison.against in names for comparison in comparisons)
+    assert all(
+        comparison.peer or comparison.against or comparison.name in {other.against for other in comparisons}
+        for comparison in comparisons
+    ), "nothing to compare with"
+    assert all(comparison.spec.cluster.gpus_per_node == comparison.gpus for comparison in comparisons)
 
 
 def test_the_harness_needs_no_peer_to_be_imported(dense: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from kernel_times import breakdown
-from kernel_trace import KINDS, kernels_of, kind_of, read_trace
+from kernel_trace import KERNEL_CLASSES, classify_kernel, kernels_of, read_trace
 
 from meshwright.spec.errors import BadInput
 
@@ -67,18 +67,18 @@ def two_steps() -> Bench:
 
 
 def test_kinds_and_idle_time_add_up_to_the_last_step() -> None:
-    found = breakdown(kernels_of(two_steps().events))
-    assert found.seconds == pytest.approx(100e-6)
-    charged = {kind: one.seconds * 1e6 for kind, one in found.kinds.items()}
+    step = breakdown(kernels_of(two_steps().events))
+    assert step.seconds == pytest.approx(100e-6)
+    charged = {kernel_class: time.seconds * 1e6 for kernel_class, time in step.kinds.items()}
     assert charged == pytest.approx({"gemm": 40, "elementwise": 20, "optimizer": 10, "communication": 10})
-    assert found.idle.seconds * 1e6 == pytest.approx(20)
-    assert sum(charged.values()) + found.idle.seconds * 1e6 == pytest.approx(found.seconds * 1e6)
+    assert step.idle.seconds * 1e6 == pytest.approx(20)
+    assert sum(charged.values()) + step.idle.seconds * 1e6 == pytest.approx(step.seconds * 1e6)
 
 
 def test_communication_is_charged_with_what_stands_bare() -> None:
-    found = breakdown(kernels_of(two_steps().events))
-    assert found.kinds["communication"].busy_seconds * 1e6 == pytest.approx(20)
-    assert found.hidden_communication_seconds * 1e6 == pytest.approx(10)
+    step = breakdown(kernels_of(two_steps().events))
+    assert step.kinds["communication"].busy_seconds * 1e6 == pytest.approx(20)
+    assert step.hidden_communication_seconds * 1e6 == pytest.approx(10)
 
 
 def test_a_gap_is_the_hosts_when_the_next_kernel_was_launched_after_the_last_one_ended() -> None:
@@ -110,10 +110,10 @@ def test_a_product_of_two_kernels_is_one_call() -> None:
     bench.kernel(GEMM, 30, 5, launched=21)
     bench.kernel("cublasLt::splitKreduce_kernel", 35, 5, launched=25)
     bench.kernel(ADAM, 60, 1)
-    found = breakdown(kernels_of(bench.events))
-    assert [(one.calls, one.format) for one in found.products] == [(1, "fp8")]
-    assert found.products[0].flops == 2 * 8 * 4 * 16
-    assert found.unknown_product_seconds * 1e6 == pytest.approx(5)
+    step = breakdown(kernels_of(bench.events))
+    assert [(product.calls, product.format) for product in step.products] == [(1, "fp8")]
+    assert step.products[0].flops == 2 * 8 * 4 * 16
+    assert step.unknown_product_seconds * 1e6 == pytest.approx(5)
 
 
 NAMES = {
@@ -146,11 +146,11 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_are_known_by_their_names(name: str) -> None:
-    assert kind_of(name) == NAMES[name]
+    assert classify_kernel(name) == NAMES[name]
 
 
 @pytest.mark.parametrize(
-    ("inside", "kind"),
+    ("inside", "kernel_class"),
     [
         (["aten::mul", "Optimizer.step#AdamW.step"], "optimizer"),
         (["aten::_foreach_mul_"], "optimizer"),
@@ -159,9 +159,11 @@ def test_kernels_are_known_by_their_names(name: str) -> None:
         (["aten::copy_", "aten::_to_copy", "FSDP::all_gather"], "copies"),
     ],
 )
-def test_kernels_without_a_telling_name_are_known_by_where_they_were_launched(inside: list[str], kind: str) -> None:
-    assert kind_of("void at::native::elementwise_kernel<128, 2>", inside) == kind
-    assert kind in KINDS
+def test_kernels_without_a_telling_name_are_known_by_where_they_were_launched(
+    inside: list[str], kernel_class: str
+) -> None:
+    assert classify_kernel("void at::native::elementwise_kernel<128, 2>", inside) == kernel_class
+    assert kernel_class in KERNEL_CLASSES
 
 
 def test_traces_are_read_plain_and_compressed(tmp_path: Path) -> None:
@@ -174,13 +176,13 @@ def test_traces_are_read_plain_and_compressed(tmp_path: Path) -> None:
 
 def test_what_is_no_trace_of_a_step_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    for text, said in (
+    for text, message in (
         ("{", "torch.profiler wrote"),
         ("[]", "torch.profiler wrote"),
         ('{"traceEvents": []}', "no device kernels"),
     ):
         file.write_text(text)
-        with pytest.raises(BadInput, match=said):
+        with pytest.raises(BadInput, match=message):
             read_trace(file)
     bench = Bench()
     bench.kernel(GEMM, 0, 1)

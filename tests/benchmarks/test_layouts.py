@@ -23,23 +23,23 @@ def rows_of(file: Path, gpus: int) -> list[Any]:
         import layouts
     finally:
         sys.path.remove(str(BENCHMARKS))
-    asked = type("Options", (), {"gpus": gpus, "set": []})
-    return list(layouts.layouts_of(yaml.safe_load(file.read_text(encoding="utf-8")), asked))
+    options = type("Options", (), {"gpus": gpus, "set": []})
+    return list(layouts.layouts_of(yaml.safe_load(file.read_text(encoding="utf-8")), options))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_row_pins_its_axes(file: Path) -> None:
     if file.stem in PLANNED:
         return
-    for row in rows_of(file, 8):
-        words = [word.partition("=") for word in row.words]
+    for layout in rows_of(file, 8):
+        words = [word.partition("=") for word in layout.words]
         keys = {key for key, _, _ in words}
         whole = [value for key, _, value in words if key == "plan"]
-        assert row.torchtitan or whole or keys >= PINNED, (row.name, PINNED - keys)
+        assert layout.torchtitan or whole or keys >= PINNED, (layout.name, PINNED - keys)
 
 
 def test_numbers_stand_for_gpus() -> None:
-    rows = {row.name: row for row in rows_of(BENCHMARKS / "layouts" / "context.yaml", 8)}
-    assert "plan.context_ulysses=8" in rows["8b-128k-ulysses"].words
-    assert "plan.context_ulysses=4" in rows["8b-128k-ulysses-ring2"].words
-    assert "8b-128k-ulysses" not in {row.name for row in rows_of(BENCHMARKS / "layouts" / "context.yaml", 2)}
+    layouts_by_name = {layout.name: layout for layout in rows_of(BENCHMARKS / "layouts" / "context.yaml", 8)}
+    assert "plan.context_ulysses=8" in layouts_by_name["8b-128k-ulysses"].words
+    assert "plan.context_ulysses=4" in layouts_by_name["8b-128k-ulysses-ring2"].words
+    assert "8b-128k-ulysses" not in {layout.name for layout in rows_of(BENCHMARKS / "layouts" / "context.yaml", 2)}

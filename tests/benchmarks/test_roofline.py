@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kernel_times import breakdown
 from kernel_trace import kernels_of
-from roofline import bare_communication, needed, roofline, told
+from roofline import bare_communication, roofline, seconds_needed, table_lines
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.spec.errors import BadInput
@@ -33,9 +33,10 @@ def profile_for(work: Work) -> MachineProfile:
         for m, k, n in {(linear.m, linear.k, linear.n), (linear.m, linear.n, linear.k), (linear.n, linear.m, linear.k)}:
             seconds = 2 * m * k * n / FLOPS
             products.append(ProductTime(format=linear.format, m=m, k=k, n=n, seconds=seconds, burst_seconds=seconds))
-    one = work.attention
+    attention = work.attention
     attention = AttentionTime(
-        format="bf16", seq=one.seq, heads=one.heads, kv_heads=one.kv_heads, head_dim=one.head_dim, tokens=one.tokens,
+        format="bf16", seq=attention.seq, heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim,
+        tokens=attention.tokens,
         forward_seconds=1e-6, backward_seconds=2e-6,
     )  # fmt: skip
     rings = [
@@ -52,20 +53,20 @@ def profile_for(work: Work) -> MachineProfile:
 
 def test_needed_seconds_are_the_work_over_the_rates() -> None:
     work = step_work(MODEL, TRAIN, PLAN)
-    found = needed(work, profile_for(work))
-    assert found["gemm"] == pytest.approx(work.product_flops / FLOPS)
-    assert found["attention"] == pytest.approx(2 * 2 * 3e-6)
-    assert found["elementwise"] == pytest.approx(work.elementwise_bytes / MEMORY)
-    assert found["optimizer"] == pytest.approx(work.parameters / UPDATE + 4 * work.parameters / MEMORY)
-    assert found["quantise"] == 0
+    seconds = seconds_needed(work, profile_for(work))
+    assert seconds["gemm"] == pytest.approx(work.product_flops / FLOPS)
+    assert seconds["attention"] == pytest.approx(2 * 2 * 3e-6)
+    assert seconds["elementwise"] == pytest.approx(work.elementwise_bytes / MEMORY)
+    assert seconds["optimizer"] == pytest.approx(work.parameters / UPDATE + 4 * work.parameters / MEMORY)
+    assert seconds["quantise"] == 0
 
 
 def test_the_same_in_fp8_takes_each_product_at_its_own_rate() -> None:
     plan = replace(PLAN, precision=Precision(linear="fp8_tensorwise"))
     work = step_work(MODEL, TRAIN, plan)
-    found = needed(work, profile_for(work))
-    assert found["gemm"] == pytest.approx(work.product_flops / FLOPS)
-    assert found["quantise"] > 0
+    seconds = seconds_needed(work, profile_for(work))
+    assert seconds["gemm"] == pytest.approx(work.product_flops / FLOPS)
+    assert seconds["quantise"] > 0
 
 
 def test_a_rate_that_was_not_measured_is_asked_for() -> None:
@@ -73,36 +74,36 @@ def test_a_rate_that_was_not_measured_is_asked_for() -> None:
     profile = profile_for(work)
     for lacking in ({"products": ()}, {"attention": ()}, {"pass_bytes_per_s": None}):
         with pytest.raises(BadInput, match="--shapes-of"):
-            needed(work, replace(profile, **lacking))
+            seconds_needed(work, replace(profile, **lacking))
 
 
 def test_collectives_are_priced_between_the_measured_sizes() -> None:
     work = step_work(MODEL, TRAIN, PLAN)
-    wanted = sum(one.count * (1e-5 + one.bytes / 1e11) for one in work.collectives)
-    assert bare_communication(work, profile_for(work)) == pytest.approx(wanted)
+    expected = sum(entry.count * (1e-5 + entry.bytes / 1e11) for entry in work.collectives)
+    assert bare_communication(work, profile_for(work)) == pytest.approx(expected)
     assert bare_communication(work, replace(profile_for(work), collectives=())) is None
 
 
 def test_lines_add_up_to_the_step_and_larger_gaps_are_explained() -> None:
     work = step_work(MODEL, TRAIN, PLAN)
-    held = roofline(work, profile_for(work), breakdown(kernels_of(two_steps().events)), 95e-6)
-    assert sum(line.took for line in held.lines) == pytest.approx(95e-6)
-    by_kind = {line.kind: line for line in held.lines}
+    result = roofline(work, profile_for(work), breakdown(kernels_of(two_steps().events)), 95e-6)
+    assert sum(line.took for line in result.lines) == pytest.approx(95e-6)
+    by_kind = {line.kind: line for line in result.lines}
     assert by_kind["idle"].took == pytest.approx(15e-6), "the profiler's share is not the step's"
     assert "waiting for the host" in by_kind["idle"].why
     assert "10.0 µs of 20.0 µs" in by_kind["communication"].why and "on idle links" in by_kind["communication"].why
     assert "8×4×16 bf16, 2 calls" in by_kind["gemm"].why
-    explained = {line.kind for line in held.lines if line.why}
-    assert explained >= {line.kind for line in held.lines if abs(line.gap) > 0.01 * held.seconds and line.took}
-    text = told(held)
-    assert text[len(held.lines) + 1].split()[:3] == ["step", f"{1e3 * held.needed:.2f}", "0.10"]
-    assert from_plain(type(held), to_plain(held)) == held
+    explained = {line.kind for line in result.lines if line.why}
+    assert explained >= {line.kind for line in result.lines if abs(line.gap) > 0.01 * result.seconds and line.took}
+    text = table_lines(result)
+    assert text[len(result.lines) + 1].split()[:3] == ["step", f"{1e3 * result.needed:.2f}", "0.10"]
+    assert from_plain(type(result), to_plain(result)) == result
 
 
 def test_work_that_ran_faster_than_its_measured_rate_says_so() -> None:
     work = step_work(MODEL, TRAIN, PLAN)
     slow = replace(profile_for(work), pass_bytes_per_s=work.elementwise_bytes / 25e-6)
-    held = roofline(work, slow, breakdown(kernels_of(two_steps().events)), 95e-6)
-    line = next(line for line in held.lines if line.kind == "elementwise")
+    result = roofline(work, slow, breakdown(kernels_of(two_steps().events)), 95e-6)
+    line = next(line for line in result.lines if line.kind == "elementwise")
     assert (line.needed, line.took) == (pytest.approx(25e-6), pytest.approx(20e-6))
     assert line.why == "took 0.800 of the time that the profile's rates ask for"

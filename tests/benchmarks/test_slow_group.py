@@ -32,9 +32,9 @@ class Block(nn.Module):
         super().__init__()
         self.clock, self.times, self.of = clock, times, spin
 
-    def passes(self, way: int) -> None:
+    def passes(self, direction: int) -> None:
         spins = self.of.amount["forward"] > 0
-        self.clock.now += self.times[way] * (0.8 if spins else 1.0)
+        self.clock.now += self.times[direction] * (0.8 if spins else 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.passes(0)
@@ -52,8 +52,8 @@ def test_blocks_reach_the_times_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     spin.surround(block)
     for _ in range(4 * (ROUNDS + 1)):
         block(torch.ones(2, requires_grad=True)).sum().backward()
-    said = json.loads((tmp_path / "slowed.json").read_text())
-    assert said["rank"] == 3 and said["own_ms"] == pytest.approx({"forward": 3.2, "backward": 8.0})
-    assert said["reached"] == pytest.approx({"forward": 1.5, "backward": 1.5})
-    whole = {way: said["own_ms"][way] + said["spun_ms"][way] for way in said["own_ms"]}
+    summary = json.loads((tmp_path / "slowed.json").read_text())
+    assert summary["rank"] == 3 and summary["own_ms"] == pytest.approx({"forward": 3.2, "backward": 8.0})
+    assert summary["reached"] == pytest.approx({"forward": 1.5, "backward": 1.5})
+    whole = {direction: summary["own_ms"][direction] + summary["spun_ms"][direction] for direction in summary["own_ms"]}
     assert whole == pytest.approx({"forward": 6.0, "backward": 15.0} if like else {"forward": 4.8, "backward": 12.0})

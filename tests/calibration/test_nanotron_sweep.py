@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.calibration.nanotron_sweep import splits_sequence
-from meshwright.calibration.published_rows import read_row
+from meshwright.calibration.published_rows import read_record
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.stack_footprint import footprint, keeping
@@ -43,10 +43,10 @@ def test_split_runs_take_less_memory_and_more_time() -> None:
 
 
 def test_a_row_says_what_was_assumed() -> None:
-    row = {"source": "HF playbook", "model": "Llama-like-8.86B", "gpu": "H100", "gpus": "16", "tp": "8", "pp": "1", "dp": "2",
+    record = {"source": "HF playbook", "model": "Llama-like-8.86B", "gpu": "H100", "gpus": "16", "tp": "8", "pp": "1", "dp": "2",
            "micro_batch": "4", "global_batch": "256", "seq": "4096"}  # fmt: skip
-    assert "sequence kept whole" in read_row(row).assumed
-    assert "sequence split by tensor parallelism" in read_row({**row, "gpus": "32", "pp": "2"}).assumed
+    assert "sequence kept whole" in read_record(record).assumed
+    assert "sequence split by tensor parallelism" in read_record({**record, "gpus": "32", "pp": "2"}).assumed
 
 
 def test_a_stage_fills_until_it_passes_its_share() -> None:

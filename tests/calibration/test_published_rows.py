@@ -1,4 +1,4 @@
-"""Rows of tables of runs: every text is a default or a reason; measured columns change nothing."""
+"""Records of tables of runs: any text gives a default or a reason, and measured columns change nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshwright.calibration.published_rows import (
     fully_specified,
     measured_seconds,
     port_bandwidth,
-    read_row,
+    read_record,
 )
-from meshwright.calibration.row_predictions import predict_rows
+from meshwright.calibration.row_predictions import predict_records
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"
@@ -34,36 +34,41 @@ def runs() -> list[dict[str, str]]:
 
 
 def test_every_row_is_answered(runs: list[dict[str, str]]) -> None:
-    found = predict_rows(runs)
-    assert len(found) == len(runs)
-    assert all((p.seconds is None) == bool(p.reason) for p in found)
-    complete = [p.seconds is not None for row, p in zip(runs, found, strict=True) if fully_specified(row)]
+    predictions = predict_records(runs)
+    assert len(predictions) == len(runs)
+    assert all((p.seconds is None) == bool(p.reason) for p in predictions)
+    complete = [p.seconds is not None for record, p in zip(runs, predictions, strict=True) if fully_specified(record)]
     assert sum(complete) >= 0.9 * len(complete)
-    assert all(p.low <= p.seconds <= p.high for p in found if p.seconds is not None and p.low and p.high)
+    assert all(p.low <= p.seconds <= p.high for p in predictions if p.seconds is not None and p.low and p.high)
 
 
 def test_measured_columns_change_nothing(runs: list[dict[str, str]]) -> None:
-    some = runs[::7]
-    blank = [{**row, **dict.fromkeys(MEASURED, "")} for row in some]
-    assert predict_rows(blank) == predict_rows(some)
+    sampled = runs[::7]
+    blank = [{**record, **dict.fromkeys(MEASURED, "")} for record in sampled]
+    assert predict_records(blank) == predict_records(sampled)
 
 
 def test_no_row_is_in_the_package(runs: list[dict[str, str]]) -> None:
     text = "\n".join(
         file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*") if file.suffix in (".py", ".yaml", ".csv")
     )
-    long = [row[key] for row in runs for key in ("iter_time_s", "tokens_per_s") if len(row[key].replace(".", "")) >= 6]
+    long = [
+        record[key]
+        for record in runs
+        for key in ("iter_time_s", "tokens_per_s")
+        if len(record[key].replace(".", "")) >= 6
+    ]
     assert not [number for number in set(long) if number in text]
 
 
 def test_blanks_take_stated_defaults() -> None:
-    reading = read_row({**ROW, "micro_batch": "", "dtype": ""})
+    reading = read_record({**ROW, "micro_batch": "", "dtype": ""})
     assert reading.case is not None
-    said = " | ".join(reading.assumed)
+    assumed_text = " | ".join(reading.assumed)
     for word in ("micro_batch 1", "cp 1", "ep 1", "vpp 1", "kv_heads 8", "dtype bf16", "network 400 Gb/s", "ffn"):
-        assert word in said or word == "ffn"
+        assert word in assumed_text or word == "ffn"
     assert float(reading.case.shape.ffn) == 14336
-    unknown = read_row({**ROW, "model": "Mine", "layers": "10", "hidden": "1024"})
+    unknown = read_record({**ROW, "model": "Mine", "layers": "10", "hidden": "1024"})
     assert unknown.case is not None
     assert unknown.case.shape.heads == unknown.case.shape.kv_width / 2 / (1024 / unknown.case.shape.heads)
 
@@ -76,10 +81,10 @@ def test_blanks_take_stated_defaults() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_expressed_says_why(changed: dict[str, str], word: str) -> None:
-    (found,) = predict_rows([{**ROW, **changed}])
-    assert found.seconds is None
-    assert found.reason is not None
-    assert word in found.reason
+    (prediction,) = predict_records([{**ROW, **changed}])
+    assert prediction.seconds is None
+    assert prediction.reason is not None
+    assert word in prediction.reason
 
 
 texts = st.one_of(
@@ -97,11 +102,11 @@ texts = st.one_of(
 @example({"layers": "", "hidden": "1"})
 @settings(max_examples=150, deadline=None)
 def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
-    (found,) = predict_rows([{**ROW, **changed}])
-    assert (found.seconds is None) == bool(found.reason)
-    if found.seconds is not None:
-        assert found.seconds > 0
-        assert found.seconds < float("inf")
+    (prediction,) = predict_records([{**ROW, **changed}])
+    assert (prediction.seconds is None) == bool(prediction.reason)
+    if prediction.seconds is not None:
+        assert prediction.seconds > 0
+        assert prediction.seconds < float("inf")
 
 
 @pytest.mark.filterwarnings("error")
@@ -111,11 +116,11 @@ def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
 )
 def test_no_size_is_a_wrong_figure(column: str, value: str) -> None:
     """A size that no run has gives a reason, or is taken as blank; never a time that is negative or not a number."""
-    (found,) = predict_rows([{**ROW, column: value}])
+    (prediction,) = predict_records([{**ROW, column: value}])
     if value in ("-1", "-0.5", "0.3", "1e-300", "1e308"):
-        assert found.seconds is None and found.reason is not None and column in found.reason
-    elif found.seconds is not None:
-        assert 0 < found.seconds < float("inf")
+        assert prediction.seconds is None and prediction.reason is not None and column in prediction.reason
+    elif prediction.seconds is not None:
+        assert 0 < prediction.seconds < float("inf")
 
 
 def test_a_time_may_come_from_tokens() -> None:

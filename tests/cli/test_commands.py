@@ -75,6 +75,9 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     ),
     "checkpoint list": (lambda tiny, run, tmp: [run], {"checkpoints"}),
     "checkpoint verify": (lambda tiny, run, tmp: [run], {"checkpoints"}),
+    "checkpoint diff": (lambda tiny, run, tmp: [run, run], {"equal", "tensors"}),
+    "checkpoint show": (lambda tiny, run, tmp: [run, 3], {"step", "committed", "plan", "versions", "files", "seconds"}),
+    "checkpoint prune": (lambda tiny, run, tmp: [run], {"deleted", "kept"}),
     "eval": (lambda tiny, run, tmp: [run, "--batches", 1], {"loss", "perplexity", "bits_per_byte", "tokens"}),
     "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples"}),
     "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "missing"}),
@@ -101,7 +104,7 @@ def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, 
     shutil.copy(finished.parent / "tiny" / "config.yaml", tmp_path / "runs" / "tiny.yaml")
     monkeypatch.chdir(tmp_path)
     wrong = "runs/tinny" if name not in ("plan", "check", "simulate") else "runs/tinny.yaml"
-    more = {"data show": ["--step", 1], "generate": ["-p", "a"]}.get(name, [])
+    more = {"data show": ["--step", 1], "generate": ["-p", "a"], "checkpoint diff": ["runs/tiny"]}.get(name, [])
     answer = meshwright(*name.split(), wrong, *more, "--json")
     assert answer.code == 2 and answer.json["ok"] is False
     assert "tinny" in answer.out and re.search(r"runs/tiny|tiny\.yaml", answer.out)

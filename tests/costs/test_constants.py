@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from meshwright.calibration.row_predictions import predict_rows
+from meshwright.calibration.row_predictions import predict_records
 from meshwright.costs.collective_costs import MOST_OF_LINE, group, port_rate
 from meshwright.costs.compute import MOST_OF_PEAK, product_rate
 from meshwright.costs.constants import FILE, OWN, OWN_FILE, constants, is_measured, table, unmeasured, with_own
@@ -59,7 +59,7 @@ def test_own_constants_leave_published_runs_alone() -> None:
     other = with_own(published, {**own, "stack": {**own["stack"], "slow": 9.0, "copies": 1.0}})
     with RUNS.open(encoding="utf-8", newline="") as file:
         rows = list(islice(csv.DictReader(file), 0, None, 40))
-    assert predict_rows(rows, published) == predict_rows(rows, other) == predict_rows(rows)
+    assert predict_records(rows, published) == predict_records(rows, other) == predict_records(rows)
 
 
 @pytest.mark.parametrize("name", CHIPS)

@@ -48,7 +48,7 @@ def checks() -> list[Any]:
         sys.path.remove(str(BENCHMARKS))
     return [
         accuracy.check(row)
-        for row in accuracy.own_rows()
+        for row in accuracy.kept_runs()
         if row.label not in AT_THE_LIMIT | BY_THE_HOST | DOCUMENTS | NOT_COMPILED | QUICK | SLOW and is_like_fitted(row)
     ]
 
@@ -59,35 +59,51 @@ def is_like_fitted(row: Any) -> bool:
 
 
 def test_todays_kernels_are_held_to_more(checks: list[Any]) -> None:
-    """Rows of the second kernels and later: what is priced for a plan of today."""
+    """Runs of the second generation of kernels and later, which plans are priced for."""
     left_out = OVER_TCP | SHORT_CHUNKS
-    today = {one.row.label: one.error for one in checks if one.row.kernels > 1 and one.row.label not in left_out}
+    today = {
+        check.kept_run.label: check.error
+        for check in checks
+        if check.kept_run.kernels > 1 and check.kept_run.label not in left_out
+    }
     assert len(today) >= 24 and max(abs(error) for error in today.values()) < 0.045
 
 
 def test_the_simulator_is_right_within_five_percent(checks: list[Any]) -> None:
     assert len(checks) >= 43
-    assert not {one.row.label: one.error for one in checks if outside(one, one.timeline.step_seconds) > STEP}
-    assert statistics.median(abs(one.error) for one in checks) < 0.02
+    assert not {
+        check.kept_run.label: check.error for check in checks if outside(check, check.timeline.step_seconds) > STEP
+    }
+    assert statistics.median(abs(check.error) for check in checks) < 0.02
 
 
 def outside(check: Any, predicted: float) -> float:
     """Relative distance of the prediction from the measured step, or from the range of steps that differ by themselves."""
-    steps = check.row.steps
+    steps = check.kept_run.steps
     if max(steps) > (1 + UNSTEADY) * min(steps):
         return max(predicted / max(steps) - 1, 1 - predicted / min(steps))
-    return abs(predicted / check.row.seconds - 1)
+    return abs(predicted / check.kept_run.seconds - 1)
 
 
 def test_the_closed_form_is_near_it(checks: list[Any]) -> None:
-    assert not {one.row.label: one.closed_error for one in checks if outside(one, one.closed) > CLOSED}
-    assert statistics.median(abs(one.closed_error) for one in checks) < 0.03
+    assert not {check.kept_run.label: check.closed_error for check in checks if outside(check, check.closed) > CLOSED}
+    assert statistics.median(abs(check.closed_error) for check in checks) < 0.03
 
 
 def test_layouts_of_the_same_work_come_out_in_their_order(checks: list[Any]) -> None:
     """Where two runs of one file did the same work and one took over 6% longer, it is predicted to."""
-    for one in checks:
+    for check in checks:
         for other in checks:
-            same = one.row.file == other.row.file and one.row.run.train.global_batch == other.row.run.train.global_batch
-            if same and one.row.run.model == other.row.run.model and one.row.seconds > 1.06 * other.row.seconds:
-                assert one.timeline.step_seconds > other.timeline.step_seconds, (one.row.label, other.row.label)
+            same = (
+                check.kept_run.file == other.kept_run.file
+                and check.kept_run.run.train.global_batch == other.kept_run.run.train.global_batch
+            )
+            if (
+                same
+                and check.kept_run.run.model == other.kept_run.run.model
+                and check.kept_run.seconds > 1.06 * other.kept_run.seconds
+            ):
+                assert check.timeline.step_seconds > other.timeline.step_seconds, (
+                    check.kept_run.label,
+                    other.kept_run.label,
+                )

@@ -8,7 +8,7 @@ from tests.docs.pages import PAGES, prose, text_of
 MAX_COLUMNS = 120
 MAX_PAGE_WORDS = 2_500
 MAX_README_WORDS = 1_200
-MAX_TOTAL_WORDS = 80_000
+MAX_TOTAL_WORDS = 40_000
 GENERATED_REFERENCE = "docs/reference/run-file.md"
 NOT_COUNTED = {"docs/log.md", GENERATED_REFERENCE}
 

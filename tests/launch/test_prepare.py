@@ -18,7 +18,7 @@ from meshwright.durable.lease import read_lease
 from meshwright.launch import prepare
 from meshwright.launch.prepare import Prepared
 from meshwright.planner.candidate import peak_bytes
-from meshwright.planner.reprice import predicted
+from meshwright.planner.reprice import predict
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.spec.run import RunSpec
@@ -72,7 +72,7 @@ def test_a_processor_s_plan_file_is_held_to_its_rank_s_share_of_the_host(
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=4)
     plan = Plan(mesh=(MeshAxis(axis="shard", size=2),), batch=batch, precision=Precision(compute="fp32"))
     run = file_run(tmp_path, plan, "model=llama-nano", "model.vocab_size=512", "cluster.gpus_per_node=2")
-    need = peak_bytes(predicted(run, plan))
+    need = peak_bytes(predict(run, plan))
     for share, fits in ((1.01, True), (0.99, False)):
         monkeypatch.setattr(prepare, "host_memory_bytes", lambda share=share: int(2 * share * need))
         assert (prepare.misfit(run, plan) is None) == fits
@@ -110,7 +110,7 @@ def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_pat
     def start(runs: Path) -> Prepared:
         with (  # the choice of a plan writes nothing, and takes most of the time
             patch.object(prepare, "training_plan", return_value=plan),
-            patch.object(prepare, "predicted", return_value=plan),
+            patch.object(prepare, "predict", return_value=plan),
         ):
             return prepared(tiny, runs, "train.steps=7")
 

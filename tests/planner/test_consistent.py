@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import pins_of
-from meshwright.planner.finalists import ALIKE, in_turn
+from meshwright.planner.finalists import ALIKE, most_promising_first
 from meshwright.planner.search import search
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import Plan
@@ -42,13 +42,13 @@ QUESTIONS = {
 def test_no_pin_makes_the_answer_faster(name: str) -> None:
     """Pinned one by one: what the answer has, and what the best plan with another value has."""
     words, trainable = QUESTIONS[name]
-    asked = load_run(None, words.split())
-    answer = search(asked, trainable=trainable)
+    run = load_run(None, words.split())
+    answer = search(run, trainable=trainable)
     for key, value in CHOICES.items():
-        if getattr(pins_of(asked), key) is not None:
+        if getattr(pins_of(run), key) is not None:
             continue
         own = value(answer.best.plan)
-        other = next((value(one.plan) for one in answer.others if value(one.plan) != own), own)
+        other = next((value(candidate.plan) for candidate in answer.others if value(candidate.plan) != own), own)
         for pinned in {own, other}:
             try:
                 beside = search(load_run(None, [*words.split(), f"plan.{key}={pinned}"]), trainable=trainable)
@@ -59,11 +59,11 @@ def test_no_pin_makes_the_answer_faster(name: str) -> None:
 
 def test_a_kind_that_is_guessed_too_slow_is_tried_in_time() -> None:
     guesses = [1.0, 1.01, 1.02, 1.03, 1.1, 1.12]
-    kinds = [("slow", "a")] * 4 + [("quick", "b")] * 2
-    took = [1.2, 1.21, 1.22, 1.23, 0.95, 0.97]
+    families = [("slow", "a")] * 4 + [("quick", "b")] * 2
+    seconds = [1.2, 1.21, 1.22, 1.23, 0.95, 0.97]
 
     def tried(hope: float) -> Iterator[int]:
-        return in_turn(guesses, kinds, took.__getitem__, hope)
+        return most_promising_first(guesses, families, seconds.__getitem__, hope)
 
     assert [*tried(0.9)] == [0, 4, 5, 1, 2, 3]
     assert [*tried(1.2)][:2] == [0, 1]  # without hope of it
@@ -71,11 +71,11 @@ def test_a_kind_that_is_guessed_too_slow_is_tried_in_time() -> None:
 
 def test_a_wider_kind_tells_of_the_others_unless_it_was_slow() -> None:
     guesses = [1.0, 1.05, 1.06, 1.2]
-    kinds = [("deep", "v"), ("flat", "plain"), ("flat", "plain"), ("shallow", "v")]
-    assert [*in_turn(guesses, kinds, [0.8, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 3, 1, 2]
-    assert [*in_turn(guesses, kinds, [1.5, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 1, 2, 3]
+    families = [("deep", "v"), ("flat", "plain"), ("flat", "plain"), ("shallow", "v")]
+    assert [*most_promising_first(guesses, families, [0.8, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 3, 1, 2]
+    assert [*most_promising_first(guesses, families, [1.5, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 1, 2, 3]
 
 
 def test_what_does_not_fit_is_left_out() -> None:
     infinite = float("inf")
-    assert [*in_turn([1.0, 1.1], [("a", "a"), ("b", "b")], [infinite, 1.1].__getitem__, 0.9)] == [1]
+    assert [*most_promising_first([1.0, 1.1], [("a", "a"), ("b", "b")], [infinite, 1.1].__getitem__, 0.9)] == [1]

@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import HEADROOM, Answer, Candidate, peak_bytes
-from meshwright.planner.explain import border, limits, lost, parts_of, shortfall
-from meshwright.planner.reprice import repriced
+from meshwright.planner.explain import border, limits, parts_of, reason_against, shortfall
+from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.plan import BatchPlan, Breakdown, ExpertPlan, LayerStrategy, MeshAxis, Plan, Predicted
@@ -27,7 +27,7 @@ def hsdp() -> tuple[RunSpec, Answer]:
     return run, search(run, trainable=True)
 
 
-def made(seconds: float, **parts: float) -> Plan:
+def plan_of(seconds: float, **parts: float) -> Plan:
     """A plan of one rank whose step takes `seconds`, the rest beside `parts` in compute."""
     exposed = {axis: value for axis, value in parts.items() if axis not in ("bubble", "host")}
     kept = {name: parts[name] for name in ("bubble", "host") if name in parts}
@@ -56,22 +56,24 @@ def test_experts_inside_a_node_are_said_to_be_there() -> None:
 def test_the_parts_are_the_step(hsdp: tuple[RunSpec, Answer]) -> None:
     _, answer = hsdp
     for candidate in (answer.best, *answer.others):
-        said = candidate.plan.predicted
-        assert said is not None and sum(parts_of(said).values()) == pytest.approx(said.step_seconds, rel=1e-6)
+        predicted = candidate.plan.predicted
+        assert predicted is not None and sum(parts_of(predicted).values()) == pytest.approx(
+            predicted.step_seconds, rel=1e-6
+        )
 
 
 def test_a_slow_network_is_what_limits(hsdp: tuple[RunSpec, Answer]) -> None:
     run, answer = hsdp
-    found = limits(run, answer.best.plan)
-    assert [limit.seconds for limit in found] == sorted((limit.seconds for limit in found), reverse=True)
-    by_name = {limit.name: limit for limit in found}
+    limits_found = limits(run, answer.best.plan)
+    assert [limit.seconds for limit in limits_found] == sorted((limit.seconds for limit in limits_found), reverse=True)
+    by_name = {limit.name: limit for limit in limits_found}
     assert "of the chip's peak" in by_name["compute"].text
     sums = by_name["replicate"]
     assert sums.text.startswith("replicate between nodes (") and "gradient sums over replicas" in sums.text
-    said = answer.best.plan.predicted
-    assert said is not None and said.breakdown is not None and said.step_seconds is not None
-    assert sums.seconds == said.breakdown.exposed["replicate"]
-    assert f"({sums.seconds / said.step_seconds:.0%})" in sums.text
+    predicted = answer.best.plan.predicted
+    assert predicted is not None and predicted.breakdown is not None and predicted.step_seconds is not None
+    assert sums.seconds == predicted.breakdown.exposed["replicate"]
+    assert f"({sums.seconds / predicted.step_seconds:.0%})" in sums.text
 
 
 def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
@@ -79,7 +81,7 @@ def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
         "cluster.memory_gib=48", "train.global_batch=64", "plan.shard=4", "plan.micro_batch=8", "plan.recompute=full"
     )
     plan = search(run).best.plan
-    free = repriced(run, replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers)))
+    free = reprice(run, replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers)))
     assert peak_bytes(plan) <= HEADROOM * 48 * 2**30 < peak_bytes(free)
     (memory,) = (limit for limit in limits(run, plan) if limit.name == "memory")
     assert plan.predicted and plan.predicted.step_seconds and free.predicted and free.predicted.step_seconds
@@ -92,37 +94,37 @@ def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
 @pytest.mark.parametrize(
     "other, why",
     [
-        (made(1.5, tensor=0.4), "+0.50 s: exposed tensor +0.40 s"),
-        (made(1.3, bubble=0.35), "+0.30 s: bubble +0.35 s"),
-        (made(1.2), "+0.20 s: compute +0.30 s"),
-        (made(1.04, shard=0.14), "+40.0 ms: exposed shard +40.0 ms"),
-        (made(0.995, shard=0.1), "cannot be told apart (within 1%): the simpler plan is taken"),
+        (plan_of(1.5, tensor=0.4), "+0.50 s: exposed tensor +0.40 s"),
+        (plan_of(1.3, bubble=0.35), "+0.30 s: bubble +0.35 s"),
+        (plan_of(1.2), "+0.20 s: compute +0.30 s"),
+        (plan_of(1.04, shard=0.14), "+40.0 ms: exposed shard +40.0 ms"),
+        (plan_of(0.995, shard=0.1), "cannot be told apart (within 1%): the simpler plan is taken"),
     ],
 )  # fmt: skip
 def test_the_part_that_is_longest_behind_is_named(other: Plan, why: str) -> None:
-    assert lost(ask(), Candidate(made(1.0, shard=0.1)), Candidate(other)) == why
+    assert reason_against(ask(), Candidate(plan_of(1.0, shard=0.1)), Candidate(other)) == why
 
 
 def test_an_estimate_is_compared_with_an_estimate() -> None:
-    best = Candidate(made(1.0), estimated=1.2)
-    quick = Candidate(made(0.9), simulated=False, estimated=1.25)
-    assert lost(ask(), best, quick) == "+50.0 ms by the quick estimate, behind others of its kind"
+    best = Candidate(plan_of(1.0), estimated=1.2)
+    quick = Candidate(plan_of(0.9), simulated=False, estimated=1.25)
+    assert reason_against(ask(), best, quick) == "+50.0 ms by the quick estimate, behind similar plans"
 
 
 def test_plans_as_fast_are_told_apart_by_what_they_do() -> None:
-    best = made(1.0)
-    assert "gathers weights twice" in lost(
+    best = plan_of(1.0)
+    assert "gathers weights twice" in reason_against(
         ask(), Candidate(replace(best, layers=(LayerStrategy(reshard=False),))), Candidate(best)
     )
     full = replace(best, layers=(LayerStrategy(recompute="full"),))
-    said = lost(ask(), Candidate(best), Candidate(full))
-    assert said == "cannot be told apart (within 1%): computes activations twice (recompute full)"
+    sentence = reason_against(ask(), Candidate(best), Candidate(full))
+    assert sentence == "cannot be told apart (within 1%): computes activations twice (recompute full)"
 
 
 def test_without_seconds_the_plans_themselves_are_compared() -> None:
-    best = replace(made(1.0), predicted=Predicted(memory_peak_bytes=10**9))
+    best = replace(plan_of(1.0), predicted=Predicted(memory_peak_bytes=10**9))
     larger = replace(best, predicted=Predicted(memory_peak_bytes=3 * 10**9))
-    assert lost(ask(), Candidate(best), Candidate(larger)) == "needs 2.0 GB more"
+    assert reason_against(ask(), Candidate(best), Candidate(larger)) == "needs 2.0 GB more"
 
 
 def test_what_does_not_fit_says_which_rank_and_kind_and_by_how_much() -> None:
@@ -130,11 +132,11 @@ def test_what_does_not_fit_says_which_rank_and_kind_and_by_how_much() -> None:
     plan = replace(
         search(ask("plan.pipeline=2")).best.plan, batch=BatchPlan(global_batch=16, micro_batch=4, accumulate=1)
     )
-    rows = [sum(kinds.values()) for kinds in memory_of(run.model, run.train, plan, cpu=False)]
-    fullest, usable = rows.index(max(rows)), HEADROOM * 20 * 2**30
-    said = shortfall(run, plan)
-    assert lost(run, Candidate(plan), Candidate(plan, fits=False)) == f"does not fit: {said}"
-    assert said.startswith(
-        f"pipeline rank {fullest} needs {max(rows) / 1e9:.1f} GB, {(max(rows) - usable) / 1e9:.1f} GB over"
+    bytes_by_rank = [sum(by_category.values()) for by_category in memory_of(run.model, run.train, plan, cpu=False)]
+    fullest, usable = bytes_by_rank.index(max(bytes_by_rank)), HEADROOM * 20 * 2**30
+    sentence = shortfall(run, plan)
+    assert reason_against(run, Candidate(plan), Candidate(plan, fits=False)) == f"does not fit: {sentence}"
+    assert sentence.startswith(
+        f"pipeline rank {fullest} needs {max(bytes_by_rank) / 1e9:.1f} GB, {(max(bytes_by_rank) - usable) / 1e9:.1f} GB over"
     )
-    assert "activations" in said
+    assert "activations" in sentence

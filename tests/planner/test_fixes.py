@@ -8,7 +8,7 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.planner import search as searching
 from meshwright.planner.candidate import peak_bytes
-from meshwright.planner.fixes import TRIES, WANTED, fixes, search_or_fixes
+from meshwright.planner.fixes import MAX_FIXES, TRIES, fixes, search_or_suggest_fixes
 from meshwright.planner.search import search
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import Plan
@@ -21,10 +21,10 @@ PINNED = ["plan.recompute=none", "plan.micro_batch=4", "plan.offload=none"]
 def test_a_fix_is_what_to_type_and_makes_the_run_fit() -> None:
     words = [*SMALL.split(), *PINNED]
     run = load_run(None, words)
-    found = fixes(run, trainable=True)
-    assert 1 <= len(found) <= WANTED
-    assert found[0].words.startswith("without plan.")
-    for fix in found:
+    suggestions = fixes(run, trainable=True)
+    assert 1 <= len(suggestions) <= MAX_FIXES
+    assert suggestions[0].words.startswith("without plan.")
+    for fix in suggestions:
         dropped, changed = [], []
         for part in fix.words.replace(" and ", " ").replace(",", "").split():
             if part.startswith("plan."):
@@ -41,48 +41,48 @@ def test_a_fix_is_what_to_type_and_makes_the_run_fit() -> None:
 def test_an_infeasible_run_says_kind_rank_amount_and_fixes() -> None:
     run = load_run(None, [*SMALL.split(), *PINNED])
     with pytest.raises(OutOfResources, match=r"needs [\d.]+ GB, [\d.]+ GB over .*activations") as caught:
-        search_or_fixes(run, trainable=True)
-    first, head, *rows = str(caught.value).splitlines()
+        search_or_suggest_fixes(run, trainable=True)
+    first, head, *lines = str(caught.value).splitlines()
     assert first.startswith("no plan fits") and head == "What makes it fit, cheapest first:"
-    assert [row.split(".")[0].strip() for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
+    assert [line.split(".")[0].strip() for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
 
 
 def test_what_fits_is_the_search_s_own_answer() -> None:
     run = load_run(None, SMALL.replace("memory_gib=24", "memory_gib=80").split())
-    assert search_or_fixes(run, trainable=True).best.plan.mesh == search(run, trainable=True).best.plan.mesh
+    assert search_or_suggest_fixes(run, trainable=True).best.plan.mesh == search(run, trainable=True).best.plan.mesh
 
 
 def pretended(patch: pytest.MonkeyPatch, fits: Callable[[RunSpec], bool]) -> list[RunSpec]:
     """Searches find a plan where `fits` says so, each after a minute; returns what they will be asked."""
-    asked: list[RunSpec] = []
+    searched_runs: list[RunSpec] = []
     plan = search(load_run(None, SMALL.split()), trainable=True).best.plan
 
     def plan_for(run: RunSpec, *_: object) -> Plan | None:
-        asked.append(run)
+        searched_runs.append(run)
         return plan if fits(run) else None
 
     patch.setattr("meshwright.planner.fixes._plan_for", plan_for)
     patch.setattr("meshwright.planner.fixes.perf_counter", count(step=60.0).__next__, raising=False)
-    return asked
+    return searched_runs
 
 
 def test_fixes_do_not_depend_on_how_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     pretended(monkeypatch, lambda run: run.train.seq_len <= 4096 or run.cluster.gpu != "H100" or run.cluster.nodes >= 4)
     run = load_run(None, SMALL.replace("cluster.memory_gib=24 ", "").split())
-    said = [fix.words for fix in fixes(run)]
-    assert said == ["train.seq_len=4096 train.global_batch=16", "cluster.gpu=H100-96GB", "cluster.nodes=4"]
+    suggested = [fix.words for fix in fixes(run)]
+    assert suggested == ["train.seq_len=4096 train.global_batch=16", "cluster.gpu=H100-96GB", "cluster.nodes=4"]
 
 
 def test_a_fix_is_not_offered_again_with_more_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretended(monkeypatch, lambda run: run.cluster.nodes >= 4 or (run.train.seq_len <= 1024 and run.cluster.nodes >= 2))
-    said = [fix.words for fix in fixes(load_run(None, SMALL.split()))]
-    assert said == ["cluster.nodes=4", "train.seq_len=1024 train.global_batch=64 cluster.nodes=2"]
+    suggested = [fix.words for fix in fixes(load_run(None, SMALL.split()))]
+    assert suggested == ["cluster.nodes=4", "train.seq_len=1024 train.global_batch=64 cluster.nodes=2"]
 
 
 def test_tries_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = pretended(monkeypatch, lambda run: False)
+    searched_runs = pretended(monkeypatch, lambda run: False)
     run = load_run(None, [*SMALL.split(), *PINNED])
-    assert fixes(run) == () and len(asked) == TRIES
+    assert fixes(run) == () and len(searched_runs) == TRIES
 
 
 def test_where_nothing_can_fit_the_space_is_swept_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.planner.candidate import budget_of, fits, untrainable
+from meshwright.planner.candidate import fits, memory_budget, untrainable
 from meshwright.planner.search import search
 from meshwright.spec.plan import Plan
 
@@ -17,7 +17,7 @@ def chosen(words: str) -> Plan:
     return search(load_run(None, [*NODE.split(), *SHARDED.split(), *words.split()]), trainable=True).best.plan
 
 
-def said(plan: Plan) -> str:
+def gather_reason(plan: Plan) -> str:
     return next((reason for reason in plan.why if reason.startswith("gathers")), "")
 
 
@@ -27,8 +27,10 @@ def test_copy_engines_gather_where_that_is_more_than_a_predictions_doubt() -> No
     assert copied.predicted and kernels.predicted and copied.predicted.step_seconds and kernels.predicted.step_seconds
     gap = kernels.predicted.step_seconds - copied.predicted.step_seconds
     assert 0.01 < gap / copied.predicted.step_seconds < 0.03
-    assert said(copied) == f"gathers by copy engines: the best plan with kernels takes {1e3 * gap:.1f} ms longer"
-    assert not said(kernels), "what is pinned needs no reason"
+    assert (
+        gather_reason(copied) == f"gathers by copy engines: the best plan with kernels takes {1e3 * gap:.1f} ms longer"
+    )
+    assert not gather_reason(kernels), "what is pinned needs no reason"
 
 
 @pytest.mark.parametrize(
@@ -42,13 +44,19 @@ def test_copy_engines_gather_where_that_is_more_than_a_predictions_doubt() -> No
 )  # fmt: skip
 def test_kernels_gather_where_copy_engines_cannot(words: str, reason: str) -> None:
     plan = chosen(words)
-    assert plan.gather_engine == "kernel" and said(plan).startswith(reason) and bool(said(plan)) == bool(reason)
+    assert (
+        plan.gather_engine == "kernel"
+        and gather_reason(plan).startswith(reason)
+        and bool(gather_reason(plan)) == bool(reason)
+    )
 
 
 def test_a_gain_that_no_prediction_tells_apart_leaves_kernels() -> None:
     """Weights gathered once for many micro-batches: their gathers are a small part of the step."""
     plan = chosen("plan.shard=8 train.global_batch=512 plan.reshard=false plan.gradients=whole")
-    assert plan.gather_engine == "kernel" and "the best plan with copy engines cannot be told apart" in said(plan)
+    assert plan.gather_engine == "kernel" and "the best plan with copy engines cannot be told apart" in gather_reason(
+        plan
+    )
 
 
 def test_pinned_copies_keep_shards_inside_a_node() -> None:
@@ -64,4 +72,4 @@ def test_where_the_window_does_not_fit_kernels_gather() -> None:
     tight = kernels.predicted.memory_peak_bytes / 0.91 / 2**30 * 1.001
     run = load_run(None, [*NODE.split(), *SHARDED.split(), *words.split(), f"cluster.memory_gib={tight:.3f}"])
     plan = search(run, trainable=True).best.plan
-    assert plan.gather_engine == "kernel" and fits(run, plan, budget_of(run))
+    assert plan.gather_engine == "kernel" and fits(run, plan, memory_budget(run))

@@ -11,12 +11,22 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.costs.offload_costs import waiting_bytes
 from meshwright.costs.step import owned_params
-from meshwright.planner.candidate import AWAY, HOST_HEADROOM, Candidate, counts, fits, host_budget, host_gib, over_host
-from meshwright.planner.explain import lost
+from meshwright.planner.candidate import (
+    HOST_HEADROOM,
+    OFFLOAD_PENALTY,
+    Candidate,
+    fits,
+    host_budget,
+    host_excess_bytes,
+    host_gib,
+    offload_penalty,
+)
+from meshwright.planner.explain import reason_against
 from meshwright.planner.finalists import plan_at, simplest
 from meshwright.planner.search import search
 from meshwright.planner.space import points
-from meshwright.planner.sweep import PLAIN, Strategy, layouts
+from meshwright.planner.strategies import PLAIN, Strategy
+from meshwright.planner.sweep import layouts
 from meshwright.simulator.step_simulation import host_bytes, priced_or_refused
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import MeshAxis, Offload, PlanPins
@@ -29,38 +39,38 @@ LONG = [
 """Llama-3-8B at 128K on four H200s: activations fit the devices neither whole nor, by a little, with selective recompute."""
 
 
-def asked(*words: str) -> RunSpec:
+def run_with(*words: str) -> RunSpec:
     return load_run(None, [*LONG, *words])
 
 
 def test_a_plan_lets_no_more_wait_than_the_host_holds() -> None:
-    whole = asked("plan.offload=activations", "plan.recompute=none")
+    whole = run_with("plan.offload=activations", "plan.recompute=none")
     free = search(whole).best.plan
     activations, optimizer = host_bytes(whole.model, whole.train, free, 1)
     # 32 layers of 131,072 tokens: residuals, norms, attention, halves and their product, 74,752 elements of 2 bytes.
     assert (activations, optimizer) == (32 * 131072 * 74752 * 2, 0)
     assert any("627.1 GB of each host's memory" in sentence for sentence in free.why)
-    assert not over_host(whole, free) and host_budget(whole) == HOST_HEADROOM * 4 * 256 * 2**30
+    assert not host_excess_bytes(whole, free) and host_budget(whole) == HOST_HEADROOM * 4 * 256 * 2**30
 
-    small = asked("cluster.host_memory_gib=512")
+    small = run_with("cluster.host_memory_gib=512")
     limit = host_budget(small)
-    assert limit == HOST_HEADROOM * 512 * 2**30 and over_host(small, free) == activations - limit
+    assert limit == HOST_HEADROOM * 512 * 2**30 and host_excess_bytes(small, free) == activations - limit
     assert not fits(small, free, None)
-    away = asked("cluster.host_memory_gib=512", "plan.offload=activations")
-    plan = search(away).best.plan
-    assert {one.recompute for one in plan.layers} == {"selective"} and plan.layers[0].offload == "activations"
-    assert 0 < sum(host_bytes(away.model, away.train, plan, 1)) <= limit
+    small_host = run_with("cluster.host_memory_gib=512", "plan.offload=activations")
+    plan = search(small_host).best.plan
+    assert {layer.recompute for layer in plan.layers} == {"selective"} and plan.layers[0].offload == "activations"
+    assert 0 < sum(host_bytes(small_host.model, small_host.train, plan, 1)) <= limit
 
 
 def test_what_is_hardly_faster_is_not_pinned_in_host_memory() -> None:
-    least = search(asked("cluster.host_memory_gib=512")).best.plan
-    assert {one.offload for one in least.layers} == {"none"}
+    least = search(run_with("cluster.host_memory_gib=512")).best.plan
+    assert {layer.offload for layer in least.layers} == {"none"}
     # A few layers repeat their products, the others little.
-    assert {one.recompute for one in least.layers} == {"selective", "all_but_attention"}
+    assert {layer.recompute for layer in least.layers} == {"selective", "all_but_attention"}
 
 
 def test_a_plan_that_pins_must_gain_more_than_a_prediction_tells() -> None:
-    run = asked("cluster.host_memory_gib=512")  # four devices to a host
+    run = run_with("cluster.host_memory_gib=512")  # four devices to a host
     best = search(run).best
     known = best.plan.predicted
     assert known is not None and known.step_seconds is not None
@@ -70,14 +80,16 @@ def test_a_plan_that_pins_must_gain_more_than_a_prediction_tells() -> None:
         return replace(best, plan=replace(best.plan, layers=layers, predicted=replace(known, step_seconds=seconds)))
 
     little, enough = faster(0.97 * known.step_seconds), faster(0.94 * known.step_seconds)
-    assert simplest([little, best], counts=partial(counts, run)) is best
-    assert simplest([enough, best], counts=partial(counts, run)) is enough
-    assert "too little to pin the host's memory for" in lost(run, best, little)
+    assert simplest([little, best], penalty=partial(offload_penalty, run)) is best
+    assert simplest([enough, best], penalty=partial(offload_penalty, run)) is enough
+    assert "too little to pin the host's memory for" in reason_against(run, best, little)
     alone = replace(run, cluster=replace(run.cluster, gpus_per_node=2))
     assert (
-        counts(alone, replace(little.plan, mesh=(MeshAxis(axis="shard", size=2),))) == AWAY < counts(run, little.plan)
+        offload_penalty(alone, replace(little.plan, mesh=(MeshAxis(axis="shard", size=2),)))
+        == OFFLOAD_PENALTY
+        < offload_penalty(run, little.plan)
     )
-    assert counts(run, best.plan) == 1
+    assert offload_penalty(run, best.plan) == 1
 
 
 def test_a_few_layers_are_moved_where_that_is_cheaper_than_to_recompute() -> None:
@@ -90,21 +102,21 @@ def test_a_few_layers_are_moved_where_that_is_cheaper_than_to_recompute() -> Non
         "train.steps=10",
     ]
     run = load_run(None, [*words, "cluster.gpu=H200", "cluster.gpus_per_node=2"])
-    plan, kept = (search(one).best.plan for one in (run, replace(run, plan=PlanPins(offload="none"))))
+    plan, kept = (search(question).best.plan for question in (run, replace(run, plan=PlanPins(offload="none"))))
     assert [(layer.recompute, layer.offload) for layer in plan.layers] == [
         ("selective", "activations"),
         ("selective", "none"),
     ]
     assert any("offload activations on layers 0-" in sentence for sentence in plan.why)
-    seconds = [one.predicted.step_seconds for one in (kept, plan) if one.predicted and one.predicted.step_seconds]
+    seconds = [
+        choice.predicted.step_seconds for choice in (kept, plan) if choice.predicted and choice.predicted.step_seconds
+    ]
     assert seconds[0] / seconds[1] == pytest.approx(1.043, abs=0.01)
 
 
 def test_where_only_the_host_is_too_small_that_is_said() -> None:
-    with pytest.raises(
-        OutOfResources, match=r"waits in host memory is \d+.\d GB over the 55.0.*cluster.host_memory_gib"
-    ):
-        search(asked("cluster.host_memory_gib=64", "plan.offload=activations", "plan.recompute=selective"))
+    with pytest.raises(OutOfResources, match=r"offloaded data is \d+.\d GB over the 55.0.*cluster.host_memory_gib"):
+        search(run_with("cluster.host_memory_gib=64", "plan.offload=activations", "plan.recompute=selective"))
 
 
 @pytest.mark.parametrize("offload", ["activations", "optimizer", "both"])
@@ -117,12 +129,12 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
     space = points(run)
     end = replace(PLAIN.rich, offload=offload)
     strategy = Strategy(end, end)
-    for row in range(len(space)):
-        plan = plan_at(run, space, row, strategy, None)
+    for index in range(len(space)):
+        plan = plan_at(run, space, index, strategy, None)
         priced = priced_or_refused(run.model, run.train, plan, run.cluster)
         layout = layouts(run, space, strategy.layer(strategy.rich))
         each = waiting_bytes(priced.shape, layout, owned_params(priced.shape, layout))
-        waiting = run.cluster.gpus_per_node * np.broadcast_to(np.asarray(each), len(space))[row]
+        waiting = run.cluster.gpus_per_node * np.broadcast_to(np.asarray(each), len(space))[index]
         # The closed form takes the first rank for all (under 1F1B the second holds half as many micro-batches) and stages for equal.
         exact = sum(host_bytes(run.model, run.train, plan, 1))
         assert exact / 1.05 <= waiting <= 1.6 * exact
@@ -131,8 +143,8 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
 def test_a_host_of_unknown_memory_is_guessed() -> None:
     """A million tokens would like 5 TB of each host: without a word of it a plan takes what hosts of 8 devices are likely to have."""
     words = ["model.max_seq_len=1048576", "train.seq_len=1048576", "train.global_batch=1", "cluster.gpus_per_node=8"]
-    run = asked(*words)
+    run = run_with(*words)
     assert host_gib(run) == 2048
     activations, optimizer = host_bytes(run.model, run.train, search(run).best.plan, 1)
     assert activations + optimizer <= HOST_HEADROOM * 2048 * 2**30
-    assert host_gib(asked("cluster.gpu=cpu")) == float("inf")
+    assert host_gib(run_with("cluster.gpu=cpu")) == float("inf")

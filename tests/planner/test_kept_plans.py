@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from meshwright.config.load import load_plan, load_run
-from meshwright.planner.candidate import budget_of, fits
-from meshwright.planner.reprice import repriced
+from meshwright.planner.candidate import fits, memory_budget
+from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
 from meshwright.spec.plan import Plan
 
@@ -30,5 +30,5 @@ def test_a_kept_plan_is_still_the_answer(name: str) -> None:
     run = load_run(None, QUESTIONS[name]["ask"].split())
     kept = load_plan(FOLDER / f"{name}.yaml")
     assert kept.ranks == run.cluster.ranks and kept.why
-    assert fits(run, kept, budget_of(run, None))
-    assert seconds(repriced(run, kept)) == pytest.approx(seconds(search(run).best.plan), rel=0.03)
+    assert fits(run, kept, memory_budget(run, None))
+    assert seconds(reprice(run, kept)) == pytest.approx(seconds(search(run).best.plan), rel=0.03)

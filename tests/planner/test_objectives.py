@@ -40,15 +40,15 @@ def test_sizes_double_and_fill_nodes() -> None:
     assert (small.nodes, small.gpus_per_node, large.nodes, large.gpus_per_node) == (1, 4, 4, 8)
 
 
-@pytest.mark.parametrize("first, last, said", [(8, 4, "A ≤ B"), (12, 12, "nearest whole number of nodes is 8 GPUs")])
-def test_sizes_that_are_none_are_refused(first: int, last: int, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+@pytest.mark.parametrize("first, last, message", [(8, 4, "A ≤ B"), (12, 12, "nearest whole number of nodes is 8 GPUs")])
+def test_sizes_that_are_none_are_refused(first: int, last: int, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         cluster_sizes(ask("cluster.gpus_per_node=8"), first, last)
 
 
 @pytest.mark.parametrize("words", [["cluster.gpu=cpu"], ["cluster.emulate_nodes=2"]])
 def test_clusters_that_do_not_grow_are_refused(words: list[str]) -> None:
-    with pytest.raises(BadInput, match="--gpus asks about clusters of like GPUs"):
+    with pytest.raises(BadInput, match="--gpus needs a cluster of like GPUs"):
         cluster_sizes(ask(*words), 2, 4)
 
 
@@ -75,13 +75,13 @@ def test_steps_and_tokens_obey_the_trade_off() -> None:
     own = 16 * 4096
     least_steps = tokens / (own + critical)
     least_tokens = least_steps * critical
-    found = shortest_training(run, critical, tokens, trainable=True)
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    assert len({one.batch for one in found}) > 3
-    for one in found:
-        seen = one.steps * one.batch * 4096
-        assert (one.steps / least_steps - 1) * (seen / least_tokens - 1) == pytest.approx(1)
-        assert one.seconds == pytest.approx(one.steps * (one.point.seconds or 0))
-        assert one.gpu_hours == pytest.approx(one.seconds / 3600)
-    (mine,) = (one for one in found if one.batch == 16)
-    assert mine.steps * own == pytest.approx(tokens)
+    trainings = shortest_training(run, critical, tokens, trainable=True)
+    assert [training.seconds for training in trainings] == sorted(training.seconds for training in trainings)
+    assert len({training.batch for training in trainings}) > 3
+    for training in trainings:
+        tokens_seen = training.steps * training.batch * 4096
+        assert (training.steps / least_steps - 1) * (tokens_seen / least_tokens - 1) == pytest.approx(1)
+        assert training.seconds == pytest.approx(training.steps * (training.point.seconds or 0))
+        assert training.gpu_hours == pytest.approx(training.seconds / 3600)
+    (own_training,) = (training for training in trainings if training.batch == 16)
+    assert own_training.steps * own == pytest.approx(tokens)

@@ -9,7 +9,7 @@ import pytest
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.search import search
-from meshwright.planner.step_estimate import played_by_stages, played_by_units
+from meshwright.planner.step_estimate import simulated_by_stages, simulated_by_units
 from meshwright.schedules.plan_schedule import training_schedule
 from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.cluster import ClusterSpec
@@ -38,10 +38,10 @@ def test_a_pipeline_alone_gets_a_schedule_that_can_run_and_is_the_fastest_simula
     assert plan.axis_size("pipeline") == pipeline and plan.ranks == 8
     training_schedule(plan, asked.model.layers)
     table = stage_table(plan.schedule, pipeline, asked.model.layers)
-    assert sorted(layer for row in table for stage in row for layer in stage) == list(range(32))
+    assert sorted(layer for rank_stages in table for stage in rank_stages for layer in stage) == list(range(32))
     by_hand = simulate_plan(asked.model, asked.train, plan, asked.cluster).step_seconds
     assert answer.best.seconds == pytest.approx(by_hand, rel=0.01)
-    assert answer.best.seconds < 1.015 * min(one.seconds for one in answer.others if one.simulated)
+    assert answer.best.seconds < 1.015 * min(candidate.seconds for candidate in answer.others if candidate.simulated)
     assert answer.best.seconds < search(run(pipeline=pipeline, schedule="gpipe"), trainable=True).best.seconds
     assert any(reason.startswith(f"schedule {plan.schedule.name}: ") for reason in plan.why)
 
@@ -51,8 +51,8 @@ def test_many_micro_batches_are_played_as_a_straight_line() -> None:
     asked = run(batch=256)
     whole = simulate_plan(asked.model, asked.train, plan, asked.cluster).step_seconds
     assert plan.batch.accumulate == 64
-    assert sum(played_by_units(asked, plan).values()) == pytest.approx(whole, rel=0.002)
-    assert sum(played_by_stages(asked, plan).values()) == pytest.approx(whole, rel=0.05)
+    assert sum(simulated_by_units(asked, plan).values()) == pytest.approx(whole, rel=0.002)
+    assert sum(simulated_by_stages(asked, plan).values()) == pytest.approx(whole, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_rank_that_has_more_to_do_sets_the_pace_of_many_micro_batches(asked: R
     plan = search(pinned).best.plan
     played = simulate_plan(asked.model, asked.train, plan, asked.cluster)
     assert max(played.compute_seconds) > 1.02 * min(played.compute_seconds)
-    for parts, least in ((played_by_units(pinned, plan), 1.0), (played_by_stages(pinned, plan), 0.995)):
+    for parts, least in ((simulated_by_units(pinned, plan), 1.0), (simulated_by_stages(pinned, plan), 0.995)):
         assert sum(parts.values()) > least * max(played.compute_seconds) and parts["idle"] > 0
-    assert sum(played_by_units(pinned, plan).values()) == pytest.approx(played.step_seconds, rel=0.006)
+    assert sum(simulated_by_units(pinned, plan).values()) == pytest.approx(played.step_seconds, rel=0.006)
 
 
 def test_many_layered_micro_batches_hide_no_more_than_there_is() -> None:
@@ -80,7 +80,7 @@ def test_many_layered_micro_batches_hide_no_more_than_there_is() -> None:
     pinned = run(TWO_TCP, batch=512, pipeline=1, schedule="breadth_first", micro_batch=1, shard=8, recompute="full")
     plan = search(pinned).best.plan
     whole = simulate_plan(pinned.model, pinned.train, plan, pinned.cluster)
-    for parts in (played_by_units(pinned, plan), played_by_stages(pinned, plan)):
+    for parts in (simulated_by_units(pinned, plan), simulated_by_stages(pinned, plan)):
         assert min(parts.values()) >= 0 and sum(parts.values()) == pytest.approx(whole.step_seconds, rel=0.02)
 
 
@@ -94,7 +94,7 @@ def test_a_modular_pipeline_has_a_stage_for_every_layer() -> None:
     asked = run(pipeline=4, schedule="breadth_first", recompute="full")
     plan = search(asked, trainable=True).best.plan
     table = stage_table(plan.schedule, 4, asked.model.layers)
-    assert {len(stage) for row in table for stage in row} == {1}
+    assert {len(stage) for rank_stages in table for stage in rank_stages} == {1}
     coarse = run(
         pipeline=4, schedule="breadth_first", recompute="full", stages=(("0-7",), ("8-15",), ("16-23",), ("24-31",))
     )

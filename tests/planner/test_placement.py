@@ -6,14 +6,14 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.collective_costs import Group, group
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
-from meshwright.planner.placement import INNER, OUTER, ground_of, orders
+from meshwright.planner.placement import INNER, OUTER, heterogeneity_factors, orders
 from meshwright.planner.search import search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -42,13 +42,14 @@ def cluster_of(sizes: dict[str, int], network: NetworkSpec | None) -> ClusterSpe
 def priced(order: tuple[str, ...], sizes: dict[str, int], cluster: ClusterSpec) -> list[tuple[float, ...]]:
     """What the cost model knows of each axis's groups."""
     layout, machine = Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8), machine_of(cluster)
-    found = []
+    factors = []
     for axis in sorted(sizes):
         where: Group = group(machine, K, float(layout.size(axis)), layout.stride(axis))
-        found.append((where.size, where.inside, where.domains, float(where.bandwidth) if where.size > 1 else 0.0))
-    return found
+        factors.append((where.size, where.inside, where.domains, float(where.bandwidth) if where.size > 1 else 0.0))
+    return factors
 
 
+@settings(deadline=None)
 @given(SIZES, st.sampled_from((None, PODS)))
 def test_every_order_costs_what_one_of_those_named_costs(three: tuple[int, ...], network: NetworkSpec | None) -> None:
     sizes = sizes_of(three)
@@ -79,8 +80,8 @@ MIXED = ClusterSpec(
 def test_stages_of_one_kind_of_node_come_first() -> None:
     sizes = {"pipeline": 2, "replicate": 2, "shard": 8}
     named = orders(MIXED, sizes)
-    laid = [Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8) for order in named]
-    mixed = [sum(len(kinds) > 1 for kinds in node_types_by_rank(MIXED, layout)) for layout in laid]
+    layouts = [Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8) for order in named]
+    mixed = [sum(len(types) > 1 for types in node_types_by_rank(MIXED, layout)) for layout in layouts]
     assert mixed == sorted(mixed) and mixed[0] == 0 and mixed[-1] == 2
 
 
@@ -91,20 +92,20 @@ def run(cluster: ClusterSpec) -> RunSpec:
 
 def test_the_pace_is_that_of_the_ranks_together() -> None:
     """Half the ranks on the faster chips: their speeds add up; where every rank has some of the slower ones nothing is won."""
-    ground = ground_of(run(MIXED))
+    ground = heterogeneity_factors(run(MIXED))
     assert ground is not None
     apart, across = Layout((("pipeline", 2), ("shard", 16)), 8), Layout((("shard", 16), ("pipeline", 2)), 8)
     assert ground(across).pace == 1
     assert 2 / (1 + 989 / 312) * 0.8 < ground(apart).pace < 2 / (1 + 989 / 312) * 1.3
-    assert ground_of(run(replace(MIXED, groups=()))) is None
-    ports = ground_of(run(replace(MIXED, groups=(NodeGroup(nodes=2, port_gb_per_s=25),))))
+    assert heterogeneity_factors(run(replace(MIXED, groups=()))) is None
+    ports = heterogeneity_factors(run(replace(MIXED, groups=(NodeGroup(nodes=2, port_gb_per_s=25),))))
     assert ports and ports(apart).pace == pytest.approx(1) and ports(apart).port == ports(across).port == 25e9
 
 
 def test_only_a_stage_on_two_fabrics_is_held_to_the_bridge() -> None:
     network = NetworkSpec(fabric="infiniband", port_gb_per_s=25, bridge_gb_per_s=0.4)
     halves = replace(MIXED, network=network, groups=(NodeGroup(nodes=2, fabric="roce", port_gb_per_s=20),))
-    ground = ground_of(run(halves))
+    ground = heterogeneity_factors(run(halves))
     assert ground and ground(Layout((("pipeline", 2), ("shard", 16)), 8)).port == 20e9
     assert ground(Layout((("shard", 16), ("pipeline", 2)), 8)).port == pytest.approx(0.4e9)
     assert search(run(halves)).best.plan.mesh[0].axis == "pipeline"

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.explain import ROOMIER, SAFER, SIMPLER, STEADIER, limits, lost, reason_for
+from meshwright.planner.explain import ROOMIER, SAFER, SIMPLER, STEADIER, limits, reason_against, reason_for
 from meshwright.planner.reasons import on_layers, reasons
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
@@ -23,7 +23,7 @@ def ask(*words: str) -> RunSpec:
     return load_run(None, [*base.split(), *words])
 
 
-def made(
+def candidate_of(
     seconds: float,
     *,
     micro_batch: int = 1,
@@ -38,11 +38,13 @@ def made(
 
 
 def test_the_best_plan_with_another_value_is_named_with_its_seconds() -> None:
-    best = made(1.0, pipeline=2)
-    said = reasons(best, [made(1.44, pipeline=4), made(1.5, pipeline=4), made(1.79)], ask())
-    assert said[0] == "pipeline 2: the best plan with 4 takes 0.44 s longer, without 0.79 s longer"
+    best = candidate_of(1.0, pipeline=2)
+    sentences = reasons(
+        best, [candidate_of(1.44, pipeline=4), candidate_of(1.5, pipeline=4), candidate_of(1.79)], ask()
+    )
+    assert sentences[0] == "pipeline 2: the best plan with 4 takes 0.44 s longer, without 0.79 s longer"
     assert (
-        reasons(made(1.0), [made(1.05, pipeline=2)], ask())[0]
+        reasons(candidate_of(1.0), [candidate_of(1.05, pipeline=2)], ask())[0]
         == "no pipeline: the best plan with 2 takes 50.0 ms longer"
     )
 
@@ -53,14 +55,15 @@ def test_every_mode_of_recompute_is_named_with_its_layers() -> None:
         LayerStrategy(range="4-9", recompute="selective", reshard=False),
         LayerStrategy(range="10-15", reshard=False),
     )
-    said = reasons(made(1.0, layers=layers), [], ask())
+    sentences = reasons(candidate_of(1.0, layers=layers), [], ask())
     assert any(
-        one.startswith("recompute selective on layers 4-9 and all_but_attention on layers 0-3: ") for one in said
+        sentence.startswith("recompute selective on layers 4-9 and all_but_attention on layers 0-3: ")
+        for sentence in sentences
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["plan.expert=4", "plan.replicate=2"], "plan.expert the 2 ranks that the shard and context axes have"),
         (["plan.expert=2", "plan.tensor=2", "plan.replicate=2"], "plan.expert the 1 ranks"),
@@ -70,32 +73,32 @@ def test_every_mode_of_recompute_is_named_with_its_layers() -> None:
         ),
     ],
 )
-def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], said: str) -> None:
+def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], message: str) -> None:
     mixture = ["model.experts=8", "model.experts_per_token=2", "model.expert_hidden=64"]
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         search(ask(*mixture, *words))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("zbv plan.stages=[[0-7],[8-15]]", "exactly 2 stages per rank, got 1; nearest: 2; plan.stages lists them"),
         ("dualpipe_v plan.stages=[[0-3,12-15],[4-7,8-11]] plan.micro_batch=8", "got 1; .*; micro-batches are train.global_"),
     ],
 )  # fmt: skip
-def test_a_schedule_that_cannot_be_made_says_which_number_is_wrong(words: str, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_a_schedule_that_cannot_be_made_says_which_number_is_wrong(words: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         search(ask(*f"plan.schedule={words}".split()))
 
 
 def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
-    best = made(1.0)
-    others = [made(0.993, micro_batch=2), made(1.001, micro_batch=4), made(1.2, micro_batch=8)]
+    best = candidate_of(1.0)
+    others = [candidate_of(0.993, micro_batch=2), candidate_of(1.001, micro_batch=4), candidate_of(1.2, micro_batch=8)]
     assert reasons(best, others, ask()) == (
         "micro-batch 1: the best plan with 8 takes 0.20 s longer; with 2 and with 4 cannot be told apart (within 1%): "
         "the simpler plan is taken",
     )
-    quick = replace(made(0.9, micro_batch=2), simulated=False)
+    quick = replace(candidate_of(0.9, micro_batch=2), simulated=False)
     (only,) = reasons(best, [quick], ask())
     assert only.endswith("with 2 cannot be told apart by the quick estimate: the simpler plan is taken")
 
@@ -105,23 +108,24 @@ def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
 @pytest.mark.parametrize("simulated", [True, False])
 def test_no_reason_contradicts_the_choice(seconds: float, offload: Offload, simulated: bool) -> None:
     """Neither a reason nor a runner-up's line says that another plan takes less."""
-    best = made(1.0)
-    other = made(seconds, micro_batch=2, layers=(LayerStrategy(offload=offload, reshard=False),))
+    best = candidate_of(1.0)
+    other = candidate_of(seconds, micro_batch=2, layers=(LayerStrategy(offload=offload, reshard=False),))
     other = replace(other, simulated=simulated)
-    for said in (*reasons(best, [other], ask()), lost(ask(), best, other)):
-        assert not re.search(r"less|faster|-\d", said) and (("longer" in said or "+" in said) is (seconds > 1.01)), said
+    for sentence in (*reasons(best, [other], ask()), reason_against(ask(), best, other)):
+        assert not re.search(r"less|faster|-\d", sentence), sentence
+        assert ("longer" in sentence or "+" in sentence) is (seconds > 1.01), sentence
 
 
 def test_what_is_compared_by_guessed_rates_has_no_seconds() -> None:
     run = load_run(None, ["model=llama3-1b", "cluster.gpu=X1", "cluster.memory_gib=40", "train.global_batch=16"])
-    first, second, *_ = reasons(made(1.0), [made(1.4, micro_batch=2)], run)
+    first, second, *_ = reasons(candidate_of(1.0), [candidate_of(1.4, micro_batch=2)], run)
     assert "guessed rates of X1" in first and second == "micro-batch 1: the best plan with 2 takes 40% longer"
 
 
 def test_gradients_are_told_in_words() -> None:
     whole, shard = (
-        made(seconds, layers=(LayerStrategy(gradients=kind, reshard=False),))
-        for seconds, kind in ((1.0, "whole"), (1.2, "shard"))
+        candidate_of(seconds, layers=(LayerStrategy(gradients=gradients, reshard=False),))
+        for seconds, gradients in ((1.0, "whole"), (1.2, "shard"))
     )  # type: ignore[arg-type]
     assert reasons(whole, [shard], ask()) == (
         "gradients kept whole between micro-batches: the best plan with them reduced after every micro-batch takes 0.20 s longer",
@@ -144,7 +148,7 @@ def test_long_lists_of_layers_are_counted(ranges: list[str], words: str) -> None
 
 def test_memory_is_only_blamed_where_it_is_short() -> None:
     layers = (LayerStrategy(range="0-3", recompute="full", reshard=True), LayerStrategy(range="4-15", reshard=False))
-    plan = made(1.0, layers=layers)
+    plan = candidate_of(1.0, layers=layers)
     tight = reasons(plan, [], ask(), lambda plan: False)
     assert tight == (
         "recompute full on layers 0-3: with less, micro-batches of 1 sequence do not fit into memory",
@@ -163,8 +167,8 @@ def test_small_micro_batches_and_further_gathers_that_memory_asks_for_are_limits
         "plan.pipeline=1",
     )
     plan = search(run, trainable=True).best.plan
-    told = [limit for limit in limits(run, plan) if limit.name == "memory"]
-    assert told and all(limit.seconds > 0 and " over the " in limit.text for limit in told)
+    memory_limits = [limit for limit in limits(run, plan) if limit.name == "memory"]
+    assert memory_limits and all(limit.seconds > 0 and " over the " in limit.text for limit in memory_limits)
     assert not [
         limit
         for limit in limits(replace(run, cluster=replace(run.cluster, memory_gib=140)), plan)
@@ -180,8 +184,8 @@ def test_a_batch_that_is_used_up_is_said_to_be() -> None:
 
 
 def test_a_more_complex_plan_names_what_decided_for_it() -> None:
-    best = made(1.0, pipeline=2).plan
-    simple = made(1.0).plan
+    best = candidate_of(1.0, pipeline=2).plan
+    simple = candidate_of(1.0).plan
     across = replace(simple, mesh=(MeshAxis(axis="shard", size=4, crosses="node"),))
     full = replace(
         simple,

@@ -22,11 +22,11 @@ QUESTION = "model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.network.por
 def test_every_port_is_slowed() -> None:
     groups = (NodeGroup(nodes=1, gpu="A100"), NodeGroup(nodes=1, port_gb_per_s=10.0))
     cluster = ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8, groups=groups)
-    found = slowed(cluster)
-    assert found.network and found.network.port_gb_per_s == pytest.approx(SLOWER * 50)
-    assert [group.port_gb_per_s for group in found.groups] == pytest.approx([SLOWER * 25, SLOWER * 10])
+    result = slowed(cluster)
+    assert result.network and result.network.port_gb_per_s == pytest.approx(SLOWER * 50)
+    assert [group.port_gb_per_s for group in result.groups] == pytest.approx([SLOWER * 25, SLOWER * 10])
     emulated = ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)
-    ports = [as_nodes(one).network for one in (emulated, slowed(emulated))]
+    ports = [as_nodes(nodes).network for nodes in (emulated, slowed(emulated))]
     assert ports[0] and ports[1] and ports[0].port_gb_per_s and ports[1].port_gb_per_s
     assert ports[1].port_gb_per_s == pytest.approx(SLOWER * ports[0].port_gb_per_s)
     bridged = slowed(replace(cluster, network=NetworkSpec(bridge_gb_per_s=5.0)))
@@ -49,14 +49,16 @@ def test_the_fragile_of_two_that_cannot_be_told_apart_is_left() -> None:
         for engine, seconds in (("kernel", 1.0), ("copy", 1.009), ("copy", 1.02))
     )
 
-    def fragile(found: Plan) -> bool:
-        return found.tensor_engine == "kernel"
+    def fragile(plan: Plan) -> bool:
+        return plan.tensor_engine == "kernel"
 
     assert simplest([quick, robust]) is quick
     assert simplest([quick, robust], fragile=fragile) is robust
     assert simplest([quick, slow], fragile=fragile) is quick  # slower by more than predictions are unsure of
-    said = why_robust(robust, quick, lambda found: 0.08 if fragile(found) else 0.01)
-    assert said == "robust: another plan takes 0.9% less, but 8% longer on a network that is 20% slower; this one 1%"
+    sentence = why_robust(robust, quick, lambda plan: 0.08 if fragile(plan) else 0.01)
+    assert (
+        sentence == "robust: another plan takes 0.9% less, but 8% longer on a network that is 20% slower; this one 1%"
+    )
 
 
 @pytest.mark.parametrize("port", [6, 12, 25])
@@ -64,5 +66,9 @@ def test_no_fragile_plan_wins_by_less_than_a_hundredth(port: int) -> None:
     run = load_run(None, [*QUESTION.split(), f"cluster.network.port_gb_per_s={port}"])
     answer, loss = search(run, trainable=True), losses(run)
     if loss(answer.best.plan) > FRAGILE:
-        near = [one for one in answer.others if one.simulated and one.seconds <= 1.01 * answer.best.seconds]
-        assert all(loss(one.plan) > FRAGILE for one in near)
+        near = [
+            candidate
+            for candidate in answer.others
+            if candidate.simulated and candidate.seconds <= 1.01 * answer.best.seconds
+        ]
+        assert all(loss(candidate.plan) > FRAGILE for candidate in near)

@@ -7,12 +7,13 @@ from tests.slow import quick_first
 
 from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.planner.candidate import HEADROOM, budget_of, fits, moves_activations, peak_bytes, untrainable
+from meshwright.planner.candidate import HEADROOM, fits, memory_budget, moves_activations, peak_bytes, untrainable
 from meshwright.planner.finalists import ALIKE, plan_at, simplest
-from meshwright.planner.reprice import repriced
+from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search, with_untrainable
 from meshwright.planner.space import points
-from meshwright.planner.sweep import End, Strategy, smallest
+from meshwright.planner.strategies import End, Strategy
+from meshwright.planner.sweep import smallest
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import from_plain
@@ -59,22 +60,22 @@ def test_less_memory_recomputes_as_few_layers_as_fit() -> None:
     fewer = tuple(
         replace(layer, range=text) for layer, text in zip(plan.layers, (f"0-{last - 1}", f"{last}-31"), strict=True)
     )
-    assert not fits(run(cluster=H100), replace(plan, layers=fewer), budget_of(run(cluster=H100), None))
+    assert not fits(run(cluster=H100), replace(plan, layers=fewer), memory_budget(run(cluster=H100), None))
 
 
 def test_everything_predicted_adds_up() -> None:
     answer = search(run(), trainable=True)
     for candidate in (answer.best, *answer.others):
-        said = candidate.plan.predicted
-        assert said is not None and said.step_seconds is not None and said.breakdown is not None
-        parts = said.breakdown
+        predicted = candidate.plan.predicted
+        assert predicted is not None and predicted.step_seconds is not None and predicted.breakdown is not None
+        parts = predicted.breakdown
         assert parts.compute + sum(parts.exposed.values()) + parts.bubble + parts.host == pytest.approx(
-            said.step_seconds
+            predicted.step_seconds
         )
-        assert said.low_seconds is not None and said.high_seconds is not None
-        assert said.low_seconds < said.step_seconds < said.high_seconds
-        assert said.tokens_per_second == pytest.approx(16 * 8192 / said.step_seconds)
-        assert sum(said.memory_bytes.values()) == said.memory_peak_bytes
+        assert predicted.low_seconds is not None and predicted.high_seconds is not None
+        assert predicted.low_seconds < predicted.step_seconds < predicted.high_seconds
+        assert predicted.tokens_per_second == pytest.approx(16 * 8192 / predicted.step_seconds)
+        assert sum(predicted.memory_bytes.values()) == predicted.memory_peak_bytes
     seconds = [one.seconds for one in answer.others if one.simulated]
     assert seconds == sorted(seconds)
 
@@ -132,8 +133,8 @@ def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch
     """Where the closed form refuses everything, the exact account has the last word."""
     asked = run("llama3-1b", batch=8, seq=2048)
     monkeypatch.setattr("meshwright.planner.search.MARGINS", (1e-6,))
-    found = search(asked, trainable=True).best.plan
-    assert fits(asked, found, budget_of(asked, None))
+    result = search(asked, trainable=True).best.plan
+    assert fits(asked, result, memory_budget(asked, None))
     tight = replace(asked, cluster=replace(asked.cluster, memory_gib=4))
     with pytest.raises(OutOfResources, match=r"a rank needs [\d.]+ GB, [\d.]+ GB over the 3.9 that may be used"):
         search(tight, trainable=True)
@@ -206,13 +207,13 @@ def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp
     cluster = ClusterSpec(gpu="A100", nodes=2, gpus_per_node=2, memory_gib=40, network=network)
     asked = run("llama3-1b", batch=batch, cluster=cluster, seq=2048)
     asked = replace(asked, model=replace(asked.model, layers=layers))
-    space, budget = points(asked, trainable=True), budget_of(asked, None)
+    space, budget = points(asked, trainable=True), memory_budget(asked, None)
     ends = [End(reshard, "none") for reshard in (False, True)]
     plans = [
-        plan_at(asked, space, row, Strategy(end, end, gradients), budget)
-        for row in range(len(space)) for end in ends for gradients in ("shard", "whole")
+        plan_at(asked, space, index, Strategy(end, end, gradients), budget)
+        for index in range(len(space)) for end in ends for gradients in ("shard", "whole")
     ]  # fmt: skip
-    fastest = min(step_seconds(repriced(asked, plan)) for plan in plans if fits(asked, plan, budget))
+    fastest = min(step_seconds(reprice(asked, plan)) for plan in plans if fits(asked, plan, budget))
     assert search(asked, trainable=True).best.seconds <= fastest * (1 + ALIKE) * 1.001
 
 
@@ -230,14 +231,14 @@ def test_what_of_offload_is_not_trained_is_refused_for_any_layer_range() -> None
 
     assert not refused(offload="activations") and not refused(offload="activations", recompute="selective")
     assert not refused(offload="optimizer") and not refused(offload="both")
-    for kind in ("activations", "both"):
-        assert "not compiled" in refused(replace(plan, compile=False), offload=kind, recompute="selective")
+    for value in ("activations", "both"):
+        assert "not compiled" in refused(replace(plan, compile=False), offload=value, recompute="selective")
     splitting: tuple[ScheduleName, ...] = ("zb_h1", "zbv", "dualpipe_v")
     for name in splitting:
         late = replace(plan, schedule=SchedulePlan(name=name))
         assert not refused(late) and not refused(late, offload="optimizer")
-        for kind in ("activations", "both"):
-            assert f"offload {kind} under {name}" in refused(late, offload=kind)
+        for value in ("activations", "both"):
+            assert f"offload {value} under {name}" in refused(late, offload=value)
 
 
 def test_training_moves_activations_where_memory_is_short() -> None:
@@ -272,11 +273,11 @@ def test_time_waited_for_the_host_is_told() -> None:
     """A step's launches are as many for a short sequence as for a long one, so their share of the step is larger."""
     shares = []
     for seq in (128, 8192):
-        told = chosen(run(seq=seq)).predicted
-        assert told is not None and told.breakdown is not None and told.step_seconds is not None
-        parts = told.breakdown
+        predicted = chosen(run(seq=seq)).predicted
+        assert predicted is not None and predicted.breakdown is not None and predicted.step_seconds is not None
+        parts = predicted.breakdown
         assert parts.compute + sum(parts.exposed.values()) + parts.bubble + parts.host == pytest.approx(
-            told.step_seconds
+            predicted.step_seconds
         )
-        shares.append(parts.host / told.step_seconds)
+        shares.append(parts.host / predicted.step_seconds)
     assert shares[0] > 5 * shares[1] > 0

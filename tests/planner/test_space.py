@@ -34,13 +34,13 @@ def run(
 def test_every_point_can_be_made(asked: RunSpec) -> None:
     space = points(asked)
     assert len(space) > 100
-    for row in range(len(space)):
-        mesh = space.meshes[space.mesh[row]]
-        micro, many, name = int(space.micro[row]), int(space.accumulate[row]), SCHEDULES[space.schedule[row]]
+    for index in range(len(space)):
+        mesh = space.meshes[space.mesh[index]]
+        micro, many, name = int(space.micro[index]), int(space.accumulate[index]), SCHEDULES[space.schedule[index]]
         assert prod(mesh.sizes) == asked.cluster.ranks
         assert mesh.data * micro * many == asked.train.global_batch
-        assert refusal(name, mesh.size("pipeline"), many, int(space.virtual[row])) is None
-        assert mesh.size("pipeline") * int(space.virtual[row]) <= asked.model.layers
+        assert refusal(name, mesh.size("pipeline"), many, int(space.virtual[index])) is None
+        assert mesh.size("pipeline") * int(space.virtual[index]) <= asked.model.layers
         assert asked.model.heads % (mesh.size("tensor") * mesh.size("context_ulysses")) == 0
         assert mesh.size("tensor") * mesh.size("context_ulysses") <= asked.cluster.gpus_per_node
         assert asked.train.seq_len // mesh.context >= 512

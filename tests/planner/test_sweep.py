@@ -15,7 +15,8 @@ from meshwright.costs.plan_costs import Pricing
 from meshwright.planner.candidate import HEADROOM
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
-from meshwright.planner.sweep import PLAIN, bytes_of_rank, layouts, ranked_seconds, recomputes, sweep
+from meshwright.planner.strategies import PLAIN, recomputes
+from meshwright.planner.sweep import closed_form_seconds, layouts, peak_rank_bytes, sweep
 from meshwright.simulator.step_simulation import priced_or_refused
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -83,13 +84,13 @@ def check(run: RunSpec) -> None:
     memory = run.cluster.memory_bytes()
     assert memory is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.planner.sweep.BATCH", 8)  # so that what was found leaves points out
-        found = sweep(run, priced, space, HEADROOM * memory, best=1)
+        patch.setattr("meshwright.planner.sweep.BATCH_POINTS", 8)  # so that what was found leaves points out
+        result = sweep(run, priced, space, HEADROOM * memory, best=1)
     fastest = _fastest(run, priced, space, HEADROOM * memory)
     if not np.isfinite(fastest):
-        assert len(found.seconds) == 0
+        assert len(result.seconds) == 0
         return
-    assert found.seconds[0] == pytest.approx(fastest, rel=1e-9)
+    assert result.seconds[0] == pytest.approx(fastest, rel=1e-9)
 
 
 def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float:
@@ -107,7 +108,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
         for reshard, mode in product(reshards, modes):
             layer = LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=offload)
             layout = layouts(run, space, layer)
-            ends[reshard, mode] = ranked_seconds(priced, layout), bytes_of_rank(run, layout)
+            ends[reshard, mode] = closed_form_seconds(priced, layout), peak_rank_bytes(run, layout)
         for (one, first), (other, second) in product(ends.items(), ends.items()):
             # Layers differ in one thing at a time; a line is the same from either end.
             if (one[0] != other[0]) + (one[1] != other[1]) > 1 or one[0] > other[0]:
@@ -123,21 +124,21 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
         # Some layers moved and others not: the fewer, the longer the forward is that each copy may hide behind.
         here: Offload = "none" if offload == "activations" else "optimizer"
         for reshard, mode in product(reshards, modes):
-            kept, away = (
+            kept, offloading = (
                 LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=one)
                 for one in (here, offload)
             )
-            rich, lean = layouts(run, space, kept), layouts(run, space, away)
+            rich, lean = layouts(run, space, kept), layouts(run, space, offloading)
             legal = sharded | (not reshard) | (pins.reshard is not None)
             if gradients == "whole":
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
             for count in range(1, layers + 1):
                 share = count / layers
-                moved = ranked_seconds(priced, replace(lean, offload_activations=share))
-                seconds = (1 - share) * ranked_seconds(priced, rich) + share * moved
+                moved = closed_form_seconds(priced, replace(lean, offload_activations=share))
+                seconds = (1 - share) * closed_form_seconds(priced, rich) + share * moved
                 # Two or three layers stay besides those that are kept.
-                some = bytes_of_rank(run, replace(lean, offload_activations=1e-9))
-                memory = (1 - share) * some + share * bytes_of_rank(run, lean)
+                vanishing = peak_rank_bytes(run, replace(lean, offload_activations=1e-9))
+                memory = (1 - share) * vanishing + share * peak_rank_bytes(run, lean)
                 best = min(best, seconds[legal & (memory <= room)].min(initial=np.inf))
     return best
 

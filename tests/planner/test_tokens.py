@@ -16,7 +16,7 @@ def chosen(words: str) -> Plan:
     return search(load_run(None, [*PAIR.split(), *GPUS.split(), *words.split()]), trainable=True).best.plan
 
 
-def said(plan: Plan) -> str:
+def token_reason(plan: Plan) -> str:
     return next((reason for reason in plan.why if reason.startswith("tokens")), "")
 
 
@@ -27,8 +27,8 @@ def test_copy_engines_carry_tokens_between_two_ranks_and_need_room_for_them() ->
     assert 1.05 < kernels.predicted.step_seconds / copied.predicted.step_seconds < 1.15
     window = copied.predicted.memory_bytes["framework"] - kernels.predicted.memory_bytes["framework"]
     assert window == 2 * 2 * 8192 * 4096 * 2, "two slots, each for all tokens of a micro-batch in bf16"
-    assert said(copied).startswith("tokens by copy engines: the best plan with kernels takes")
-    assert not said(kernels), "what is pinned needs no reason"
+    assert token_reason(copied).startswith("tokens by copy engines: the best plan with kernels takes")
+    assert not token_reason(kernels), "what is pinned needs no reason"
 
 
 @pytest.mark.parametrize(
@@ -45,17 +45,23 @@ def test_copy_engines_carry_tokens_between_two_ranks_and_need_room_for_them() ->
 )
 def test_kernels_carry_them_where_copies_cannot_or_were_not_measured(words: str, reason: str) -> None:
     plan = chosen(words)
-    assert plan.tensor_engine == "kernel" and said(plan).startswith(reason) and bool(said(plan)) == bool(reason)
+    assert (
+        plan.tensor_engine == "kernel"
+        and token_reason(plan).startswith(reason)
+        and bool(token_reason(plan)) == bool(reason)
+    )
 
 
 def test_the_search_copies_without_a_pinned_axis_too() -> None:
     words = "model=llama3-8b train.seq_len=8192 train.global_batch=3"  # which two data ranks do not divide
-    found = search(load_run(None, [*words.split(), *GPUS.split()]))
-    pairs = [one.plan for one in (found.best, *found.others) if one.plan.axis_size("tensor") == 2]
+    answer = search(load_run(None, [*words.split(), *GPUS.split()]))
+    pairs = [candidate.plan for candidate in (answer.best, *answer.others) if candidate.plan.axis_size("tensor") == 2]
     assert pairs and pairs[0].tensor_engine == "copy"
 
 
 def test_one_sequence_at_a_time_gains_no_more_than_a_predictions_doubt() -> None:
     """Kernels gather a single sequence in order: nothing is copied into place, and all that copies could hide is the exchange."""
     plan = chosen("plan.micro_batch=1")
-    assert plan.tensor_engine == "kernel" and "the best plan with copy engines cannot be told apart" in said(plan)
+    assert plan.tensor_engine == "kernel" and "the best plan with copy engines cannot be told apart" in token_reason(
+        plan
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.planner.reprice import repriced
+from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
 from meshwright.spec.layout import with_node_crossings
@@ -26,13 +26,13 @@ def test_changes_are_the_plan_priced_on_what_they_name() -> None:
     plan = search(run, trainable=True).best.plan
     changes = {change.name.partition(" (")[0]: change for change in what_if(run, plan)}
     assert [change.gain for change in changes.values()] == sorted((c.gain for c in changes.values()), reverse=True)
-    before = repriced(run, plan).predicted
+    before = reprice(run, plan).predicted
     assert before is not None and before.step_seconds is not None
 
     cluster = as_nodes(run.cluster)
     assert cluster.network is not None and cluster.network.port_gb_per_s is not None
     doubled = NetworkSpec(fabric="tcp", port_gb_per_s=2 * cluster.network.port_gb_per_s)
-    faster = repriced(replace(run, cluster=replace(cluster, network=doubled)), plan).predicted
+    faster = reprice(replace(run, cluster=replace(cluster, network=doubled)), plan).predicted
     network = changes["twice the network"]
     assert faster is not None and network.seconds == pytest.approx(faster.step_seconds)
     assert network.gain == pytest.approx(before.step_seconds / network.seconds - 1) and network.gain > 0.01
@@ -49,8 +49,8 @@ def test_only_what_the_cluster_has_is_doubled() -> None:
     run = ask("cluster.emulate_nodes=1", "plan.shard=4")
     names = [change.name for change in what_if(run, search(run).best.plan)]
     assert not [name for name in names if "network" in name or "reduce_replicas" in name]
-    one = ask("cluster.emulate_nodes=1", "cluster.gpus_per_node=1")
-    assert not [change for change in what_if(one, search(one).best.plan) if "links" in change.name]
+    alone = ask("cluster.emulate_nodes=1", "cluster.gpus_per_node=1")
+    assert not [change for change in what_if(alone, search(alone).best.plan) if "links" in change.name]
 
 
 def test_memory_buys_what_it_was_missing_for() -> None:
@@ -75,7 +75,7 @@ def test_a_mesh_that_no_search_would_lay_out_is_kept() -> None:
     plan = search(run, trainable=True).best.plan
     turned = with_node_crossings(replace(plan, mesh=tuple(reversed(plan.mesh))), run.cluster.ranks_per_node)
     assert [axis.axis for axis in turned.mesh] == ["shard", "pipeline"]
-    names = [change.name for change in what_if(run, repriced(run, turned))]
+    names = [change.name for change in what_if(run, reprice(run, turned))]
     assert any("twice the network" in name for name in names)
 
 
@@ -119,7 +119,7 @@ def test_fp8_is_offered_to_layers_that_have_no_format_of_their_own() -> None:
     (layer,) = plan.layers
     first = replace(plan, layers=(replace(layer, range="0", linear="fp8_rowwise"), replace(layer, range="1-15")))
     gains = [
-        [change.gain for change in what_if(run, repriced(run, given)) if "fp8" in change.name]
+        [change.gain for change in what_if(run, reprice(run, given)) if "fp8" in change.name]
         for given in (plan, first, replace(plan, layers=(replace(layer, linear="fp8_rowwise"),)))
     ]
     assert not gains[2] and gains[0][0] > gains[1][0] > 0.8 * gains[0][0], "what is tried keeps each layer's format"
@@ -133,6 +133,6 @@ def test_the_planner_takes_fp8_only_when_asked() -> None:
         ("plan.linear=fp8_tensorwise", "plan.gather=compute"): ("fp8_tensorwise", "compute"),
         ("plan.linear=fp8_rowwise",): ("fp8_rowwise", "compute"),
     }
-    for words, wanted in asked.items():
-        found = search(ask(*PINS, *words)).best.plan.precision
-        assert (found.linear, found.gather) == wanted
+    for words, expected in asked.items():
+        precision = search(ask(*PINS, *words)).best.plan.precision
+        assert (precision.linear, precision.gather) == expected

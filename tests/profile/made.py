@@ -52,7 +52,7 @@ def made_profile() -> MachineProfile:
     return MachineProfile(
         date="2026-01-02T03:04:05Z", gpu="H200", device="NVIDIA H200", devices=8, nodes=2, cores=96, memory_bytes=150 << 30,
         link_bytes_per_s=number(machine.link), port_bytes_per_s=number(machine.nic), versions={"torch": "2.11.0"},
-        products=tuple(_product(shape, kind, k) for shape in SHAPES for kind in FORMATS),
+        products=tuple(_product(shape, dtype, k) for shape in SHAPES for dtype in FORMATS),
         attention=tuple(_attention(8192, head, machine, window) for window in (None, 1024) for head in (64, 128)),
         copy_bytes_per_s=hbm * 1.02, pass_bytes_per_s=hbm, adamw_parameters_per_s=hbm / TRUE["update"], launch_seconds=5e-6,
         collectives=tuple(_rings(k, machine)),
@@ -62,10 +62,10 @@ def made_profile() -> MachineProfile:
     )  # fmt: skip
 
 
-def _product(shape: tuple[int, int, int], kind: Literal["bf16", "fp8"], k: Constants) -> ProductTime:
+def _product(shape: tuple[int, int, int], dtype: Literal["bf16", "fp8"], k: Constants) -> ProductTime:
     m, inner, n = shape
-    seconds = number(product_rate(machine_of(NODES, kind), k).seconds(*map(float, shape)))
-    return ProductTime(format=kind, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)
+    seconds = number(product_rate(machine_of(NODES, dtype), k).seconds(*map(float, shape)))
+    return ProductTime(format=dtype, m=m, k=inner, n=n, seconds=seconds, burst_seconds=seconds * 0.9)
 
 
 def _attention(seq: int, head: int, machine: Machine, window: int | None) -> AttentionTime:
@@ -80,17 +80,17 @@ def _attention(seq: int, head: int, machine: Machine, window: int | None) -> Att
 
 
 def _rings(k: Constants, machine: Machine) -> list[CollectiveTime]:
-    rows = []
+    times = []
     for ranks, stride in ((2, 1), (4, 1), (8, 1), (2, 8), (16, 1)):
         where = group(machine, k, float(ranks), float(stride))
         for size in SIZES:
             seconds = number(gather(where, k, float(size)))
             nodes = int(number(where.domains))
-            rows += [CollectiveTime(op=op, ranks=ranks, nodes=nodes, bytes=size, seconds=seconds) for op in RINGS]
+            times += [CollectiveTime(op=op, ranks=ranks, nodes=nodes, bytes=size, seconds=seconds) for op in RINGS]
             summed = number(all_reduce(where, k, float(size)))
-            rows.append(CollectiveTime(op="all_reduce", ranks=ranks, nodes=nodes, bytes=size, seconds=summed))
-            rows.append(CollectiveTime(op="all_to_all", ranks=ranks, nodes=nodes, bytes=size, seconds=7 * seconds))
-    return rows
+            times.append(CollectiveTime(op="all_reduce", ranks=ranks, nodes=nodes, bytes=size, seconds=summed))
+            times.append(CollectiveTime(op="all_to_all", ranks=ranks, nodes=nodes, bytes=size, seconds=7 * seconds))
+    return times
 
 
 def _beside(op: Literal["all_gather", "reduce_scatter", "to_host"], nodes: int, tax: float) -> Interference:

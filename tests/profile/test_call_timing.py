@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.profile import call_timing as clock_room
-from meshwright.profile.call_timing import LARGEST_BATCH, LEAST, MOST, TICK, Clock, _cut
+from meshwright.profile import call_timing as call_timing
+from meshwright.profile.call_timing import LARGEST_BATCH, MAX_BATCHES, MIN_BATCH_SECONDS, MIN_BATCHES, Clock, _cut
 from meshwright.profile.team import Team
 
 ALONE = Team(torch.device("cpu"))
@@ -17,7 +17,7 @@ class Hands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
         self.now, self.calls, self._seconds = 0.0, 0, seconds
-        monkeypatch.setattr(clock_room.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(call_timing.time, "perf_counter", lambda: self.now)
 
     def __call__(self) -> None:
         self.now += self._seconds[min(self.calls, len(self._seconds) - 1)]
@@ -27,17 +27,17 @@ class Hands:
 @pytest.mark.parametrize(
     ("each", "budget", "inner", "batches"),
     [
-        (1e-5, 1.0, 100, MOST),
+        (1e-5, 1.0, 100, MAX_BATCHES),
         (0.1, 1.0, 1, 10),
-        (0.6, 1.0, 1, LEAST),
+        (0.6, 1.0, 1, MIN_BATCHES),
         (5.0, 1.0, 1, 1),
-        (0.0, 1.0, LARGEST_BATCH, MOST),
+        (0.0, 1.0, LARGEST_BATCH, MAX_BATCHES),
     ],
 )
 def test_repeats_fill_the_budget_within_bounds(each: float, budget: float, inner: int, batches: int) -> None:
-    found = _cut(each, budget)
-    assert found == (inner, batches)
-    assert found[0] * each >= TICK or found[0] == LARGEST_BATCH
+    cut = _cut(each, budget)
+    assert cut == (inner, batches)
+    assert cut[0] * each >= MIN_BATCH_SECONDS or cut[0] == LARGEST_BATCH
 
 
 def test_the_first_half_warms_up_and_one_outlier_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

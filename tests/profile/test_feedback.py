@@ -27,20 +27,20 @@ OTHER = Correction(run="other", date="2026", predicted_seconds=1.0, measured_sec
 
 def test_the_factor_that_made_a_step_is_found_whatever_was_corrected_before() -> None:
     profile = made_profile()
-    wanted = predicted_seconds(profile, RUN, PLAN, 1.27)
-    after = corrected(replace(profile, corrections=(OTHER,)), RUN, PLAN, wanted)
+    measured = predicted_seconds(profile, RUN, PLAN, 1.27)
+    after = corrected(replace(profile, corrections=(OTHER,)), RUN, PLAN, measured)
     assert after.corrections[0] == OTHER and replace(after, corrections=()) == profile
-    found = after.corrections[1]
-    assert found.factor == pytest.approx(1.27, rel=1e-4)
-    assert found.measured_seconds == wanted and found.predicted_seconds < wanted
-    assert predicted_seconds(profile, RUN, PLAN, found.factor) == pytest.approx(wanted, rel=1e-4)
+    correction = after.corrections[1]
+    assert correction.factor == pytest.approx(1.27, rel=1e-4)
+    assert correction.measured_seconds == measured and correction.predicted_seconds < measured
+    assert predicted_seconds(profile, RUN, PLAN, correction.factor) == pytest.approx(measured, rel=1e-4)
 
 
 def test_a_run_fed_back_twice_counts_once() -> None:
     twice = made_profile()
     for factor in (1.1, 1.2):
         twice = corrected(twice, RUN, PLAN, predicted_seconds(made_profile(), RUN, PLAN, factor))
-    assert [round(row.factor, 3) for row in twice.corrections] == [1.2]
+    assert [round(correction_entry.factor, 3) for correction_entry in twice.corrections] == [1.2]
 
 
 def test_what_device_time_cannot_explain_is_refused() -> None:

@@ -1,1 +1,1 @@
-"""Runs as tables of published figures print them: read into what the cost model takes, and priced. The main commands do not import it."""
+"""Reads tables of published training runs and prices them with the cost model. The main commands do not import it."""

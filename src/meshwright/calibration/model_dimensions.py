@@ -1,4 +1,4 @@
-"""Dimensions of public model families by name.
+"""Looks up dimensions of public model families by name.
 
 Sources: each family's published config.json or paper. A name is matched without case, spaces or punctuation; dimensions that a
 caller gives replace the table's.

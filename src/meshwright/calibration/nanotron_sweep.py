@@ -1,8 +1,8 @@
-"""What nanotron's sweep does not print: whether tensor parallelism keeps what it gathers whole, or only a share of the sequence.
+"""Guesses a setting that nanotron's sweep does not print: whether tensor ranks split activations by sequence.
 
-Memory shows that both were run: from tensor 8 on it lies near one of two values that differ by 1.5 elements a token, layer and hidden
-element, kept whole or split. Time follows: in runs that split, each step of a ring takes 0.3 ms, and pipelines across many nodes stall.
-The rule below names the right one for about 85% of the rows where memory tells them apart (docs/design/cost-model.md).
+Memory shows that both occur: from tensor 8 on it is near one of two values that differ by 1.5 elements per token, layer and hidden element.
+Time differs too: in runs that split, each step of a ring takes 0.3 ms, and pipelines across many nodes stall. The rule below is right for
+about 85% of the runs where memory shows the setting (docs/design/cost-model.md).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ WHOLE = Keeping(
     held=7.0, owned=13.0, sharding=0.0, wide=1.5, hidden=9.0, narrow=1.0, live=2.5, logits=14.0, gathered=0.0, slack=0.0, base=0.25,
     base_rank=0.0,
 )  # fmt: skip
-"""Memory of a run that keeps everything whole, by accounting: bf16 weights, fp32 gradients, three fp32 states, 16-bit activations."""
+"""Memory constants of a run that keeps activations whole: bf16 weights, fp32 gradients, three fp32 states, 16-bit activations."""
 FULL = 0.88
-"""Share of a device's memory from which the sweep's runs failed."""
+"""Share of a device's memory above which the sweep's runs failed."""
 
 
 def splits_sequence(shape: Shape, machine: Machine, layout: Layouts) -> bool:
-    """Whether a run of the sweep kept only its share of the sequence: what did not fit whole, and most of the large pipelines."""
+    """Whether a run of the sweep split activations by sequence: runs that did not fit whole, and most large pipelines."""
     needed = float(sum(footprint(shape, layout, WHOLE).values()))
     if layout.tensor > 1 and needed > FULL * machine.memory:
         return True

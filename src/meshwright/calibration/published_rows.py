@@ -1,4 +1,4 @@
-"""A row of a table of published runs → what the cost model is asked, with every default it had to take.
+"""Reads a record of a table of published runs as inputs of the cost model, and lists the defaults that it assumes.
 
 Columns and units: docs/design/cost-model.md, "Tables of runs". Measured columns are read for comparison only; nothing here depends on them.
 """
@@ -28,7 +28,7 @@ PLAN_COLUMNS = ("gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run as the cost model sees it."""
+    """A run as inputs of the cost model."""
 
     shape: Shape
     machine: Machine
@@ -36,16 +36,16 @@ class Case:
     generation: str
     stack: str
     may_recompute: bool = False
-    """Whether the row does not say if activations are recomputed, and its software could."""
+    """Whether the record does not state recomputation, and its software could recompute."""
     first_stage: bool = False
-    """Whether the memory that its software prints is that of the first pipeline stage."""
+    """Whether its software prints the memory of the first pipeline stage."""
     release: float = 0.0
-    """Age of the software: years after the start of 2025, 0 when not known."""
+    """Release date of the software in years after the start of 2025; 0 when not known."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A row read: its case, or the reason why there is none; and the defaults it took."""
+    """The result of reading a record: its case or the reason why it cannot be priced, and the assumed defaults."""
 
     case: Case | None
     assumed: tuple[str, ...]
@@ -53,7 +53,7 @@ class Reading:
 
 
 class _NotExpressed(Exception):
-    """Why a row cannot be priced."""
+    """A record cannot be priced; the message says why."""
 
 
 STACKS = (
@@ -69,119 +69,122 @@ STACKS = (
     ("torchtitan", r"torchtitan|fms-fsdp"),
     ("megatron_lm", r"megatron"),
 )
-"""(software stack, what names it in a source), most specific first."""
+"""(software stack, pattern of its sources' names), most specific first."""
 SHARDED_OPTIMIZER = {"bridge", "megatron_tuned", "nemo"}
 """Stacks whose recipes shard the optimizer over replicas unless they say otherwise."""
 NEVER_RECOMPUTES = {"nanotron"}
 """Stacks whose published runs kept all activations."""
 BALANCED = {"nanotron"}
-"""Stacks that cut a pipeline by the cost of layers and head."""
+"""Stacks that balance pipeline stages by the cost of layers and head."""
 FIRST_STAGE = {"nanotron"}
 """Stacks that print the memory of rank 0."""
 IMBALANCE = 1.2
-"""Rows of the busiest expert rank over the mean where a source does not say: a guess (benchmarks that force an even load say so)."""
+"""Tokens of the busiest expert rank over the mean where a source does not state it: a guess. Sources with a forced even load state that."""
 MODE_NOT_PRINTED = {"nanotron"}
-"""Stacks whose tables do not say how tensor parallelism treats the sequence."""
+"""Stacks whose tables do not state whether tensor parallelism splits the sequence."""
 
 
 def stack_of(source: str, note: str) -> str:
-    """The software stack behind a row; `default` when nothing names one."""
-    found = next((name for name, pattern in STACKS if re.search(pattern, source.lower())), "default")
+    """The software stack of a record; `default` when the source names none."""
+    stack = next((name for name, pattern in STACKS if re.search(pattern, source.lower())), "default")
     if (
         "megascale" in source.lower()
         and re.search(r"megatron-lm", note, re.IGNORECASE)
         and not note.startswith("MegaScale")
     ):
         return "megatron_lm"
-    return found
+    return stack
 
 
-def read_row(row: Text) -> Reading:
-    """What `row` asks. Never raises: what cannot be expressed is a reason."""
+def read_record(record: Text) -> Reading:
+    """Read `record`. Never raises: where it cannot be priced, the result has the reason."""
     assumed: list[str] = []
     try:
-        return Reading(_case(row, assumed), tuple(assumed), None)
+        return Reading(_case(record, assumed), tuple(assumed), None)
     except _NotExpressed as why:
         return Reading(None, tuple(assumed), str(why))
 
 
-def measured_seconds(row: Text) -> float | None:
-    """The run's step time; where it is not given, from its tokens per second, or from its FLOP/s when the source says what they count."""
-    seconds = number_or_none(row, "iter_time_s")
+def measured_seconds(record: Text) -> float | None:
+    """The run's step time in seconds: as given, or from tokens per second, or from FLOP/s if the source defines them."""
+    seconds = number_or_none(record, "iter_time_s")
     if seconds:
         return seconds
-    rate, batch, seq = (number_or_none(row, key) for key in ("tokens_per_s", "global_batch", "seq"))
+    rate, batch, seq = (number_or_none(record, key) for key in ("tokens_per_s", "global_batch", "seq"))
     if not (batch and seq):
         return None
-    return batch * seq / rate if rate else _seconds_from_flops(row, batch * seq, seq)
+    return batch * seq / rate if rate else _seconds_from_flops(record, batch * seq, seq)
 
 
-def _seconds_from_flops(row: Text, tokens: float, seq: float) -> float | None:
-    """Seconds of a step whose FLOP/s count 6 FLOPs a parameter and token, and all scores of attention; None where nobody says that."""
-    if not any(convention.attention_counted_in_full for convention in applicable_conventions(row)):
+def _seconds_from_flops(record: Text, tokens: float, seq: float) -> float | None:
+    """Seconds of a step from its FLOP/s; None unless the source states its convention.
+
+    The convention: 6 FLOPs per parameter and token, and all attention scores.
+    """
+    if not any(convention.attention_counted_in_full for convention in applicable_conventions(record)):
         return None
     keys = ("tflops_per_gpu", "gpus", "params", "layers", "hidden")
-    rate, gpus, params, layers, hidden = (number_or_none(row, key) or 0.0 for key in keys)
+    rate, gpus, params, layers, hidden = (number_or_none(record, key) or 0.0 for key in keys)
     return (
         tokens * (6 * params + 12 * layers * hidden * seq) / (rate * 1e12 * gpus) if rate and gpus and params else None
     )
 
 
-def number_or_none(row: Text, key: str) -> float | None:
-    """A column's number; None when it is empty or not one."""
+def number_or_none(record: Text, key: str) -> float | None:
+    """The number in a column; None when the cell is empty or no number."""
     try:
-        return _number(row, key)
+        return _number(record, key)
     except _NotExpressed:
         return None
 
 
-def fully_specified(row: Text) -> bool:
-    """Whether the row, or its source, gives its plan and model size and a time."""
-    cells, _ = with_conventions(row)
-    return all(cells.get(key) for key in PLAN_COLUMNS) and measured_seconds(row) is not None
+def fully_specified(record: Text) -> bool:
+    """Whether the record or its source states plan, model size and step time."""
+    cells, _ = with_conventions(record)
+    return all(cells.get(key) for key in PLAN_COLUMNS) and measured_seconds(record) is not None
 
 
-def failed(row: Text) -> bool:
-    return "FAILED" in (row.get("note") or "")
+def failed(record: Text) -> bool:
+    return "FAILED" in (record.get("note") or "")
 
 
-def _case(row: Text, assumed: list[str]) -> Case:
-    conventions = applicable_conventions(row)
+def _case(record: Text, assumed: list[str]) -> Case:
+    conventions = applicable_conventions(record)
     if refusal := next((convention.because for convention in conventions if convention.refused), None):
         raise _NotExpressed(refusal)
-    stack = stack_of(row.get("source") or "", row.get("note") or "")
+    stack = stack_of(record.get("source") or "", record.get("note") or "")
     stack = next((convention.stack for convention in conventions if convention.stack), stack)
-    row, said = with_conventions(row)
-    assumed += said
-    chip = _chip(row, assumed)
-    layout = _layout(row, stack, assumed)
-    shape_ = _shape(row, assumed)
-    machine = _machine(row, chip, layout, assumed)
-    if not _size(row, "ep"):
-        recipes = stack in SHARDED_OPTIMIZER and shape_.experts
-        layout = replace(layout, expert=_recipe_experts(shape_, machine, layout) if recipes else 1.0)
+    record, convention_notes = with_conventions(record)
+    assumed += convention_notes
+    chip = _chip(record, assumed)
+    layout = _layout(record, stack, assumed)
+    model_shape = _shape(record, assumed)
+    machine = _machine(record, chip, layout, assumed)
+    if not _size(record, "ep"):
+        recipes = stack in SHARDED_OPTIMIZER and model_shape.experts
+        layout = replace(layout, expert=_recipe_experts(model_shape, machine, layout) if recipes else 1.0)
         assumed.append(
             f"ep {layout.expert:g}" + (f" (recipes of {stack} spread experts over the fast domain)" if recipes else "")
         )
-    layout = _with_experts(row, shape_, layout, assumed)
+    layout = _with_experts(record, model_shape, layout, assumed)
     if stack in MODE_NOT_PRINTED:
-        layout = replace(layout, sequence=float(splits_sequence(shape_, machine, layout)))
+        layout = replace(layout, sequence=float(splits_sequence(model_shape, machine, layout)))
         assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
     return Case(
-        shape=shape_,
+        shape=model_shape,
         machine=machine,
         layout=layout,
         generation=chip.generation,
         stack=stack,
         first_stage=stack in FIRST_STAGE,
-        may_recompute=not row.get("recompute") and stack not in NEVER_RECOMPUTES,
-        release=_release_year(row, conventions, assumed),
+        may_recompute=not record.get("recompute") and stack not in NEVER_RECOMPUTES,
+        release=_release_year(record, conventions, assumed),
     )
 
 
-def _release_year(row: Text, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
-    """As `release_of`; what the source's convention says, else the start of 2025, where the row names none."""
-    named = release_of(row.get("source") or "", row.get("note") or "")
+def _release_year(record: Text, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
+    """`release_of` the record; where it names no release, that of the source's convention, else the start of 2025."""
+    named = release_of(record.get("source") or "", record.get("note") or "")
     stated = next((convention.release for convention in conventions if convention.release), 0.0)
     if not named and not stated:
         assumed.append("release not named: as of 2025.0")
@@ -193,7 +196,7 @@ _ROUNDS = {"3.0": 2023.4, "3.1": 2023.8, "4.0": 2024.4, "4.1": 2024.8, "5.0": 20
 
 
 def release_of(source: str, note: str) -> float:
-    """Years after the start of 2025 at which the software named in a row was released; 0 when none is named."""
+    """Release date of the software that a record names, in years after the start of 2025; 0 when it names none."""
     mlperf = re.search(r"training_results_v(\d\.\d)", source)
     if mlperf:
         return _ROUNDS.get(mlperf.group(1), 2025.0) - 2025.0
@@ -202,11 +205,11 @@ def release_of(source: str, note: str) -> float:
 
 
 LARGEST = 1e15
-"""Above every count, width and number of weights of a run."""
+"""Upper limit for counts, widths and numbers of parameters in a record."""
 
 
-def _number(row: Text, key: str) -> float | None:
-    text = (row.get(key) or "").strip()
+def _number(record: Text, key: str) -> float | None:
+    text = (record.get(key) or "").strip()
     if not text:
         return None
     try:
@@ -216,85 +219,85 @@ def _number(row: Text, key: str) -> float | None:
     return value if value == value and abs(value) != float("inf") else None
 
 
-def _size(row: Text, key: str) -> float | None:
-    """A count or a width; None when it is empty or 0. What no run can have is refused here, before it is multiplied."""
-    value = _number(row, key)
+def _size(record: Text, key: str) -> float | None:
+    """A count or a width; None when it is empty or 0. Impossible values are rejected before they are multiplied."""
+    value = _number(record, key)
     if value and not 1 <= value <= LARGEST:
         raise _NotExpressed(f"{key} is {value:g}, not between 1 and {LARGEST:g}")
     return value or None
 
 
-def _needed(row: Text, key: str) -> float:
-    value = _size(row, key)
+def _needed(record: Text, key: str) -> float:
+    value = _size(record, key)
     if value is None:
         raise _NotExpressed(f"{key} is not given")
     return value
 
 
-def _or(row: Text, key: str, default: float, assumed: list[str]) -> float:
-    value = _size(row, key)
+def _or(record: Text, key: str, default: float, assumed: list[str]) -> float:
+    value = _size(record, key)
     if value is not None:
         return value
     assumed.append(f"{key} {default:g}")
     return default
 
 
-def _chip(row: Text, assumed: list[str]) -> Chip:
-    text = row.get("gpu") or ""
+def _chip(record: Text, assumed: list[str]) -> Chip:
+    text = record.get("gpu") or ""
     plain = re.sub(r"[^A-Z0-9]", "", text.upper())
     if not plain:
         raise _NotExpressed("gpu is not given")
     special = re.match(r"(?:NVIDIA)?(H100|A100)(?:SXM\d?)?(40GB|80GB|9[46]GB)?", plain)
     if special:
         name, size = special.groups()
-        wanted = {"40GB": f"{name}-40GB", "94GB": f"{name}-96GB", "96GB": f"{name}-96GB"}.get(size or "", name)
+        chip_name = {"40GB": f"{name}-40GB", "94GB": f"{name}-96GB", "96GB": f"{name}-96GB"}.get(size or "", name)
         if size is None:
             assumed.append(f"gpu {name} with 80 GB")
-        return CHIPS.get(wanted, CHIPS[name])
+        return CHIPS.get(chip_name, CHIPS[name])
     names = sorted(CHIPS, key=len, reverse=True)
-    found = next((name for name in names if name.upper().replace("-", "") in plain), None)
-    if found is None:
+    chip_name_in_text = next((name for name in names if name.upper().replace("-", "") in plain), None)
+    if chip_name_in_text is None:
         raise _NotExpressed(f"gpu {text!r} is not in the chip table (known: {', '.join(CHIPS)})")
-    return CHIPS[found]
+    return CHIPS[chip_name_in_text]
 
 
-def _shape(row: Text, assumed: list[str]) -> Shape:
-    name = row.get("model") or ""
-    known = by_name(name)
-    dims = dict(known)
+def _shape(record: Text, assumed: list[str]) -> Shape:
+    name = record.get("model") or ""
+    family_dims = by_name(name)
+    dims = dict(family_dims)
     for key, column in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocab")):
-        value = _size(row, column)
+        value = _size(record, column)
         if value:
             dims[key] = value
         elif key in dims:
             assumed.append(f"{column} {dims[key]:g} (of {name})")
     if "layers" not in dims or "hidden" not in dims:
         raise _NotExpressed(f"layers or hidden is not given and model {name!r} is not in the family table")
-    if known and dims["hidden"] != known["hidden"]:
-        assumed.append(f"only sizes of the row: it is not the {name} of the family table")
-        dims = {key: dims[key] for key in ("layers", "hidden", "heads", "vocab") if _size(row, key)}
-        known = {}
+    if family_dims and dims["hidden"] != family_dims["hidden"]:
+        assumed.append(f"only sizes of the record: it is not the {name} of the family table")
+        dims = {key: dims[key] for key in ("layers", "hidden", "heads", "vocab") if _size(record, key)}
+        family_dims = {}
         if "layers" not in dims:
             raise _NotExpressed(f"hidden is not that of {name!r} in the family table, and layers is not given")
     gpt = looks_like_gpt(name)
     _fill(dims, "heads", max(1.0, dims["hidden"] // 128), assumed)
-    given_kv = _size(row, "kv_heads")
+    given_kv = _size(record, "kv_heads")
     if given_kv:
         dims["kv_heads"] = given_kv
     else:
-        dims["kv_heads"] = known.get("kv_heads", dims["heads"])
+        dims["kv_heads"] = family_dims.get("kv_heads", dims["heads"])
         assumed.append(f"kv_heads {dims['kv_heads']:g}")
-    ffn = _size(row, "ffn")
-    if ffn and not known.get("experts"):
+    ffn = _size(record, "ffn")
+    if ffn and not family_dims.get("experts"):
         dims["ffn"] = ffn
     _fill(dims, "ffn", 4 * dims["hidden"] if gpt else round(8 / 3 * dims["hidden"]), assumed)
     _fill(dims, "vocab", 51200 if gpt else 32000, assumed)
     dims.setdefault("gated", 0 if gpt else 1)
     dims.setdefault("tied", 1 if gpt else 0)
-    params = _size(row, "params")
+    params = _size(record, "params")
     if params:
         choices = [shape({**dims, "tied": tied}) for tied in (0, 1)]
-        return min(choices, key=lambda found: (abs(found.params - params), abs(found.tied - dims["tied"])))
+        return min(choices, key=lambda candidate: (abs(candidate.params - params), abs(candidate.tied - dims["tied"])))
     return shape(dims)
 
 
@@ -304,51 +307,51 @@ def _fill(dims: dict[str, float], key: str, default: float, assumed: list[str]) 
         assumed.append(f"{key} {default:g}")
 
 
-def _layout(row: Text, stack: str, assumed: list[str]) -> Layouts:
-    ranks, tensor, pipeline = _needed(row, "gpus"), _needed(row, "tp"), _needed(row, "pp")
-    context = _or(row, "cp", 1, assumed)
-    data = _size(row, "dp") or 0.0
+def _layout(record: Text, stack: str, assumed: list[str]) -> Layouts:
+    ranks, tensor, pipeline = _needed(record, "gpus"), _needed(record, "tp"), _needed(record, "pp")
+    context = _or(record, "cp", 1, assumed)
+    data = _size(record, "dp") or 0.0
     if not data:
         data = max(1.0, ranks // (tensor * pipeline * context))
         assumed.append(f"dp {data:g} (gpus / tp / pp / cp)")
-    zero, shards, keep, offload = _sharding(row.get("zero/fsdp") or "", stack, data, context, assumed)
+    zero, shards, keep, offload = _sharding(record.get("zero/fsdp") or "", stack, data, context, assumed)
     return Layouts(
         tensor=tensor,
         pipeline=pipeline,
-        virtual=_or(row, "vpp", 1, assumed),
+        virtual=_or(record, "vpp", 1, assumed),
         context=context,
-        expert=_size(row, "ep") or 1.0,
+        expert=_size(record, "ep") or 1.0,
         data=data,
         zero=zero,
         shards=shards,
-        micro_batch=_or(row, "micro_batch", 1, assumed),
-        global_batch=_needed(row, "global_batch"),
-        seq=_needed(row, "seq"),
-        recompute=_recompute(row.get("recompute") or "", assumed),
+        micro_batch=_or(record, "micro_batch", 1, assumed),
+        global_batch=_needed(record, "global_batch"),
+        seq=_needed(record, "seq"),
+        recompute=_recompute(record.get("recompute") or "", assumed),
         keep_gathered=keep,
         offload=offload,
-        offload_activations=float("activation offload" in (row.get("note") or "").lower()),
+        offload_activations=float("activation offload" in (record.get("note") or "").lower()),
         balanced=float(stack in BALANCED),
     )
 
 
-def _recipe_experts(shape_: Shape, machine: Machine, layout: Layouts) -> float:
+def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> float:
     """The most expert ranks inside a fast domain that divide the experts and the ranks of a pipeline stage."""
-    ranks, experts = int(layout.tensor * layout.context * layout.data), int(shape_.experts)
-    most = int(min(machine.domain, ranks, experts))
-    return float(next(count for count in range(most, 0, -1) if ranks % count == 0 and experts % count == 0))
+    ranks, experts = int(layout.tensor * layout.context * layout.data), int(model_shape.experts)
+    limit = int(min(machine.domain, ranks, experts))
+    return float(next(count for count in range(limit, 0, -1) if ranks % count == 0 and experts % count == 0))
 
 
-def _with_experts(row: Text, shape_: Shape, layout: Layouts, assumed: list[str]) -> Layouts:
-    """`layout` with what the row's source says of it; expert ranks are checked against the model and the ranks of a stage."""
-    stated = stated_layout_fields(row)
-    experts, ranks = float(shape_.experts), layout.tensor * layout.context * layout.data
+def _with_experts(record: Text, model_shape: Shape, layout: Layouts, assumed: list[str]) -> Layouts:
+    """`layout` with the fields that the source states; checks expert ranks against the model and the ranks of a stage."""
+    stated = stated_layout_fields(record)
+    experts, ranks = float(model_shape.experts), layout.tensor * layout.context * layout.data
     if layout.expert > 1 and not experts:
         raise _NotExpressed(
-            f"ep is {layout.expert:g}, but {row.get('model')!r} is no mixture of experts in the family table"
+            f"ep is {layout.expert:g}, but {record.get('model')!r} is no mixture of experts in the family table"
         )
     if layout.expert > max(1.0, experts):
-        raise _NotExpressed(f"ep is {layout.expert:g}, more than the {experts:g} experts of {row.get('model')!r}")
+        raise _NotExpressed(f"ep is {layout.expert:g}, more than the {experts:g} experts of {record.get('model')!r}")
     if layout.expert > 1 and ranks % layout.expert:
         raise _NotExpressed(
             f"ep is {layout.expert:g}, which does not divide the {ranks:g} ranks of a pipeline stage (tp x cp x dp)"
@@ -362,29 +365,29 @@ def _with_experts(row: Text, shape_: Shape, layout: Layouts, assumed: list[str])
 def _sharding(
     text: str, stack: str, data: float, context: float, assumed: list[str]
 ) -> tuple[float, float, float, float]:
-    """(ZeRO stage, shards, weights kept after forward, optimizer offloaded) of a phrase such as "fsdp2 64"."""
-    said = text.lower()
-    if not said:
+    """(ZeRO stage, shards, weights kept after forward, optimizer offloaded) from a phrase such as "fsdp2 64"."""
+    stated_text = text.lower()
+    if not stated_text:
         stage = 1.0 if stack in SHARDED_OPTIMIZER else 0.0
         assumed.append(f"zero {stage:g}" + (f" (recipes of {stack} shard the optimizer)" if stage else ""))
         return stage, data * context, 0.0, 0.0
     stages = ((3.0, r"zero-?3|full_shard|fsdp"), (2.0, r"zero-?2|grad_op"), (1.0, r"zero-?1|dist-?opt"))
-    stage = next((number for number, pattern in stages if re.search(pattern, said)), 0.0)
-    if "grad_op" in said:
+    stage = next((number for number, pattern in stages if re.search(pattern, stated_text)), 0.0)
+    if "grad_op" in stated_text:
         stage = 2.0
-    if said.startswith("ddp") or "fsdp=0" in said:
+    if stated_text.startswith("ddp") or "fsdp=0" in stated_text:
         stage = 1.0 if stack in SHARDED_OPTIMIZER else 0.0
-    count = re.search(r"fsdp2? (\d+)", said)
+    count = re.search(r"fsdp2? (\d+)", stated_text)
     shards = min(data, float(count.group(1))) * context if count else data * context
-    return stage, max(1.0, shards), float("no reshard" in said), float("offload" in said)
+    return stage, max(1.0, shards), float("no reshard" in stated_text), float("offload" in stated_text)
 
 
 CHEAP = {"norm", "layernorm", "act", "moe_act", "mla_up_proj", "shared_expert"}
-"""Modules of Megatron-Core whose repetition takes next to no time."""
+"""Modules of Megatron-Core whose recomputation takes almost no time."""
 
 
 def _recompute(text: str, assumed: list[str]) -> float:
-    """The mode of a phrase such as "full", "selective" or "selective (norm, act)", the modules of Megatron-Core in brackets."""
+    """The recompute mode from a phrase such as "full", "selective" or "selective (norm, act)", with Megatron-Core's modules."""
     if not text:
         assumed.append("recompute none")
     if text.startswith("full"):
@@ -401,12 +404,12 @@ def _recompute(text: str, assumed: list[str]) -> float:
     return SELECTIVE
 
 
-def _machine(row: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Machine:
-    per_node = _or(row, "gpus_per_node", chip.per_node, assumed)
+def _machine(record: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Machine:
+    per_node = _or(record, "gpus_per_node", chip.per_node, assumed)
     domain = max(per_node, chip.domain)
-    number_format, low = _format(row, chip, assumed)
+    number_format, low = _format(record, chip, assumed)
     half = chip.peak_flops.get("bf16", chip.peak_flops.get("fp16", chip.peak_flops["fp32"]))
-    wires = row.get("interconnect") or ""
+    wires = record.get("interconnect") or ""
     nic = port_bandwidth(wires, per_node)
     if nic is None:
         nic = chip.nic
@@ -430,21 +433,21 @@ def _machine(row: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Mach
     )
 
 
-def _format(row: Text, chip: Chip, assumed: list[str]) -> tuple[str, float]:
-    """(the chip's name of a number format, its kind as in Machine.low). MLPerf submissions take the narrowest that the chip has."""
-    said = (row.get("dtype") or "").lower()
-    if not said:
-        narrow = ("nvfp4", "fp8") if "mlcommons" in (row.get("source") or "") else ()
-        said = next((name for name in narrow if name in chip.peak_flops), "bf16")
-        assumed.append(f"dtype {said}")
-    kinds = (
+def _format(record: Text, chip: Chip, assumed: list[str]) -> tuple[str, float]:
+    """(dtype in the chip table, its class as in Machine.low); without a dtype, MLPerf records use the chip's narrowest."""
+    words = (record.get("dtype") or "").lower()
+    if not words:
+        narrow = ("nvfp4", "fp8") if "mlcommons" in (record.get("source") or "") else ()
+        words = next((name for name in narrow if name in chip.peak_flops), "bf16")
+        assumed.append(f"dtype {words}")
+    dtype_patterns = (
         ("nvfp4", 3.0, r"fp4"),
         ("mxfp8", 2.0, r"mx"),
         ("fp8", 2.0, r"fp8.*block"),
         ("fp8", 1.0, r"fp8|float8|e4m3"),
         ("bf16", 0.0, r"bf16|fp16|half"),
     )
-    name, low = next(((name, low) for name, low, pattern in kinds if re.search(pattern, said)), ("bf16", 0.0))
+    name, low = next(((name, low) for name, low, pattern in dtype_patterns if re.search(pattern, words)), ("bf16", 0.0))
     if name != "bf16" and name not in chip.peak_flops:
         assumed.append(f"dtype bf16 ({chip.name} has no {name})")
         return "bf16", 0.0
@@ -460,19 +463,19 @@ _PORTS = (
 
 
 def port_bandwidth(text: str, per_node: float) -> float | None:
-    """Bytes/s of one GPU's share of the network that a phrase such as "8x HDR200 InfiniBand" describes; None when it does not."""
+    """Network bytes/s per GPU from a phrase such as "8x HDR200 InfiniBand"; None when it states no rate."""
     compute = text.split("Compute:")[-1]
     compute = re.sub(r"\d+x (Ethernet|NVIDIA BlueField)[^;]*;", "", compute)
-    each = re.search(r"([\d.]+) ?Gb/s per GPU", compute)
-    if each:
-        return float(each.group(1)) * 1e9 / 8
-    node = re.search(r"([\d.]+) ?Gb/s per node", compute)
-    if node:
-        return float(node.group(1)) * 1e9 / 8 / per_node
+    per_gpu = re.search(r"([\d.]+) ?Gb/s per GPU", compute)
+    if per_gpu:
+        return float(per_gpu.group(1)) * 1e9 / 8
+    node_rate = re.search(r"([\d.]+) ?Gb/s per node", compute)
+    if node_rate:
+        return float(node_rate.group(1)) * 1e9 / 8 / per_node
     if "EFA" in compute:
         return 50e9
     for pattern, share in _PORTS:
-        found = re.search(pattern, compute)
-        if found:
-            return share(float(found.group(1)), float(found.group(2)), per_node)
+        match = re.search(pattern, compute)
+        if match:
+            return share(float(match.group(1)), float(match.group(2)), per_node)
     return None

@@ -1,4 +1,4 @@
-"""Rows of a table of runs → predicted seconds with an 80% band, predicted memory, whether it fits, and what was assumed."""
+"""Predicts records of a table of runs: seconds with an 80% band, memory, whether it fits, and the assumed defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibration.published_rows import Case, Reading, read_row
+from meshwright.calibration.published_rows import Case, Reading, read_record
 from meshwright.costs.constants import aged, per_row, table
 from meshwright.costs.machine import Machine
 from meshwright.costs.stack_footprint import footprint, keeping
@@ -18,12 +18,12 @@ from meshwright.workload.layouts import FULL, Layouts
 from meshwright.workload.model_shape import Shape
 
 FITS = 0.89
-"""Share of a device's memory that a layout may need and still be said to fit; the rest is left to what is not accounted."""
+"""Share of a device's memory up to which a layout counts as fitting; the other part is for memory that is not modelled."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is said of one row; figures are None when the row cannot be expressed, and `reason` says why."""
+    """The prediction for a record; figures are None when the record cannot be priced, and `reason` says why."""
 
     seconds: float | None
     low: float | None
@@ -36,68 +36,76 @@ class Prediction:
     reason: str | None
 
 
-def predict_rows(rows: Sequence[Mapping[str, str]], given: dict[str, Any] | None = None) -> list[Prediction]:
-    """A prediction for every row, in order. `given` replaces constants.yaml."""
-    readings = [read_row(row) for row in rows]
+def predict_records(
+    records: Sequence[Mapping[str, str]], constants_given: dict[str, Any] | None = None
+) -> list[Prediction]:
+    """A prediction for each record, in order. `constants_given` replaces constants.yaml."""
+    readings = [read_record(record) for record in records]
     cases = [reading.case for reading in readings if reading.case is not None]
-    priced = iter(_price(cases, given) if cases else [])
+    priced = iter(_price(cases, constants_given) if cases else [])
     return [_prediction(reading, next(priced) if reading.case is not None else None) for reading in readings]
 
 
-def price(cases: Sequence[Case], given: dict[str, Any] | None = None) -> StepCost:
-    """Step costs of many cases, side by side."""
+def price(cases: Sequence[Case], constants_given: dict[str, Any] | None = None) -> StepCost:
+    """Step costs of all cases, as arrays."""
     shape: Shape = side_by_side([case.shape for case in cases])
     machine: Machine = side_by_side([case.machine for case in cases])
     layout: Layouts = side_by_side([case.layout for case in cases])
     release = np.array([case.release for case in cases])
-    constants = aged(per_row([(case.generation, case.stack) for case in cases], given), release)
-    filled = sum(memory(cases, given, as_printed=False).values()) / machine.memory
+    constants = aged(per_row([(case.generation, case.stack) for case in cases], constants_given), release)
+    filled = sum(memory(cases, constants_given, as_printed=False).values()) / machine.memory
     return step_cost(shape, machine, layout, constants, filled)
 
 
-def memory(cases: Sequence[Case], given: dict[str, Any] | None = None, *, as_printed: bool) -> dict[str, np.ndarray]:
-    """Bytes by kind of many cases: of the fullest stage, or of the one whose figure each case's software prints."""
+def memory(
+    cases: Sequence[Case], constants_given: dict[str, Any] | None = None, *, as_printed: bool
+) -> dict[str, np.ndarray]:
+    """Bytes by category of all cases: of the fullest stage, or of the stage whose memory each case's software prints."""
     shape: Shape = side_by_side([case.shape for case in cases])
     layout: Layouts = side_by_side([case.layout for case in cases])
     first = np.array([float(as_printed and case.first_stage) for case in cases])
-    return footprint(shape, layout, keeping([case.stack for case in cases], given and given["memory"]), first)
+    return footprint(
+        shape, layout, keeping([case.stack for case in cases], constants_given and constants_given["memory"]), first
+    )
 
 
 def half_width(case: Case, bands: Mapping[str, float]) -> float:
-    """Half the 80% band of `case` in logarithms: its stack's, or `default` for one that too few sources know."""
+    """Half the 80% band of `case` in logarithms: its stack's, or `default` for a stack with too few sources."""
     return bands.get(case.stack, bands["default"])
 
 
-def _price(cases: Sequence[Case], given: dict[str, Any] | None) -> list[dict[str, Any]]:
-    cost, kinds = price(cases, given), memory(cases, given, as_printed=True)
-    least = _least_memory(cases, given)
-    bands = (given or table())["bands"]
-    found = []
-    for at, case in enumerate(cases):
-        doubt = float(np.exp(half_width(case, bands)))
-        seconds = float(cost.seconds[at])
-        bytes_of = {kind: float(size[at]) for kind, size in kinds.items()}
-        found.append(
+def _price(cases: Sequence[Case], constants_given: dict[str, Any] | None) -> list[dict[str, Any]]:
+    cost, by_category = price(cases, constants_given), memory(cases, constants_given, as_printed=True)
+    least_bytes = _least_memory(cases, constants_given)
+    bands = (constants_given or table())["bands"]
+    predictions = []
+    for index, case in enumerate(cases):
+        band_factor = float(np.exp(half_width(case, bands)))
+        seconds = float(cost.seconds[index])
+        bytes_of = {category: float(size[index]) for category, size in by_category.items()}
+        predictions.append(
             {
                 "seconds": seconds,
-                "low": seconds / doubt,
-                "high": seconds * doubt,
+                "low": seconds / band_factor,
+                "high": seconds * band_factor,
                 "memory_gib": sum(bytes_of.values()) / 2**30,
-                "memory_by_kind": {kind: size / 2**30 for kind, size in bytes_of.items()},
-                "exposed": {axis: float(share[at]) for axis, share in cost.exposed.items()},
-                "fits": bool(least[at] <= FITS * case.machine.memory),
+                "memory_by_kind": {category: size / 2**30 for category, size in bytes_of.items()},
+                "exposed": {axis: float(share[index]) for axis, share in cost.exposed.items()},
+                "fits": bool(least_bytes[index] <= FITS * case.machine.memory),
             }
         )
-    return found
+    return predictions
 
 
-def _least_memory(cases: Sequence[Case], given: dict[str, Any] | None) -> np.ndarray:
-    """Bytes of each case's fullest stage; with all activations recomputed where its row leaves that open, for then it may have been."""
-    saving = [
+def _least_memory(cases: Sequence[Case], constants_given: dict[str, Any] | None) -> np.ndarray:
+    """Bytes of each case's fullest stage; where recomputation is not stated, the lesser of none and full recompute."""
+    recomputed = [
         replace(case, layout=replace(case.layout, recompute=FULL)) if case.may_recompute else case for case in cases
     ]
-    plain, least = (sum(memory(some, given, as_printed=False).values()) for some in (cases, saving))
-    return np.minimum(plain, least)
+    as_stated, least = (
+        sum(memory(cases_priced, constants_given, as_printed=False).values()) for cases_priced in (cases, recomputed)
+    )
+    return np.minimum(as_stated, least)
 
 
 def _prediction(reading: Reading, priced: dict[str, Any] | None) -> Prediction:

@@ -1,7 +1,7 @@
-"""What a published source says of its runs beside their table: values for blank cells, and how its words are to be read.
+"""Conventions of published sources: values for blank cells of their tables, and the meaning of their words.
 
-Each convention names the text that it rests on; what it fills in is printed with that text under `assumed`. A source's text decides, not
-which reading is predicted better.
+Each convention quotes the text that it follows; the values that it fills in are printed with that text under `assumed`. The source's text
+decides, not the accuracy of the prediction.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ Text = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """What holds for the rows of one source, or for those of them whose columns match `only`."""
+    """A convention for the records of one source, or for those whose columns match `only`."""
 
     source: str
-    """Pattern that the source's name matches, in lower case."""
+    """Pattern of the source's name, in lower case."""
     because: str
-    """The text that says so."""
+    """The text that states it."""
     only: Mapping[str, str] = field(default_factory=dict)
-    """Column → pattern that its cell must match, too."""
+    """Column → pattern that its cell must match."""
     blanks: Mapping[str, str] = field(default_factory=dict)
     """Column → value of a blank cell."""
     read_as: Mapping[str, str] = field(default_factory=dict)
-    """Column → how the source's word is read."""
+    """Column → value that replaces the source's word."""
     layout: Mapping[str, float] = field(default_factory=dict)
     """Fields of `inputs.Layouts` that no column has."""
     stack: str = ""
-    """The software stack, where it is not the one that the source's name stands for."""
+    """The software stack, where it differs from the one that the source's name implies."""
     release: float = 0.0
-    """Year of the software, where the row names no release."""
+    """Year of the software, for records that name no release."""
     refused: bool = False
-    """Whether such rows cannot be priced."""
+    """Whether such records cannot be priced."""
     attention_counted_in_full: bool = False
     """Whether the source's FLOP/s count 6 FLOPs a parameter and token, and all attention scores (Chowdhery et al. 2022, appendix B)."""
 
-    def applies_to(self, row: Text) -> bool:
-        """Whether it says something of `row`."""
-        if not re.search(self.source, (row.get("source") or "").lower()):
+    def applies_to(self, record: Text) -> bool:
+        """Whether the convention holds for `record`."""
+        if not re.search(self.source, (record.get("source") or "").lower()):
             return False
-        return all(re.search(pattern, row.get(column) or "", re.IGNORECASE) for column, pattern in self.only.items())
+        return all(re.search(pattern, record.get(column) or "", re.IGNORECASE) for column, pattern in self.only.items())
 
 
 def _recipe(model: str, gpu: str, containers: str, because: str, **layout: float) -> Convention:
-    """What Megatron-Bridge's performance recipes of a model on a device say, in the containers that the note names."""
+    """A convention from Megatron-Bridge's performance recipes of a model on a device, for containers that match `containers`."""
     only = {"model": model, "gpu": gpu, "note": f"container ({containers})"}
     return Convention(source="megatron-bridge", only=only, layout=layout, because=because)
 
 
 def _whole_graph(model: str, gpu: str, pull_request: int) -> Convention:
-    """The same where one graph replays the step, from 26.06 on."""
+    """A convention for recipes whose step is one CUDA graph, from container 26.06 on."""
     return Convention(
         source="megatron-bridge",
         only={"model": model, "gpu": gpu, "note": r"container 26\.0[6-9]", "dtype": "mxfp8"},
@@ -177,27 +177,27 @@ CONVENTIONS = (
 """In the order in which they are applied."""
 
 
-def applicable_conventions(row: Text) -> tuple[Convention, ...]:
-    """Those that hold for `row`."""
-    return tuple(convention for convention in CONVENTIONS if convention.applies_to(row))
+def applicable_conventions(record: Text) -> tuple[Convention, ...]:
+    """The conventions that hold for `record`."""
+    return tuple(convention for convention in CONVENTIONS if convention.applies_to(record))
 
 
-def with_conventions(row: Text) -> tuple[dict[str, str], tuple[str, ...]]:
-    """`row` with its source's conventions in its cells, and what they changed, each with its reason."""
-    cells, said = dict(row), []
-    for convention in applicable_conventions(row):
+def with_conventions(record: Text) -> tuple[dict[str, str], tuple[str, ...]]:
+    """`record` with its source's conventions applied, and the changes, each with its reason."""
+    cells, changes = dict(record), []
+    for convention in applicable_conventions(record):
         blank = {key: value for key, value in convention.blanks.items() if not (cells.get(key) or "").strip()}
         changed = blank | {key: value for key, value in convention.read_as.items() if cells.get(key) != value}
         cells |= changed
-        words = [f"{key} {value}" for key, value in changed.items()]
-        words += [f"{key} {value:.3g}" for key, value in convention.layout.items()]
-        words += [f"stack {convention.stack}"] * bool(convention.stack)
-        words += [f"release {convention.release:g}"] * bool(convention.release)
-        if words:
-            said.append(f"{', '.join(words)}: {convention.because}")
-    return cells, tuple(said)
+        texts = [f"{key} {value}" for key, value in changed.items()]
+        texts += [f"{key} {value:.3g}" for key, value in convention.layout.items()]
+        texts += [f"stack {convention.stack}"] * bool(convention.stack)
+        texts += [f"release {convention.release:g}"] * bool(convention.release)
+        if texts:
+            changes.append(f"{', '.join(texts)}: {convention.because}")
+    return cells, tuple(changes)
 
 
-def stated_layout_fields(row: Text) -> dict[str, float]:
-    """Fields of `inputs.Layouts` that the source of `row` states and no column has."""
-    return {key: value for convention in applicable_conventions(row) for key, value in convention.layout.items()}
+def stated_layout_fields(record: Text) -> dict[str, float]:
+    """Fields of `inputs.Layouts` that the source of `record` states and no column has."""
+    return {key: value for convention in applicable_conventions(record) for key, value in convention.layout.items()}

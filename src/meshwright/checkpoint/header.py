@@ -98,6 +98,8 @@ def header_bytes(descriptor: int, path: Path, vouch: Callable[[int], None] = lam
 
 def parse_header(head: bytes, size: int, path: Path) -> dict[str, Entry]:
     """The table in `head`, the `header_bytes` of a file of `size` bytes; raises Damaged when any of it is not as the format says."""
+    if len(head) < 8 or len(head) != 8 + int.from_bytes(head[:8], "little") or len(head) > 8 + HEADER_LIMIT:
+        raise Damaged(f"{path}: the header does not fit (file: {size} bytes, limit: {HEADER_LIMIT})")
     table = parse_json(head[8:], path)
     if not isinstance(table, dict) or len(table) > ENTRY_LIMIT:
         raise Damaged(f"{path}: the header is not a table of at most {ENTRY_LIMIT} tensors")

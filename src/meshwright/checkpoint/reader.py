@@ -4,8 +4,8 @@ starts.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,22 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.contents import Chunk, TensorRecord, read_contents
-from meshwright.checkpoint.files import plain_name
-from meshwright.checkpoint.manifest import STATE, DamagedCheckpoint, read_manifest
-from meshwright.checkpoint.shards import DTYPES, ShardFile
+from meshwright.checkpoint.block_reader import BlockFiles
+from meshwright.checkpoint.contents import Chunk, TensorRecord, parse_contents
+from meshwright.checkpoint.files import BLOCK_BYTES, plain_name
+from meshwright.checkpoint.fill import Destination
+from meshwright.checkpoint.header import Entry, parse_header
+from meshwright.checkpoint.manifest import CONTENTS, STATE, DamagedCheckpoint, read_manifest
+from meshwright.checkpoint.shards import DTYPES, entry_of
 from meshwright.checkpoint.state import decode_state
-from meshwright.checkpoint.verify import Vouched, check_sizes
+from meshwright.checkpoint.verify import check_sizes, read_verified
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 _TEXT_LIMIT = 256 << 20
+_CONTENTS_LIMIT = 1 << 30
+CACHED_BLOCKS = 16
+"""Blocks of 16 MiB that an open reader keeps."""
 
 
 class CheckpointReader:
     """A committed checkpoint opened for reading; use it as a context manager, or `close` it.
 
-    Whatever is read is verified first, block by block, so a rank that needs a few rows pays for a few rows. Raises
-    Damaged when something does not match what was written, BadInput when `path` is not a folder.
+    Whatever is read is verified first, block by block, so a rank that needs a few rows pays for a few rows. The last few blocks stay in
+    memory (`CACHED_BLOCKS`), so reading rows in order reads each block once. Not thread-safe. Raises Damaged when something does not match
+    what was written, BadInput when `path` is not a folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,9 +44,11 @@ class CheckpointReader:
         damage = check_sizes(path, self.manifest)
         if damage:
             raise DamagedCheckpoint(path, damage)
-        self._vouched = Vouched(path, self.manifest)
-        self._files: dict[str, ShardFile] = {}
-        self.tensors: dict[str, TensorRecord] = read_contents(self._vouched)
+        self._files = BlockFiles(path, self.manifest)
+        self._entries: dict[str, dict[str, Entry]] = {}
+        self._blocks: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        text = read_verified(path, self.manifest, CONTENTS, _CONTENTS_LIMIT) if CONTENTS in self.manifest.files else b""
+        self.tensors: dict[str, TensorRecord] = parse_contents(text, path / CONTENTS, self.manifest)
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -50,9 +59,8 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        self._files.close()
+        self._blocks.clear()
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """The tensors whose name starts with `prefix`."""
@@ -98,7 +106,7 @@ class CheckpointReader:
     def _bytes(self, name: str) -> bytes:
         if plain_name(name) is None or name not in self.manifest.files:
             raise BadInput(f"{self.path} holds no {name}; it has {', '.join(self.manifest.files)}")
-        return self._vouched.small(name, _TEXT_LIMIT)
+        return read_verified(self.path, self.manifest, name, _TEXT_LIMIT)
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self.tensors:
@@ -107,8 +115,29 @@ class CheckpointReader:
         return self.tensors[name]
 
     def _fill(self, record: TensorRecord, chunk: Chunk, offsets: tuple[int, ...], box: Tensor) -> None:
-        if chunk.file not in self._files:
-            vouch = partial(self._vouched.need, chunk.file)
-            self._files[chunk.file] = ShardFile(self.path / chunk.file, vouch)
-        file = self._files[chunk.file]
-        file.read_box(file.entry(chunk.key, record.dtype, chunk.sizes), offsets, box)
+        if not box.numel():
+            return
+        entry = entry_of(self._header(chunk.file), chunk.key, record.dtype, chunk.sizes, self.path / chunk.file)
+        destination = Destination(entry, offsets, box)
+        for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
+            destination.fill(self._block(chunk.file, index), index * BLOCK_BYTES)
+
+    def _header(self, file: str) -> dict[str, Entry]:
+        if file not in self._entries:
+            size = self.manifest.files[file].bytes
+            length = int.from_bytes(self._block(file, 0)[:8].numpy().tobytes(), "little") if size else 0
+            blocks = range(-(-min(8 + length, size) // BLOCK_BYTES))
+            head = b"".join(self._block(file, index).numpy().tobytes() for index in blocks)[: 8 + length]
+            self._entries[file] = parse_header(head, size, self.path / file)
+        return self._entries[file]
+
+    def _block(self, file: str, index: int) -> Tensor:
+        """A verified block, from memory if it is among the last used."""
+        if (file, index) not in self._blocks:
+            if len(self._blocks) >= CACHED_BLOCKS:
+                self._blocks.popitem(last=False)
+            block = torch.empty(self._files.block_bytes(file, index), dtype=torch.uint8)
+            self._files.read(file, index, block.numpy().data)
+            self._blocks[file, index] = block
+        self._blocks.move_to_end((file, index))
+        return self._blocks[file, index]

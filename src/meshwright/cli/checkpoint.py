@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +69,94 @@ def verify(place: Place, as_json: Json = False) -> None:
         names = ", ".join(Path(row["path"]).name for row in bad)
         print(f"meshwright: {len(bad)} of {len(rows)} checkpoints damaged: {names}", file=sys.stderr)
         sys.exit(EXIT_DAMAGED)
+
+
+@app.command()
+def diff(a: Place, b: Place, as_json: Json = False) -> None:
+    """Compare the tensors of two checkpoints bit for bit, however each is sharded; of a run's folder the newest good one.
+
+    Ends with code 0 whether they differ or not; with --json, `equal` says it.
+
+    Example:
+
+        meshwright checkpoint diff runs/quickstart runs/other/checkpoints/step-00000100
+    """
+    from meshwright.checkpoint.diff import compare_checkpoints
+    from meshwright.checkpoint.verify import newest_checkpoint
+
+    with _disk_errors("comparing checkpoints"):
+        paths = [newest_checkpoint(folder, contents=False) for folder in (a, b)]
+        differences = [asdict(each) for each in compare_checkpoints(*paths)]
+    different = [each for each in differences if each["status"] != "equal"]
+    if as_json:
+        print(json.dumps({"equal": not different, "tensors": differences}))
+        return
+    for each in different:
+        largest = "" if each["max_abs"] is None else f"  by at most {each['max_abs']:.6g}"
+        print(f"{each['status']:8}  {each['name']}{largest}")
+    print(f"{paths[0]} and {paths[1]}: {len(different)} of {len(differences)} tensors differ")
+
+
+@app.command()
+def show(
+    place: Place,
+    step: Annotated[
+        int | None, typer.Argument(metavar="[STEP]", help="Its step; the newest committed one if left out.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what one checkpoint holds: its files, the Plan and versions that wrote it, and how long the save took.
+
+    Example:
+
+        meshwright checkpoint show runs/quickstart 100 --json
+    """
+    from meshwright.checkpoint.inspect import choose_checkpoint, describe_checkpoint
+
+    with _disk_errors("reading a checkpoint"):
+        path = choose_checkpoint(place, step)
+        description = describe_checkpoint(path)
+    if as_json:
+        print(json.dumps(description))
+        return
+    print(
+        f"{path}  step {description['step']}, {'committed' if description['committed'] else 'never committed, not loaded'}"
+    )
+    for phase, seconds in description["seconds"].items():
+        if seconds is not None:
+            print(f"  {phase} {seconds:.3f} s")
+    for name, version in (description["versions"] or {}).items():
+        print(f"  {name} {version}")
+    for file in description["files"]:
+        print(f"  {file['name']:32} {file['bytes']:16,} bytes")
+
+
+@app.command()
+def prune(
+    place: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or its `checkpoints` folder.")],
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Delete all but the newest committed checkpoints of a run that no job works in, and what broken-off saves left.
+
+    The newest good checkpoint always stays, also when newer ones are damaged.
+
+    Example:
+
+        meshwright checkpoint prune runs/quickstart --keep 1
+    """
+    from meshwright.checkpoint.inspect import prune_checkpoints
+
+    with _disk_errors("deleting checkpoints"):
+        pruned = prune_checkpoints(place, keep)
+    if as_json:
+        print(
+            json.dumps({"deleted": [str(path) for path in pruned.deleted], "kept": [str(path) for path in pruned.kept]})
+        )
+        return
+    for path in pruned.deleted:
+        print(f"deleted {path}")
+    print(f"{len(pruned.deleted)} deleted, {len(pruned.kept)} left", file=sys.stderr)
 
 
 @app.command("to-hf")

@@ -21,9 +21,9 @@ from meshwright.launch.probe import Probe, check_here, measured_answer
 from meshwright.planner.candidate import Answer as SearchAnswer
 from meshwright.planner.candidate import Candidate, untrainable
 from meshwright.planner.devices import Idle
-from meshwright.planner.explain import limits, lost
+from meshwright.planner.explain import limits, reason_against
 from meshwright.planner.finalists import same_layout
-from meshwright.planner.fixes import choose_or_fixes
+from meshwright.planner.fixes import choose_or_suggest_fixes
 from meshwright.planner.objectives import (
     Point,
     Training,
@@ -33,7 +33,7 @@ from meshwright.planner.objectives import (
     scaling,
     shortest_training,
 )
-from meshwright.planner.reprice import predicted
+from meshwright.planner.reprice import predict
 from meshwright.planner.search import with_untrainable
 from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.cluster import ClusterSpec
@@ -179,7 +179,7 @@ class Answer:
         if probe is None and self.probes:
             return "not measured"
         if probe is None:
-            return lost(self.run, self.best, other)
+            return reason_against(self.run, self.best, other)
         return (
             f"measured: {probe.measured_seconds:.3g} s a step" if probe.measured_seconds else f"measured: {probe.ended}"
         )
@@ -267,14 +267,14 @@ def _answer_for_file(run: RunSpec, question: PlanQuestion) -> Answer:
         raise BadInput(
             f"plan: {run.plan} is a single plan; --gpus and --objective training choose others, with plan=auto or pins"
         )
-    plan = predicted(run, given_plan(run))
+    plan = predict(run, given_plan(run))
     if question.for_train:
         refuse_untrainable(run, plan)
     return Answer(run, question, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
 
 
 def _answer_by_search(run: RunSpec, question: PlanQuestion) -> Answer:
-    chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
+    chosen = choose_or_suggest_fixes(run, memory_bytes=device_memory(run))
     result, faster = chosen.answer, None
     if question.for_train:
         refuse_untrainable(chosen.run, result.best.plan)  # pins may select a plan that this release cannot train
@@ -292,7 +292,7 @@ def _answer_by_probes(run: RunSpec, question: PlanQuestion, note: Note) -> Answe
     assert question.probe is not None
     check_here(run.cluster)
     run = on_this_host(resolve_data(run, note))
-    chosen = choose_or_fixes(run, memory_bytes=device_memory(run))
+    chosen = choose_or_suggest_fixes(run, memory_bytes=device_memory(run))
     result, probes = measured_answer(chosen.run, chosen.answer, question.probe, note)
     return replace(
         _answer_with(chosen.run, result, question), probes=probes, idle=chosen.idle, asked_cluster=run.cluster

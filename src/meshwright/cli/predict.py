@@ -33,10 +33,10 @@ def predict(
 
         meshwright predict runs.csv --json
     """
-    from meshwright.calibration.row_predictions import predict_rows
+    from meshwright.calibration.row_predictions import predict_records
 
     records = _read(runs)
-    predictions = zip(records, predict_rows(records), strict=True)
+    predictions = zip(records, predict_records(records), strict=True)
     answers = [_answer(index, record, prediction) for index, (record, prediction) in enumerate(predictions)]
     summary = _summary(answers)
     if as_json:

@@ -29,15 +29,15 @@ from meshwright.planner.candidate import (
     HOST_HEADROOM,
     Candidate,
     host_budget,
+    host_excess_bytes,
     idle_fields,
-    over_by_rank,
-    over_host,
+    overfull_ranks,
     untrainable,
 )
 from meshwright.planner.devices import choose_devices
 from meshwright.planner.explain import shortfall
-from meshwright.planner.fixes import search_or_fixes
-from meshwright.planner.reprice import predicted
+from meshwright.planner.fixes import search_or_suggest_fixes
+from meshwright.planner.reprice import predict
 from meshwright.schedules.plan_schedule import stage_schedule
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.chips import GiB
@@ -151,7 +151,7 @@ def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
     """
     if isinstance(run.plan, str) and run.plan != "auto":
         return given_plan(run), ()
-    answer = search_or_fixes(run, memory_bytes=device_memory(run))
+    answer = search_or_suggest_fixes(run, memory_bytes=device_memory(run))
     return answer.best.plan, (answer.best, *answer.others)
 
 
@@ -226,9 +226,9 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
     """The missing device or host memory of the plan and the keys that lower it, in words; None if it fits.
     A plan written by a person may use the share of device memory that a search leaves free."""
     memory = run.cluster.memory_bytes() or device_memory(run)
-    if any(over_by_rank(run, plan, memory)):
+    if any(overfull_ranks(run, plan, memory)):
         return f"{shortfall(run, plan, memory)}; lower batch.micro_batch, shard over more ranks, or set recompute or offload in layers"
-    if over := over_host(run, plan):
+    if over := host_excess_bytes(run, plan):
         source = "" if run.cluster.host_memory_gib else ", a default"
         return (
             f"offloaded data exceed host memory by {over / 1e9:.1f} GB of {host_budget(run) / 1e9:.1f} GB usable per host "
@@ -333,7 +333,7 @@ def _check_exists(name: str) -> bool:
 
 def _make_plan(run: RunSpec, note: Note) -> Plan:
     """The plan with the prediction for this machine; the figures in a plan file may come from another one."""
-    plan = predicted(run, training_plan(run, note))
+    plan = predict(run, training_plan(run, note))
     check_host_memory(run, plan)
     return plan
 

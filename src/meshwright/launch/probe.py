@@ -25,7 +25,7 @@ from meshwright.observe.prediction_account import (
     typical_step,
 )
 from meshwright.planner.candidate import Answer, Candidate
-from meshwright.planner.finalists import kind_of, same_layout
+from meshwright.planner.finalists import plan_family, same_layout
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import (
     EXIT_DONE,
@@ -114,11 +114,11 @@ def check_here(cluster: ClusterSpec, detected: dict[str, object] | None = None) 
 def leading(answer: Answer, count: int) -> list[Candidate]:
     """The best plan, the fastest simulated plan of each other family, then the next ones.
     A prediction may be wrong about a whole family."""
-    first, families = [answer.best], {kind_of(answer.best.plan)}
+    first, families = [answer.best], {plan_family(answer.best.plan)}
     others = [candidate for candidate in answer.others if candidate.simulated and candidate.fits]
     for candidate in others:
-        if kind_of(candidate.plan) not in families:
-            families.add(kind_of(candidate.plan))
+        if plan_family(candidate.plan) not in families:
+            families.add(plan_family(candidate.plan))
             first.append(candidate)
     return (first + [candidate for candidate in others if candidate not in first])[:count]
 

@@ -1,6 +1,6 @@
-"""What a person asks of a plan, answered in sentences with numbers: what limits its step, and why another plan lost.
+"""Explains a plan in sentences with numbers: what limits its step, and why another plan was not chosen.
 
-Both read `plan.predicted`; nothing is simulated here, apart from plans without what only memory asks for (`limits`).
+Both read `plan.predicted`. Only `limits` simulates: plans without the settings that memory forces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import as_nodes, number
 from meshwright.planner.candidate import HEADROOM, Candidate, moves_activations, peak_bytes, pins_of, usable_by_rank
 from meshwright.planner.finalists import ALIKE, complexity
-from meshwright.planner.reprice import repriced
+from meshwright.planner.reprice import reprice
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput
@@ -32,52 +32,64 @@ MOVES = {
     "expert": "tokens to their experts and back",
     "offload": "copies to and from host memory",
 }
-"""What travels along an axis."""
+"""Communication along each axis."""
 SIMPLER = "the simpler plan is taken"
 ROOMIER = "the plan that leaves more memory free is taken"
 STEADIER = "the plan that loses less on a slower network is taken"
 SAFER = "the plan with more margin, in memory or for a slower network, is taken"
-MATTERS = 0.01
-"""Share of a step from which a part of it is worth a sentence."""
+MIN_SHARE = 0.01
+"""Share of a step from which a part of it is reported."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One thing that a step's time goes to."""
+    """A part of a step's time that limits it."""
 
     name: str
-    """compute, the axis whose communication shows, bubble, host, or memory."""
+    """compute, the axis whose communication is exposed, bubble, host, or memory."""
     seconds: float
-    """What would be won if it cost nothing."""
+    """Time saved if this part cost nothing."""
     text: str
 
 
 def limits(run: RunSpec, plan: Plan) -> tuple[Limit, ...]:
-    """What limits the step of `plan`, largest first; empty where no step time is predicted."""
-    said = plan.predicted
-    if said is None or said.step_seconds is None or said.breakdown is None:
+    """The parts that limit the step of `plan`, largest first; empty where no step time is predicted."""
+    predicted = plan.predicted
+    if predicted is None or predicted.step_seconds is None or predicted.breakdown is None:
         return ()
-    step, parts = said.step_seconds, said.breakdown
-    found = [Limit("compute", parts.compute, _compute_text(said, parts.compute))]
+    step, parts = predicted.step_seconds, predicted.breakdown
+    limits_found = [Limit("compute", parts.compute, _compute_text(predicted, parts.compute))]
     for axis, seconds in parts.exposed.items():
         where, what = border(run, plan, axis), MOVES.get(axis, "its communication")
-        found.append(Limit(axis, seconds, f"{axis} {where}: {what}, {_share(seconds, step)} not hidden behind compute"))
+        limits_found.append(
+            Limit(
+                axis, seconds, f"{axis} {where}: {what}, {_seconds_and_share(seconds, step)} not hidden behind compute"
+            )
+        )
     many = f"{plan.batch.accumulate} micro-batch{'es' * (plan.batch.accumulate > 1)} on {plan.axis_size('pipeline')} pipeline ranks"
-    found.append(
-        Limit("bubble", parts.bubble, f"bubble: {_share(parts.bubble, step)} waiting for other stages, {many}")
+    limits_found.append(
+        Limit(
+            "bubble", parts.bubble, f"bubble: {_seconds_and_share(parts.bubble, step)} waiting for other stages, {many}"
+        )
     )
-    found.append(Limit("host", parts.host, f"host: {_share(parts.host, step)} in which the device waits for launches"))
-    found += _memory_limits(run, plan, said)
-    return tuple(sorted((one for one in found if one.seconds > MATTERS * step), key=lambda one: -one.seconds))
+    limits_found.append(
+        Limit(
+            "host", parts.host, f"host: {_seconds_and_share(parts.host, step)} in which the device waits for launches"
+        )
+    )
+    limits_found += _memory_limits(run, plan, predicted)
+    return tuple(
+        sorted((limit for limit in limits_found if limit.seconds > MIN_SHARE * step), key=lambda limit: -limit.seconds)
+    )
 
 
 def border(run: RunSpec, plan: Plan, axis: str) -> str:
-    """The link that `axis` runs over, in words with its rate."""
+    """The link that `axis` communicates over, in words, with its rate."""
     cluster = as_nodes(run.cluster)
     if axis == "offload":
         return "on the host link"
     inner = {"context": CONTEXT_AXES}.get(axis, (axis,))
-    across = any(one.axis in inner and one.crosses == "node" for one in plan.mesh)
+    across = any(mesh_axis.axis in inner and mesh_axis.crosses == "node" for mesh_axis in plan.mesh)
     if axis == "expert":
         layout = Layout.of(plan, cluster.ranks_per_node)
         across = any(map(layout.crosses_nodes, layout.expert_groups()))
@@ -88,25 +100,30 @@ def border(run: RunSpec, plan: Plan, axis: str) -> str:
     return f"{'between nodes' if across else 'inside a node'}{rate}"
 
 
-def lost(run: RunSpec, best: Candidate, other: Candidate) -> str:
-    """Why `other` was not taken in place of `best`, both plans for `run`."""
+def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
+    """Why the planner chose `best` and not `other`, both plans for `run`."""
     if not other.fits:
         return f"does not fit: {shortfall(run, other.plan)}"
-    mine, theirs = best.plan.predicted, other.plan.predicted
-    if mine is None or theirs is None or mine.step_seconds is None or theirs.step_seconds is None:
-        return _costlier(best.plan, other.plan)
+    best_prediction, other_prediction = best.plan.predicted, other.plan.predicted
+    if (
+        best_prediction is None
+        or other_prediction is None
+        or best_prediction.step_seconds is None
+        or other_prediction.step_seconds is None
+    ):
+        return _first_extra_cost(best.plan, other.plan)
     behind = other.behind(best)
-    if why := alike(best, other):
-        return f"{why}: {reason_for(best.plan, other.plan) if behind < 0 else _costlier(best.plan, other.plan)}"
+    if why := why_not_distinguished(best, other):
+        return f"{why}: {reason_for(best.plan, other.plan) if behind < 0 else _first_extra_cost(best.plan, other.plan)}"
     if other.simulated != best.simulated:
-        return f"{_longer(behind)} by the quick estimate, behind others of its kind"
-    worse = _worse(mine, theirs)
+        return f"{_difference_text(behind)} by the quick estimate, behind similar plans"
+    worse = _slower_parts(best_prediction, other_prediction)
     name, most = max(worse.items(), key=lambda item: item[1], default=("", 0.0))
-    return f"{_longer(behind)}: {name} {_longer(most)}" if name else _longer(behind)
+    return f"{_difference_text(behind)}: {name} {_difference_text(most)}" if name else _difference_text(behind)
 
 
 def reason_for(best: Plan, other: Plan) -> str:
-    """Why `best` is taken of two plans that cannot be told apart (`finalists.simplest`)."""
+    """Why `best` is taken when the two plans cannot be told apart (`finalists.simplest`)."""
     if complexity(best) <= complexity(other):
         return SIMPLER
     fuller = peak_bytes(other) > peak_bytes(best) and any(len(stages) > 1 for stages in other.schedule.stages)
@@ -116,11 +133,11 @@ def reason_for(best: Plan, other: Plan) -> str:
     return ROOMIER if fuller else STEADIER
 
 
-def alike(best: Candidate, other: Candidate) -> str:
-    """Why a prediction does not say that `other` takes longer than the chosen plan; empty where it does.
+def why_not_distinguished(best: Candidate, other: Candidate) -> str:
+    """Why the prediction does not show that `other` takes longer than `best`; empty where it does.
 
-    One rule for all that is said of two plans: within `ALIKE` of each other they cannot be told apart, and the simplest is taken. A plan
-    that seems faster by more was left for a reason, which is named.
+    Plans within `ALIKE` of each other cannot be told apart, and the simplest is taken. Where `other` is predicted faster by more than that,
+    the sentence names why it was not chosen.
     """
     behind, least = other.behind(best), ALIKE * best.seconds
     if behind > least:
@@ -135,83 +152,90 @@ def alike(best: Candidate, other: Candidate) -> str:
 
 
 def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> str:
-    """Which pipeline rank of `plan` needs more than it may use, by how much, and what fills it."""
-    rows = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
-    needs = [sum(kinds.values()) for kinds in rows]
+    """The pipeline rank of `plan` that exceeds its usable memory most, by how much, and its largest categories, as a sentence."""
+    bytes_by_rank = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    needs = [sum(by_category.values()) for by_category in bytes_by_rank]
     limits = usable_by_rank(run, plan, usable_bytes or HEADROOM * (run.cluster.memory_bytes() or 0))
-    rank = max(range(len(rows)), key=lambda at: needs[at] - limits[at])
+    rank = max(range(len(bytes_by_rank)), key=lambda index: needs[index] - limits[index])
     need, usable = needs[rank], limits[rank]
-    kinds = sorted(rows[rank].items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in kinds[:3])
-    where = f"pipeline rank {rank}" if len(rows) > 1 else "a rank"
+    by_category = sorted(bytes_by_rank[rank].items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in by_category[:3])
+    where = f"pipeline rank {rank}" if len(bytes_by_rank) > 1 else "a rank"
     if need <= usable:
         return f"{where} needs {need / 1e9:.1f} GB of the {usable / 1e9:.1f} that may be used ({largest} GB)"
     over = f"{(need - usable) / 1e9:.1f} GB over the {usable / 1e9:.1f} that may be used"
     return f"{where} needs {need / 1e9:.1f} GB, {over} ({largest} GB)"
 
 
-def parts_of(said: Predicted) -> dict[str, float]:
-    """The breakdown as one row: compute, exposed AXIS, bubble, host, in seconds, without what is nothing."""
-    if said.breakdown is None:
+def parts_of(predicted: Predicted) -> dict[str, float]:
+    """The breakdown as a flat dict: compute, exposed AXIS, bubble and host, in seconds, without zeros."""
+    if predicted.breakdown is None:
         return {}
-    exposed = {f"exposed {axis}": seconds for axis, seconds in said.breakdown.exposed.items()}
-    row = {"compute": said.breakdown.compute, **exposed, "bubble": said.breakdown.bubble, "host": said.breakdown.host}
-    return {name: seconds for name, seconds in row.items() if seconds > 0}
+    exposed = {f"exposed {axis}": seconds for axis, seconds in predicted.breakdown.exposed.items()}
+    parts = {
+        "compute": predicted.breakdown.compute,
+        **exposed,
+        "bubble": predicted.breakdown.bubble,
+        "host": predicted.breakdown.host,
+    }
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
-def _worse(mine: Predicted, theirs: Predicted) -> Mapping[str, float]:
-    """By how many seconds each part of `theirs` is longer."""
-    before = parts_of(mine)
-    more = {name: seconds - before.get(name, 0.0) for name, seconds in parts_of(theirs).items()}
-    return {name: seconds for name, seconds in more.items() if seconds > 0}
+def _slower_parts(best_prediction: Predicted, other_prediction: Predicted) -> Mapping[str, float]:
+    """The parts that take longer in the other prediction, with the difference in seconds."""
+    best_parts = parts_of(best_prediction)
+    difference = {name: seconds - best_parts.get(name, 0.0) for name, seconds in parts_of(other_prediction).items()}
+    return {name: seconds for name, seconds in difference.items() if seconds > 0}
 
 
-def _costlier(best: Plan, other: Plan) -> str:
-    """The first thing that costs time in `other` and not in `best`, where seconds do not tell."""
-    mine, theirs = best.layers[0], other.layers[0]
-    leaner = RECOMPUTE_MODES.index(theirs.recompute) > RECOMPUTE_MODES.index(mine.recompute)
+def _first_extra_cost(best: Plan, other: Plan) -> str:
+    """The first setting that costs time or memory in `other` and not in `best`, for plans whose seconds are equal or unknown."""
+    best_layer, other_layer = best.layers[0], other.layers[0]
+    leaner = RECOMPUTE_MODES.index(other_layer.recompute) > RECOMPUTE_MODES.index(best_layer.recompute)
     crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
-    told = (
-        (leaner, f"computes activations twice (recompute {theirs.recompute})"),
-        (theirs.offload != mine.offload and theirs.offload != "none", f"copies to host memory (offload {theirs.offload})"),
-        (theirs.reshard and not mine.reshard, "gathers weights twice"),
+    costs = (
+        (leaner, f"computes activations twice (recompute {other_layer.recompute})"),
+        (other_layer.offload not in (best_layer.offload, "none"), f"copies to host memory (offload {other_layer.offload})"),
+        (other_layer.reshard and not best_layer.reshard, "gathers weights twice"),
         (crossing[1] and not crossing[0], "shards across nodes"),
         (other.batch.micro_batch < best.batch.micro_batch, "smaller products to hide gathers under"),
         (peak_bytes(other) - peak_bytes(best) > 5e7, f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more"),
     )  # fmt: skip
-    return next((text for true, text in told if true), SIMPLER)
+    return next((text for true, text in costs if true), SIMPLER)
 
 
-def _compute_text(said: Predicted, seconds: float) -> str:
-    assert said.step_seconds is not None
-    text = f"compute: {_share(seconds, said.step_seconds)} is arithmetic"
+def _compute_text(predicted: Predicted, seconds: float) -> str:
+    assert predicted.step_seconds is not None
+    text = f"compute: {_seconds_and_share(seconds, predicted.step_seconds)} is arithmetic"
     return text + (
-        f", at {said.mfu * said.step_seconds / seconds:.0%} of the chip's peak" if said.mfu and seconds else ""
+        f", at {predicted.mfu * predicted.step_seconds / seconds:.0%} of the chip's peak"
+        if predicted.mfu and seconds
+        else ""
     )
 
 
-def _memory_limits(run: RunSpec, plan: Plan, said: Predicted) -> list[Limit]:
-    """What is there only because memory is short, and would go faster without: recomputation, further gathers, small micro-batches."""
-    budget, found = run.cluster.memory_bytes(), []
-    if budget is None or said.step_seconds is None:
+def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit]:
+    """Settings that only short memory forces and that cost time: recomputation, repeated gathers, small micro-batches."""
+    budget, limits_found = run.cluster.memory_bytes(), []
+    if budget is None or predicted.step_seconds is None:
         return []
-    for what, roomy in _roomier(run, plan):
-        # Only what does not fit is worth its price.
-        rows = memory_of(run.model, run.train, roomy, cpu=run.cluster.is_cpu)
+    for what, roomy in _plans_with_more_memory(run, plan):
+        # Where the plan without the setting fits, memory does not force it.
+        bytes_by_rank = memory_of(run.model, run.train, roomy, cpu=run.cluster.is_cpu)
         usable = usable_by_rank(run, plan, HEADROOM * budget)
-        if all(sum(kinds.values()) <= limit for kinds, limit in zip(rows, usable, strict=True)):
+        if all(sum(kinds.values()) <= limit for kinds, limit in zip(bytes_by_rank, usable, strict=True)):
             continue
-        free = repriced(run, roomy).predicted
-        assert free is not None and free.step_seconds is not None
-        won = said.step_seconds - free.step_seconds
-        if won > 0:
-            text = f"memory: {what[0]} {_share(won, said.step_seconds)}; {what[1]} {shortfall(run, roomy)}"
-            found.append(Limit("memory", won, text))
-    return found
+        roomy_prediction = reprice(run, roomy).predicted
+        assert roomy_prediction is not None and roomy_prediction.step_seconds is not None
+        seconds_saved = predicted.step_seconds - roomy_prediction.step_seconds
+        if seconds_saved > 0:
+            text = f"memory: {what[0]} {_seconds_and_share(seconds_saved, predicted.step_seconds)}; {what[1]} {shortfall(run, roomy)}"
+            limits_found.append(Limit("memory", seconds_saved, text))
+    return limits_found
 
 
-def _roomier(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]:
-    """(what costs time, without what), and the plan without it."""
+def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]:
+    """(what costs time, the same without it) in words, and the plan without it."""
     pins, batch = pins_of(run), plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
         mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTE_MODES.index)
@@ -235,14 +259,14 @@ def _checked(run: RunSpec, plan: Plan) -> Plan:
     return plan
 
 
-def _share(seconds: float, step: float) -> str:
+def _seconds_and_share(seconds: float, step: float) -> str:
     return f"{seconds_text(seconds)} ({seconds / step:.0%})"
 
 
-def _longer(seconds: float) -> str:
+def _difference_text(seconds: float) -> str:
     return f"+{seconds_text(seconds)}"
 
 
 def seconds_text(value: float) -> str:
-    """Seconds with two digits behind the point, or milliseconds with three digits."""
+    """Seconds with two decimal places, or milliseconds with three digits."""
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:#.3g} ms"

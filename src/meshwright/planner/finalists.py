@@ -1,6 +1,6 @@
-"""The second layer of the search: the sweep's best points as Plans, judged by the exact memory account and played by the simulator.
+"""Second layer of the search: turns the sweep's best points into Plans, checks their exact memory and simulates them.
 
-A plan whose layers differ has the fewest layers at the lean end that each pipeline rank needs to fit.
+A plan with two layer strategies gives each pipeline rank the fewest layers of the lean one with which it fits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from math import inf
 
 import numpy as np
 
-from meshwright.planner.candidate import Candidate, compiles, fits, over_by_rank, peak_bytes, pins_of, precision_of
-from meshwright.planner.reprice import repriced
+from meshwright.planner.candidate import Candidate, compiles, fits, overfull_ranks, peak_bytes, pins_of, precision_of
+from meshwright.planner.reprice import reprice
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.step_estimate import most_played
-from meshwright.planner.sweep import Strategy
+from meshwright.planner.strategies import Strategy
 from meshwright.simulator.step_simulation import timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
@@ -25,29 +25,29 @@ from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import shard_size
 
-SIMULATED, LEAST, LARGE = 12, 3, 60_000
-"""Plans that are played unit by unit at most, and as many as are in any case; the others are only estimated, by playing whole stages. None
-is played once those before have more `_work` than the last: some take a second each."""
-IMPROVED = 3
-"""Of the simulated plans, the leading ones whose neighbours are simulated too; the first alone where steps are large."""
-NEAR = 1.05
-"""Times a plan's estimated step up to which its neighbours are simulated."""
-HOPE = 0.95
-"""Of an estimate by whole stages, what a kind of plans that was not played yet may take: of 175 drawn plans nine in ten took 0.99 to
-1.01, of 120 on networks that show all of their traffic 0.96 to 1.04."""
-ROOMY = 0.93
-"""Of the memory that may be filled, for pipelines with virtual stages, which leave an eighth to fragments (4 H200s: 107 of 95 GiB).
-Others filled all of it at full speed."""
+MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
+"""Most plans that are simulated unit by unit, the fewest, and the sum of `_work` after which no further plan is. The others are only
+simulated by whole stages, as a large plan takes a second unit by unit."""
+MAX_IMPROVED = 3
+"""Leading simulated plans whose neighbours are simulated too; only the first where steps are large."""
+NEIGHBOUR_REACH = 1.05
+"""Factor on a plan's estimated step time up to which its neighbours are simulated."""
+UNTRIED_RATIO = 0.95
+"""Assumed ratio of the time by units to the estimate by stages for a family of plans that was not simulated yet. Of 175 random plans nine
+in ten had 0.99 to 1.01; of 120 on networks that expose all traffic, 0.96 to 1.04."""
+ROOMY_SHARE = 0.93
+"""Share of the usable memory above which a pipeline with virtual stages counts as crowded: these lose an eighth to fragmentation (4 H200s:
+107 instead of 95 GiB). Other plans ran at full speed with all of it."""
 ALIKE = 0.01
 """Relative difference of step times below which the simpler plan is taken."""
 
 
-def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: int | None) -> Plan:
-    """The plan of one point, with as few lean layers as fit `budget` bytes; all of them lean when even that does not fit.
+def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget: int | None) -> Plan:
+    """The plan of the point at `index`, with the fewest lean layers that fit `budget` bytes; all lean where none fit.
 
     Raises ValueError when the pinned stages are not in the schedule's order.
     """
-    mesh = points.meshes[points.mesh[row]]
+    mesh = points.meshes[points.mesh[index]]
     cluster, pins, pipeline = run.cluster, pins_of(run), mesh.size("pipeline")
     axes = (
         MeshAxis(
@@ -61,47 +61,47 @@ def plan_at(run: RunSpec, points: Points, row: int, strategy: Strategy, budget: 
         mesh=used,
         batch=BatchPlan(
             global_batch=run.train.global_batch,
-            micro_batch=int(points.micro[row]),
-            accumulate=int(points.accumulate[row]),
+            micro_batch=int(points.micro[index]),
+            accumulate=int(points.accumulate[index]),
         ),
-        schedule=with_stages(run, SCHEDULES[points.schedule[row]], pipeline, int(points.virtual[row]), used),
+        schedule=with_stages(run, SCHEDULES[points.schedule[index]], pipeline, int(points.virtual[index]), used),
         experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
         layers=pins.layers or (strategy.layer(strategy.rich),),
         precision=precision_of(run),
-        gather_engine="copy" if points.column("copied")[row] else "kernel",
-        tensor_engine="copy" if points.column("tokens copied")[row] else "kernel",
+        gather_engine="copy" if points.column("copied")[index] else "kernel",
+        tensor_engine="copy" if points.column("tokens copied")[index] else "kernel",
         compile=compiles(run),
     )
     if pins.layers or strategy.rich == strategy.lean:
         return plan
-    return _fitted(run, plan, strategy, budget)
+    return _with_fewest_lean_layers(run, plan, strategy, budget)
 
 
-class Judge:
-    """What is predicted of plans, by playing whole stages or unit by unit; a plan's costs are worked out once for both."""
+class PlanEstimator:
+    """Simulates plans by whole stages or unit by unit; the timing of a plan's actions is computed once for both."""
 
     def __init__(self, run: RunSpec) -> None:
         self.run = run
         self._timings: dict[Plan, Timing] = {}
         self._estimates: dict[Plan, Candidate] = {}
 
-    def estimated(self, plan: Plan) -> Candidate:
-        """By whole stages."""
+    def by_stages(self, plan: Plan) -> Candidate:
+        """The plan with predictions from whole stages."""
         if plan.without_prediction not in self._estimates:
             timing = self._timings[plan.without_prediction] = timing_of(
                 self.run.model, self.run.train, plan, self.run.cluster
             )
-            quick = Candidate(repriced(self.run, plan, by_units=False, timing=timing), simulated=False)
+            quick = Candidate(reprice(self.run, plan, by_units=False, timing=timing), simulated=False)
             self._estimates[plan.without_prediction] = replace(quick, estimated=quick.seconds)
         return self._estimates[plan.without_prediction]
 
-    def played(self, one: Candidate) -> Candidate:
-        """Unit by unit, of an estimated candidate."""
-        timing = self._timings[one.plan.without_prediction]
-        return replace(one, plan=repriced(self.run, one.plan, timing=timing), simulated=True)
+    def by_units(self, candidate: Candidate) -> Candidate:
+        """The candidate, already estimated by stages, with predictions from a unit-by-unit simulation."""
+        timing = self._timings[candidate.plan.without_prediction]
+        return replace(candidate, plan=reprice(self.run, candidate.plan, timing=timing), simulated=True)
 
 
-def in_turn(
+def most_promising_first(
     guesses: Sequence[float],
     families: Sequence[tuple[object, object]],
     seconds: Callable[[int], float],
@@ -109,12 +109,12 @@ def in_turn(
     least: float = inf,
     within: float = 1.0,
 ) -> Iterator[int]:
-    """Indices of `guesses`, the most promising plan first, each after its `seconds` are known; plans of infinite seconds are left out.
+    """Indices of `guesses`, the most promising plan first, each after its `seconds` are known.
 
-    A guess is wrong about all plans of a family alike, so the last plan of a family that was tried corrects the guesses of the others.
-    `families` has the family of each plan and a wider one; a family of which no plan was tried may take `hope` times its guess, or `within`
-    times what plans of the wider one took if that is not more. After `least` plans the iterator ends at the first that does not promise
-    to be as fast as the fastest, within what a prediction can tell apart.
+    Plans of infinite seconds are left out. A guess is wrong about all plans of a family alike, so the last plan of a family that was tried
+    corrects the guesses of the others. `families` has the family of each plan and a wider one; a family of which no plan was tried may take
+    `hope` times its guess, or `within` times what plans of the wider one took if that is not more. After `least` plans the iterator ends at
+    the first that does not promise to be as fast as the fastest, within what a prediction can tell apart.
     """
     guess = np.array(guesses, dtype=float)
     family, wide = (_numbered([pair[level] for pair in families]) for level in (0, 1))
@@ -145,51 +145,67 @@ def _numbered(values: Sequence[object]) -> np.ndarray:
     return np.array([numbers[value] for value in values], dtype=np.int64)
 
 
-def judged(judge: Judge, estimated: Iterable[Candidate]) -> list[Candidate]:
-    """All candidates: those that promise most played by units, best first; then the others, as estimated."""
+def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -> list[Candidate]:
+    """All candidates: the most promising simulated by units, the fastest first, then the others as estimated."""
     ranked = sorted(estimated, key=_seconds)
-    played: dict[int, Candidate] = {}
+    simulated: dict[int, Candidate] = {}
 
-    def seconds(place: int) -> float:
-        played[place] = judge.played(ranked[place])
-        return played[place].seconds
+    def seconds(index: int) -> float:
+        simulated[index] = estimator.by_units(ranked[index])
+        return simulated[index].seconds
 
-    kinds = [(kind_of(plan), plan.layers[0].offload, plan.batch.micro_batch) for plan in (one.plan for one in ranked)]
-    order = in_turn([one.seconds for one in ranked], [(kind, kind) for kind in kinds], seconds, HOPE, LEAST)
+    families = [
+        (plan_family(plan), plan.layers[0].offload, plan.batch.micro_batch)
+        for plan in (candidate.plan for candidate in ranked)
+    ]
+    order = most_promising_first(
+        [candidate.seconds for candidate in ranked],
+        [(family, family) for family in families],
+        seconds,
+        UNTRIED_RATIO,
+        MIN_SIMULATED,
+    )
     leading, work = set[int](), 0
-    for place in order:
-        leading.add(place)
-        work += _work(ranked[place].plan, judge.run.model.layers)
-        if len(leading) == SIMULATED or work > LARGE:
+    for index in order:
+        leading.add(index)
+        work += _work(ranked[index].plan, estimator.run.model.layers)
+        if len(leading) == MAX_SIMULATED or work > MAX_WORK:
             break
-    rest = [one for place, one in enumerate(ranked) if place not in leading]
-    return sorted(played.values(), key=_seconds) + rest
+    others = [candidate for index, candidate in enumerate(ranked) if index not in leading]
+    return sorted(simulated.values(), key=_seconds) + others
 
 
-def kind_of(plan: Plan) -> tuple[object, ...]:
-    """Plans alike in this differ in details."""
+def plan_family(plan: Plan) -> tuple[object, ...]:
+    """Key of plans with the same pipeline, tensor and context sizes and the same schedule."""
     axes = ("pipeline", "tensor", "context_ring", "context_ulysses")
     return (*(plan.axis_size(axis) for axis in axes), plan.schedule.name)
 
 
-def improved(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> list[Candidate]:
-    """The candidates, and before them the faster neighbours of the leading ones: what a closed form tells apart worst is simulated."""
-    many = 1 if _work(candidates[0].plan, run.model.layers) > LARGE else IMPROVED
-    better, known = [], [one.plan for one in candidates if one.simulated]
-    for one in candidates[:many]:
-        plans = [plan for plan in _neighbours(run, one.plan) if not any(same_layout(plan, other) for other in known)]
+def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> list[Candidate]:
+    """The candidates and faster neighbours of the leading ones, the fastest first.
+
+    Neighbours differ in what the closed form predicts worst: whether gradients and weights stay whole.
+    """
+    leading = 1 if _work(candidates[0].plan, run.model.layers) > MAX_WORK else MAX_IMPROVED
+    better, simulated_plans = [], [candidate.plan for candidate in candidates if candidate.simulated]
+    for candidate in candidates[:leading]:
+        plans = [
+            plan
+            for plan in _neighbours(run, candidate.plan)
+            if not any(same_layout(plan, other) for other in simulated_plans)
+        ]
         for plan in plans:
-            known.append(plan)
-            if fits(run, plan, budget) and _promising(run, plan, one):
-                better.append(replace(one, plan=repriced(run, plan), estimated=None))
-    better = [one for one in better if one.seconds < candidates[0].seconds * (1 + ALIKE)]
-    return sorted([*better, *(one for one in candidates if one.simulated)], key=_seconds) + [
-        one for one in candidates if not one.simulated
+            simulated_plans.append(plan)
+            if fits(run, plan, budget) and _promising(run, plan, candidate):
+                better.append(replace(candidate, plan=reprice(run, plan), estimated=None))
+    better = [candidate for candidate in better if candidate.seconds < candidates[0].seconds * (1 + ALIKE)]
+    return sorted([*better, *(candidate for candidate in candidates if candidate.simulated)], key=_seconds) + [
+        candidate for candidate in candidates if not candidate.simulated
     ]
 
 
-def kernel_twins(run: RunSpec, plan: Plan) -> Iterator[Plan]:
-    """The plan with kernels for one of the engines that the search, and no pin, has copy: simpler plans."""
+def kernel_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
+    """The plan with kernels in place of each copy engine that no pin asks for."""
     pins = pins_of(run)
     if plan.gather_engine == "copy" and pins.gather_engine is None:
         yield replace(plan, gather_engine="kernel")
@@ -197,36 +213,42 @@ def kernel_twins(run: RunSpec, plan: Plan) -> Iterator[Plan]:
         yield replace(plan, tensor_engine="kernel")
 
 
-def with_kernels(run: RunSpec, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
-    """The candidates, and beside a chosen one that copies by choice the same plans with kernels."""
-    known = [one.plan for one in candidates if one.simulated]
-    new = [plan for plan in kernel_twins(run, chosen.plan) if not any(same_layout(plan, other) for other in known)]
-    twins = [replace(chosen, plan=repriced(run, plan), simulated=True, estimated=None) for plan in new]
+def add_kernel_variants(run: RunSpec, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
+    """The candidates and the kernel variants of the chosen one, the fastest first."""
+    simulated_plans = [candidate.plan for candidate in candidates if candidate.simulated]
+    variants = [
+        plan
+        for plan in kernel_variants(run, chosen.plan)
+        if not any(same_layout(plan, other) for other in simulated_plans)
+    ]
+    added = [replace(chosen, plan=reprice(run, plan), simulated=True, estimated=None) for plan in variants]
     return (
-        sorted([*candidates, *twins], key=lambda one: (not one.simulated, one.seconds)) if twins else list(candidates)
+        sorted([*candidates, *added], key=lambda candidate: (not candidate.simulated, candidate.seconds))
+        if added
+        else list(candidates)
     )
 
 
-def _promising(run: RunSpec, plan: Plan, beside: Candidate) -> bool:
-    """Whether `plan`, by whole stages, is not far behind its neighbour."""
-    if beside.estimated is None:
+def _promising(run: RunSpec, plan: Plan, neighbour: Candidate) -> bool:
+    """Whether `plan`, estimated by stages, is not much slower than its neighbour."""
+    if neighbour.estimated is None:
         return True
-    return Candidate(repriced(run, plan, by_units=False)).seconds < beside.estimated * NEAR
+    return Candidate(reprice(run, plan, by_units=False)).seconds < neighbour.estimated * NEIGHBOUR_REACH
 
 
-def same_layout(one: Plan, other: Plan) -> bool:
-    """Whether two plans run alike, whatever is said of them."""
-    return one.without_prediction == other.without_prediction
+def same_layout(first: Plan, other: Plan) -> bool:
+    """Whether two plans are the same apart from predictions and reasons."""
+    return first.without_prediction == other.without_prediction
 
 
 def _work(plan: Plan, layers: int) -> int:
-    """How much there is to simulate: layers times micro-batches that are played, on every pipeline rank."""
+    """Work of a unit-by-unit simulation: layers × simulated micro-batches × pipeline ranks."""
     ranks = plan.axis_size("pipeline")
     return ranks * min(plan.batch.accumulate, most_played(ranks)) * layers
 
 
 def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
-    """The plan with its gradients kept the other way between micro-batches, and with its weights kept the other way between uses."""
+    """The plan with `gradients` toggled between whole and shard, and with `reshard` toggled."""
     pins = pins_of(run)
     if pins.layers or shard_size(plan) == 1:
         return
@@ -240,21 +262,33 @@ def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 def simplest(
     candidates: Sequence[Candidate],
     budget: int | None = None,
-    counts: Callable[[Plan], float] = lambda plan: 1.0,
+    penalty: Callable[[Plan], float] = lambda plan: 1.0,
     fragile: Callable[[Plan], bool] = lambda plan: False,
 ) -> Candidate:
-    """Of the plans that take as long as the fastest, within what a prediction can tell apart, one with the fewest parts; where that has
-    virtual stages, one that leaves memory to an allocator's fragments, and before that one that is not `fragile`. `counts` says how many
-    times the seconds of a plan count."""
-    played = [one for one in candidates if one.simulated]
-    fastest = min(one.seconds * counts(one.plan) for one in played)
-    alike = [one for one in played if one.seconds * counts(one.plan) <= fastest * (1 + ALIKE)]
-    roomy = inf if budget is None else ROOMY * budget
+    """The simplest of the plans that cannot be told apart from the fastest.
+
+    Plans that are not `fragile` come first, then plans with virtual stages that leave memory for fragmentation, then those with the lowest
+    `complexity`. `penalty` is a factor on the seconds of a plan.
+    """
+    simulated = [candidate for candidate in candidates if candidate.simulated]
+    fastest = min(candidate.seconds * penalty(candidate.plan) for candidate in simulated)
+    equally_fast = [
+        candidate for candidate in simulated if candidate.seconds * penalty(candidate.plan) <= fastest * (1 + ALIKE)
+    ]
+    roomy_bytes = inf if budget is None else ROOMY_SHARE * budget
 
     def crowded(plan: Plan) -> bool:
-        return peak_bytes(plan) > roomy and any(len(row) > 1 for row in plan.schedule.stages)
+        return peak_bytes(plan) > roomy_bytes and any(len(rank_stages) > 1 for rank_stages in plan.schedule.stages)
 
-    return min(alike, key=lambda one: (fragile(one.plan), crowded(one.plan), complexity(one.plan), one.seconds))
+    return min(
+        equally_fast,
+        key=lambda candidate: (
+            fragile(candidate.plan),
+            crowded(candidate.plan),
+            complexity(candidate.plan),
+            candidate.seconds,
+        ),
+    )
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -262,7 +296,7 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def complexity(plan: Plan) -> int:
-    """Things that a person has to understand: axes in use, kinds of layers, and what is done beside plain training."""
+    """Number of features that a reader of the plan must understand: axes, layer strategies, recompute, offload, engines."""
     axes = sum(axis.size > 1 for axis in plan.mesh)
     special = sum(
         (layer.recompute != "none") + 2 * (layer.offload != "none") + (layer.gradients == "whole")
@@ -272,32 +306,32 @@ def complexity(plan: Plan) -> int:
     return 2 * axes + len(plan.layers) + special + plan.layered + copied
 
 
-def _fitted(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
-    """`plan` with the fewest lean layers on each pipeline rank."""
+def _with_fewest_lean_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
+    """`plan` with the fewest lean layers on each pipeline rank with which it fits, found by bisection."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
-    held = [[layer for stage in row for layer in stage] for row in table]
+    layers_by_rank = [[layer for stage in rank_stages for layer in stage] for rank_stages in table]
 
     def with_lean(counts: Sequence[int]) -> Plan:
-        lean = {layer for layers, count in zip(held, counts, strict=True) for layer in layers[:count]}
+        lean = {layer for layers, count in zip(layers_by_rank, counts, strict=True) for layer in layers[:count]}
         return replace(plan, layers=_ranges(run.model.layers, lambda layer: layer in lean, strategy))
 
-    low, high = [0] * len(held), [len(layers) for layers in held]
-    while any(a < b for a, b in zip(low, high, strict=True)):
-        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-        for rank, full in enumerate(over_by_rank(run, with_lean(middle), budget)):
-            if full and low[rank] < high[rank]:
-                low[rank] = middle[rank] + 1
+    fewest, most = [0] * len(layers_by_rank), [len(layers) for layers in layers_by_rank]
+    while any(lower < upper for lower, upper in zip(fewest, most, strict=True)):
+        middle = [(lower + upper) // 2 for lower, upper in zip(fewest, most, strict=True)]
+        for rank, too_full in enumerate(overfull_ranks(run, with_lean(middle), budget)):
+            if too_full and fewest[rank] < most[rank]:
+                fewest[rank] = middle[rank] + 1
             else:
-                high[rank] = middle[rank]
-    return with_lean(low)
+                most[rank] = middle[rank]
+    return with_lean(fewest)
 
 
 def _ranges(layers: int, lean: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:
-    """Neighbours of one kind in one range."""
-    found = []
-    for kind, run_of in groupby(range(layers), key=lean):
-        members = list(run_of)
-        ends = f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])
-        text = "all" if len(members) == layers else ends
-        found.append(strategy.layer(strategy.lean if kind else strategy.rich, text))
-    return tuple(found)
+    """Layer strategies by range: consecutive layers with the same strategy form one range."""
+    strategies = []
+    for is_lean, group in groupby(range(layers), key=lean):
+        indices = list(group)
+        ends = f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else str(indices[0])
+        text = "all" if len(indices) == layers else ends
+        strategies.append(strategy.layer(strategy.lean if is_lean else strategy.rich, text))
+    return tuple(strategies)

@@ -1,7 +1,6 @@
-"""What would make a run fit that does not: changes tried one by one, each with the plan that a search then finds.
+"""Suggests changes that make a run fit: each is tried with a search, the cheapest first.
 
-Cheapest first: what the run file pins for no reason of the model's, then what changes the training a little (shorter sequences), then other
-chips, then more nodes.
+The order: giving up a pin, then shorter sequences, which change the training a little, then chips with more memory, then more nodes.
 """
 
 from __future__ import annotations
@@ -18,109 +17,113 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan, PlanPins
 from meshwright.spec.run import RunSpec
 
-WANTED = 3
+MAX_FIXES = 3
 TRIES = 32
-"""Changes that are searched; one under which nothing can fit takes a tenth of a search."""
+"""Most changes that are searched; where nothing can fit, that takes a tenth of a full search."""
 DOUBLINGS = 6
-"""Times that sequences are halved, and nodes doubled, before that way is given up."""
+"""Most times that sequences are halved, and nodes doubled."""
 MEMORY_PINS = (
     "micro_batch", "recompute", "offload", "reshard", "gradients", "layers", "schedule", "stages", "replicate", "shard", "tensor",
     "pipeline", "context_ring", "context_ulysses", "expert",
 )  # fmt: skip
-"""Pins that decide memory, those first that cost least to give up."""
+"""Pins that affect memory, the cheapest to give up first."""
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One change that makes the run fit."""
+    """A change that makes the run fit."""
 
     words: str
-    """What to type, or to take out of the run file."""
+    """The override to type, or the pin to remove from the run file."""
     plan: Plan
-    """What then runs."""
+    """The plan under that change."""
 
     @property
     def text(self) -> str:
-        said = self.plan.predicted
-        seconds = f"{said.step_seconds:.2f} s a step, " if said and said.step_seconds else ""
+        predicted = self.plan.predicted
+        seconds = f"{predicted.step_seconds:.2f} s a step, " if predicted and predicted.step_seconds else ""
         return f"{self.words}: {seconds}{peak_bytes(self.plan) / 1e9:.1f} GB a rank"
 
 
-def search_or_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
-    """`search`, whose OutOfResources also says what would make the run fit."""
-    with _fixes_named(run, memory_bytes, trainable):
+def search_or_suggest_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Answer:
+    """`search`, with suggested fixes in its OutOfResources error."""
+    with _suggesting_fixes(run, memory_bytes, trainable):
         return search(run, memory_bytes=memory_bytes, trainable=trainable)
 
 
-def choose_or_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Choice:
-    """`choose_devices`, whose OutOfResources also says what would make the run fit."""
-    with _fixes_named(run, memory_bytes, trainable):
+def choose_or_suggest_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Choice:
+    """`choose_devices`, with suggested fixes in its OutOfResources error."""
+    with _suggesting_fixes(run, memory_bytes, trainable):
         return choose_devices(run, memory_bytes=memory_bytes, trainable=trainable)
 
 
 @contextmanager
-def _fixes_named(run: RunSpec, memory_bytes: int | None, trainable: bool) -> Iterator[None]:
-    """Add to an OutOfResources of the block what would make the run fit."""
+def _suggesting_fixes(run: RunSpec, memory_bytes: int | None, trainable: bool) -> Iterator[None]:
+    """Add suggested fixes to an OutOfResources error that the block raises."""
     try:
         yield
     except OutOfResources as error:
-        ways = fixes(run, memory_bytes=memory_bytes, trainable=trainable)
-        told = "".join(f"\n  {number}. {fix.text}" for number, fix in enumerate(ways, 1))
-        raise OutOfResources(f"{error}\nWhat makes it fit, cheapest first:{told}" if ways else str(error)) from error
+        suggestions = fixes(run, memory_bytes=memory_bytes, trainable=trainable)
+        lines = "".join(f"\n  {number}. {fix.text}" for number, fix in enumerate(suggestions, 1))
+        raise OutOfResources(
+            f"{error}\nWhat makes it fit, cheapest first:{lines}" if suggestions else str(error)
+        ) from error
 
 
 def fixes(
-    run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True, wanted: int = WANTED
+    run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True, max_fixes: int = MAX_FIXES
 ) -> tuple[Fix, ...]:
     """Up to `wanted` changes under each of which a search finds a plan that fits, cheapest first."""
-    found: list[Fix] = []
+    fixes_found: list[Fix] = []
     fitting: list[RunSpec] = []
     tries = 0
-    for way in _ways(run, chips=memory_bytes is None):
-        for words, changed in way:
-            if len(found) == wanted or tries == TRIES:
-                return tuple(found)
-            if any(_changes_more(changed, one) for one in fitting):
+    for steps in _changes_in_steps(run, chips=memory_bytes is None):
+        for words, changed in steps:
+            if len(fixes_found) == max_fixes or tries == TRIES:
+                return tuple(fixes_found)
+            if any(_includes_changes_of(changed, fixed) for fixed in fitting):
                 continue
             tries += 1
             plan = _plan_for(changed, memory_bytes, trainable)
             if plan is not None:
-                found.append(Fix(words, plan))
+                fixes_found.append(Fix(words, plan))
                 fitting.append(changed)
-                break  # a further step on the same way costs more
-    return tuple(found)
+                break  # later steps of the same change cost more
+    return tuple(fixes_found)
 
 
-def _changes_more(run: RunSpec, fixed: RunSpec) -> bool:
-    """Whether all that makes `fixed` fit is changed in `run` too, as far or further."""
-    left, kept = vars(pins_of(run)), vars(pins_of(fixed))
+def _includes_changes_of(run: RunSpec, fixed: RunSpec) -> bool:
+    """Whether `run` contains every change that makes `fixed` fit, at least as far, and so fits but costs more."""
+    own_pins, fixed_pins = vars(pins_of(run)), vars(pins_of(fixed))
     return (
         run.train.seq_len <= fixed.train.seq_len
         and run.cluster.nodes >= fixed.cluster.nodes
         and (run.cluster.memory_bytes() or 0) >= (fixed.cluster.memory_bytes() or 0)
-        and all(pin is None or pin == kept[name] for name, pin in left.items())
+        and all(pin is None or pin == fixed_pins[name] for name, pin in own_pins.items())
     )
 
 
-def _ways(run: RunSpec, *, chips: bool) -> Iterator[Iterable[tuple[str, RunSpec]]]:
-    """Ways to change the run, cheapest first, each in steps; then two of them at once, for a run that needs both."""
+def _changes_in_steps(run: RunSpec, *, chips: bool) -> Iterator[Iterable[tuple[str, RunSpec]]]:
+    """Changes of the run, cheapest first, each in steps from small to large; then two of them combined."""
     pinned = [*_unpinned(run)]
     yield pinned
-    words, free = pinned[-1] if pinned else ("", run)
-    for base, before in ((run, ""), (free, f"{words} and ")) if pinned else ((run, ""),):
+    unpinned_words, unpinned = pinned[-1] if pinned else ("", run)
+    for base, before in ((run, ""), (unpinned, f"{unpinned_words} and ")) if pinned else ((run, ""),):
         larger = [*_larger_chips(base)] if chips else []
-        yield _said(before, _shorter(base))
-        yield _said(before, larger)
-        yield _said(before, _more_nodes(base))
+        yield _prefixed(before, _shorter(base))
+        yield _prefixed(before, larger)
+        yield _prefixed(before, _more_nodes(base))
         if larger:
             chip, most = larger[-1]
-            yield _said(f"{before}{chip} ", _more_nodes(most))
-    both = ((f"{first} {more}", grown) for first, shorter in _shorter(free) for more, grown in _more_nodes(shorter))
-    yield _said(f"{words} and " if pinned else "", both)
+            yield _prefixed(f"{before}{chip} ", _more_nodes(most))
+    shorter_and_more = (
+        (f"{first} {more}", grown) for first, shorter in _shorter(unpinned) for more, grown in _more_nodes(shorter)
+    )
+    yield _prefixed(f"{unpinned_words} and " if pinned else "", shorter_and_more)
 
 
-def _said(before: str, way: Iterable[tuple[str, RunSpec]]) -> Iterator[tuple[str, RunSpec]]:
-    return ((before + words, run) for words, run in way)
+def _prefixed(before: str, steps: Iterable[tuple[str, RunSpec]]) -> Iterator[tuple[str, RunSpec]]:
+    return ((before + words, run) for words, run in steps)
 
 
 def _plan_for(run: RunSpec, memory_bytes: int | None, trainable: bool) -> Plan | None:
@@ -131,7 +134,7 @@ def _plan_for(run: RunSpec, memory_bytes: int | None, trainable: bool) -> Plan |
 
 
 def _unpinned(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Each pin given up alone, then all of them."""
+    """The run without each one of its pins, then without all of them."""
     pins = pins_of(run)
     given = [name for name in MEMORY_PINS if getattr(pins, name) is not None]
     for name in given:
@@ -145,7 +148,7 @@ def _only_others(pins: PlanPins) -> PlanPins:
 
 
 def _shorter(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Half the sequence length, with as many tokens a step, and half of that."""
+    """The sequence length halved repeatedly, with the same tokens per step."""
     train = run.train
     for halved in range(1, DOUBLINGS + 1):
         seq, odd = divmod(train.seq_len, 2**halved)
@@ -157,7 +160,7 @@ def _shorter(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 
 def _larger_chips(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """The chip's own family with more memory, least first."""
+    """Chips of the same generation with more memory, the smallest first."""
     own = CHIPS.get(run.cluster.gpu)
     if own is None or run.cluster.groups or run.cluster.memory_gib is not None:
         return
@@ -169,7 +172,7 @@ def _larger_chips(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 
 def _more_nodes(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Twice the nodes, and twice that."""
+    """The number of nodes doubled repeatedly."""
     if run.cluster.groups or run.cluster.emulate_nodes > 1:
         return
     for doubled in range(1, DOUBLINGS + 1):

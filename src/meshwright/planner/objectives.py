@@ -1,4 +1,4 @@
-"""Beyond one cluster's shortest step: how a run scales with GPUs, what it costs, and the batch that ends its training soonest."""
+"""Compares plans over cluster and batch sizes: scaling with GPUs, GPU hours, and the batch with the shortest training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.run import RunSpec
 
 BATCHES = tuple(2.0**power for power in range(-4, 6))
-"""Batches that are tried for the shortest training, relative to the run's own."""
+"""Batch sizes that are tried for the shortest training, relative to the run's."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """The run on one number of GPUs: a search's answer, or why there is none."""
+    """The run on a number of GPUs: the answer of a search, or why there is none."""
 
     gpus: int
     run: RunSpec
@@ -25,26 +25,26 @@ class Point:
 
     @property
     def seconds(self) -> float | None:
-        said = self.answer.best.plan.predicted if self.answer else None
-        return said.step_seconds if said else None
+        predicted = self.answer.best.plan.predicted if self.answer else None
+        return predicted.step_seconds if predicted else None
 
     @property
     def mfu(self) -> float | None:
-        said = self.answer.best.plan.predicted if self.answer else None
-        return said.mfu if said else None
+        predicted = self.answer.best.plan.predicted if self.answer else None
+        return predicted.mfu if predicted else None
 
     @property
     def tokens_per_second(self) -> float | None:
         return self.run.train.global_batch * self.run.train.seq_len / self.seconds if self.seconds else None
 
     def gpu_hours(self, tokens: float) -> float | None:
-        """What training on `tokens` takes, in hours of one GPU."""
+        """GPU hours of training on `tokens`; None where the step time is not known."""
         return self.gpus * tokens / self.tokens_per_second / 3600 if self.tokens_per_second else None
 
 
 @dataclass(frozen=True)
 class Training:
-    """A whole training at one batch: as many steps as that batch needs, on one cluster."""
+    """A whole training with one batch size: the number of steps that it needs, on one cluster."""
 
     point: Point
     steps: float
@@ -60,9 +60,9 @@ class Training:
 
 
 def cluster_sizes(run: RunSpec, first: int, last: int) -> tuple[int, ...]:
-    """`first` GPUs, twice as many, and so on up to `last`.
+    """`first` GPUs, then doubled up to `last`.
 
-    Raises BadInput for a range that holds no size, a size above a node that is not whole nodes, and clusters of unlike nodes.
+    Raises BadInput for an empty range, a size above one node that is not whole nodes, and clusters of unlike nodes.
     """
     if not 1 <= first <= last:
         raise BadInput(f"--gpus {first}..{last}: expected A..B with 1 ≤ A ≤ B, such as --gpus 8..1024")
@@ -75,13 +75,13 @@ def cluster_sizes(run: RunSpec, first: int, last: int) -> tuple[int, ...]:
 
 
 def at_size(run: RunSpec, gpus: int) -> RunSpec:
-    """The run on `gpus` devices: whole nodes of the cluster's own size, or a part of one.
+    """The run on `gpus` devices: whole nodes of the cluster's size, or a part of one node.
 
-    Raises BadInput where that is not possible.
+    Raises BadInput for other numbers of devices and for clusters that cannot be resized.
     """
     cluster = run.cluster
     if cluster.is_cpu or cluster.groups or cluster.emulate_nodes > 1:
-        kind = (
+        cluster_type = (
             "ranks on a CPU"
             if cluster.is_cpu
             else "unlike nodes (cluster.groups)"
@@ -89,7 +89,7 @@ def at_size(run: RunSpec, gpus: int) -> RunSpec:
             else "emulated nodes"
         )
         raise BadInput(
-            f"--gpus asks about clusters of like GPUs, and this one has {kind}; leave --gpus out, or set cluster.gpu=H100"
+            f"--gpus needs a cluster of like GPUs, and this cluster has {cluster_type}; leave --gpus out, or set cluster.gpu=H100"
         )
     nodes, odd = divmod(gpus, cluster.gpus_per_node)
     if nodes and odd:
@@ -102,17 +102,17 @@ def at_size(run: RunSpec, gpus: int) -> RunSpec:
 
 
 def scaling(run: RunSpec, sizes: Sequence[int], *, trainable: bool = True) -> tuple[Point, ...]:
-    """The best plan for the same job on each number of GPUs (strong scaling: the global batch stays)."""
+    """The best plan for the run on each number of GPUs, with the same global batch (strong scaling)."""
     return tuple(_point(at_size(run, gpus), trainable) for gpus in sizes)
 
 
 def fastest(points: Sequence[Point]) -> Point:
-    """The shortest step. Raises OutOfResources when no point has one."""
+    """The point with the shortest step. Raises OutOfResources when no point has a step time."""
     return min(_known(points), key=lambda point: point.seconds or 0.0)
 
 
 def cheapest(points: Sequence[Point]) -> Point:
-    """The fewest GPU-hours for a token; the faster of two that cost the same to a thousandth.
+    """The point with the fewest GPU hours per token; the faster of points that cost the same within a thousandth.
 
     Raises OutOfResources when no point has a plan.
     """
@@ -129,24 +129,24 @@ def shortest_training(
     *,
     trainable: bool = True,
 ) -> tuple[Training, ...]:
-    """Trainings to one loss at different batches, the shortest first: the loss of `tokens` at the run's own batch.
+    """Trainings with different batch sizes to the loss that the run reaches after `tokens`, the shortest first.
 
-    A batch of B tokens needs S = S_min (1 + B_crit / B) steps for it (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11 solved for
-    steps), so S_min follows from the run's own. `sizes` are numbers of GPUs; the run's cluster where left out.
+    A batch of B tokens needs S = S_min (1 + B_crit / B) steps (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11 solved for steps);
+    S_min follows from the run's batch. `sizes` are numbers of GPUs; without them the run's cluster is used.
     Raises OutOfResources when no batch has a plan.
     """
-    own = run.train.global_batch * run.train.seq_len
-    least_steps = tokens / own / (1 + critical_batch_tokens / own)
-    found: list[Training] = []
+    own_tokens = run.train.global_batch * run.train.seq_len
+    least_steps = tokens / own_tokens / (1 + critical_batch_tokens / own_tokens)
+    trainings: list[Training] = []
     points: list[Point] = []
     for batch in sorted({round(run.train.global_batch * factor) for factor in BATCHES} - {0}):
         sized = replace(run, train=replace(run.train, global_batch=batch))
         steps = least_steps * (1 + critical_batch_tokens / (batch * run.train.seq_len))
-        here = scaling(sized, sizes, trainable=trainable) if sizes else (_point(sized, trainable),)
-        points += here
-        found += [Training(point, steps, steps * point.seconds) for point in here if point.seconds]
+        sized_points = scaling(sized, sizes, trainable=trainable) if sizes else (_point(sized, trainable),)
+        points += sized_points
+        trainings += [Training(point, steps, steps * point.seconds) for point in sized_points if point.seconds]
     _known(points)
-    return tuple(sorted(found, key=lambda training: training.seconds))
+    return tuple(sorted(trainings, key=lambda training: training.seconds))
 
 
 def _point(run: RunSpec, trainable: bool) -> Point:
@@ -162,7 +162,7 @@ def _known(points: Sequence[Point]) -> list[Point]:
     known = [point for point in points if point.seconds]
     if known:
         return known
-    told = "; ".join(
-        f"{point.gpus} GPUs: {point.refused or 'no figures of the chip are known'}" for point in points[:3]
+    refusals = "; ".join(
+        f"{point.gpus} GPUs: {point.refused or 'rates of the chip are not known'}" for point in points[:3]
     )
-    raise OutOfResources(f"no plan with a known step time at any size asked for ({told})")
+    raise OutOfResources(f"no plan with a known step time at any size asked for ({refusals})")

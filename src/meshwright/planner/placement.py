@@ -1,8 +1,8 @@
-"""The order of mesh axes on the network's levels: which orders can differ in what they cost.
+"""Lists the orders of mesh axes on the network's levels that can differ in cost.
 
-Tensor ranks are innermost, then context: they talk inside every layer. Shards, replicas and stages come in any order, for which of them
-should have the fast links depends on their bytes. Where nodes are unlike, orders that keep every stage on nodes of one kind come first, so
-that only stage boundaries cross from kind to kind (Holmes, arXiv 2312.03549).
+Tensor ranks are innermost, then context ranks: they communicate inside every layer. Shard, replica and pipeline axes are tried in every
+order, as their bytes decide which of them needs the fast links. On unlike nodes, orders that keep every stage on nodes of one type come
+first, so that only stage boundaries cross between types (Holmes, arXiv 2312.03549).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from meshwright.spec.plan import AxisName
 from meshwright.spec.run import RunSpec
 
 OUTER: tuple[AxisName, ...] = ("pipeline", "replicate", "shard")
-"""Axes whose order is open, outermost first as most networks want them: a stage boundary has the fewest bytes, a gather the most."""
+"""Axes whose order is searched, in the usual best order from the outermost: a stage boundary sends the fewest bytes, a gather the most."""
 INNER: tuple[AxisName, ...] = ("context_ring", "context_ulysses", "tensor")
 
 
 def orders(cluster: ClusterSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]]:
-    """Orders of all axes, outermost first, no two of which cross the same borders; an axis that `sizes` leaves out has one rank.
+    """Orders of all axes, outermost first, of which no two cross the same network levels.
 
-    Stages of one kind of node first, then the pipeline outermost. Sizes must multiply to the cluster's ranks.
+    The product of `sizes` must be the cluster's ranks; an axis that `sizes` leaves out has one rank. Orders with every stage on one node
+    type come first, then those with the pipeline outermost.
     """
     three = tuple(sizes.get(axis, 1) for axis in OUTER)
     inner = prod(sizes.get(axis, 1) for axis in INNER)
@@ -40,45 +41,48 @@ def orders(cluster: ClusterSpec, sizes: Mapping[str, int]) -> list[tuple[AxisNam
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What a layout makes of unlike nodes."""
+class HeterogeneityFactors:
+    """Factors that unlike nodes put on the cost of a layout."""
 
     pace: float
-    """A step's time over that of a cluster with none but the slowest nodes, if pipeline ranks get layers by their speed."""
+    """Step time relative to a cluster of the slowest nodes only, with layers assigned to pipeline ranks by their speed."""
     port: float
-    """Bytes/s of a device's port inside the slowest stage: the bridge's where a stage lies on nodes of different fabrics."""
+    """Bytes/s of a device's port inside the slowest stage: the bridge's rate where a stage spans nodes of different fabrics."""
 
 
-def ground_of(run: RunSpec) -> Callable[[Layout], Ground] | None:
-    """How a layout lies on the run's nodes; None where these are alike, or the cost model knows nothing of them."""
+def heterogeneity_factors(run: RunSpec) -> Callable[[Layout], HeterogeneityFactors] | None:
+    """A function from a layout to its HeterogeneityFactors; None where nodes are alike or without rates in the cost model."""
     cluster = run.cluster
     if len(node_type_runs(cluster)) == 1 or not (speeds := kind_speeds(run.model, run.train, cluster)):
         return None
 
-    def ground(layout: Layout) -> Ground:
+    def factors_of(layout: Layout) -> HeterogeneityFactors:
         slowest, _ = node_type_runs(slowest_rank_cluster(cluster, layout))[0]
-        return Ground(1 / fmean(rank_speeds(speeds, cluster, layout)), slowest.port)
+        return HeterogeneityFactors(1 / fmean(rank_speeds(speeds, cluster, layout)), slowest.port)
 
-    return ground
+    return factors_of
 
 
 @lru_cache(maxsize=1 << 16)
 def _outer_orders(
     levels: tuple[float, ...], per_node: int, three: tuple[int, ...], inner: int, unlike: ClusterSpec | None
 ) -> tuple[tuple[AxisName, ...], ...]:
-    """Of the orders of `OUTER`, the first of each set that crosses alike."""
+    """The orders of `OUTER`, without those that cross the same levels as an earlier order."""
     size = dict(zip(OUTER, three, strict=True))
-    found: dict[tuple[object, ...], tuple[int, tuple[AxisName, ...]]] = {}
+    distinct: dict[tuple[object, ...], tuple[int, tuple[AxisName, ...]]] = {}
     for order in permutations(OUTER):
         layout = Layout((*((axis, size[axis]) for axis in order), ("tensor", inner)), per_node)
         crossed: tuple[object, ...] = tuple(_members(layout, axis, level) for axis in OUTER for level in levels)
-        kinds = node_types_by_rank(unlike, layout) if unlike else ()
-        found.setdefault((crossed, kinds), (sum(len(some) > 1 for some in kinds), order))
-    return tuple(order for _, order in sorted(found.values(), key=lambda one: one[0]))
+        node_types = node_types_by_rank(unlike, layout) if unlike else ()
+        distinct.setdefault((crossed, node_types), (sum(len(stage_types) > 1 for stage_types in node_types), order))
+    return tuple(order for _, order in sorted(distinct.values(), key=lambda ranked: ranked[0]))
 
 
 def _members(layout: Layout, axis: str, level: float) -> float:
-    """Members of a group of `axis` among `level` neighbouring ranks; they set its bandwidth (costs.collective_costs, simulator.links)."""
+    """Members of a group along `axis` among `level` neighbouring ranks, which set its bandwidth.
+
+    Used in the same way by costs.collective_costs and simulator.links.
+    """
     return min(layout.size(axis), max(1.0, level / layout.stride(axis)))
 
 

@@ -1,4 +1,4 @@
-"""A schedule with its stages written out."""
+"""Divides a model's layers into the stages of a schedule."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from meshwright.spec.run import RunSpec
 def with_stages(
     run: RunSpec, name: ScheduleName, pipeline: int, per_rank: int, mesh: tuple[MeshAxis, ...] = ()
 ) -> SchedulePlan:
-    """The schedule with its stages: those pinned, or else cut by time.
+    """The schedule with its stages: as pinned, or else balanced by time.
 
-    The last stage also has the head. On unlike nodes a pipeline rank gets layers by its speed, which follows from where `mesh` puts it.
+    The last stage also has the head. On unlike nodes a pipeline rank gets layers in proportion to its speed, which follows from its nodes
+    under `mesh`.
 
     Raises ValueError as `stage_table` does: for pinned stages that are not in the schedule's order.
     """
@@ -28,16 +29,19 @@ def with_stages(
         speeds = _speeds(run, mesh)
         if (
             speeds and name == "breadth_first"
-        ):  # a layer a stage on the slowest rank, as many on others as they do in its time
+        ):  # one layer per stage on the slowest rank; faster ranks get more in proportion
             per_rank = max(1, int(layers * min(speeds) / sum(speeds)))
         table = balanced_stages(name, pipeline, layers, head_in_layers(run), per_rank, speeds)
     if len(table) == len(table[0]) == 1:
         return SchedulePlan(name=name)
-    return SchedulePlan(name=name, stages=tuple(tuple(f"{s.start}-{s.stop - 1}" for s in row) for row in table))
+    return SchedulePlan(
+        name=name,
+        stages=tuple(tuple(f"{stage.start}-{stage.stop - 1}" for stage in rank_stages) for rank_stages in table),
+    )
 
 
 def _speeds(run: RunSpec, mesh: tuple[MeshAxis, ...]) -> tuple[float, ...]:
-    """Layers a second by pipeline rank, relative; empty where nodes are alike."""
+    """Relative speed of each pipeline rank; empty where nodes are alike."""
     if not run.cluster.groups or not mesh:
         return ()
     layout = Layout(tuple((axis.axis, axis.size) for axis in mesh), run.cluster.ranks_per_node)
@@ -45,7 +49,7 @@ def _speeds(run: RunSpec, mesh: tuple[MeshAxis, ...]) -> tuple[float, ...]:
 
 
 def head_in_layers(run: RunSpec) -> float:
-    """How many blocks' arithmetic the head makes."""
+    """FLOPs of the output head, in units of one block's FLOPs."""
     model, seq = run.model, run.train.seq_len
-    one, two = (flops_per_token(replace(model, layers=layers), seq, causal=True) for layers in (1, 2))
-    return (2 * one - two) / (two - one)
+    one_layer, two_layers = (flops_per_token(replace(model, layers=layers), seq, causal=True) for layers in (1, 2))
+    return (2 * one_layer - two_layers) / (two_layers - one_layer)

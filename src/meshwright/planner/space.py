@@ -1,7 +1,7 @@
-"""Every way to lay a run out that is worth pricing, as columns of numbers: mesh, micro-batch, schedule.
+"""Lists the layouts of a run that are worth pricing as columns of numbers: mesh, micro-batch, schedule.
 
-What is never worth it is not in the space, and a pin puts it there: tensor and Ulysses ranks beyond a fast domain and beyond eight, fewer
-than 512 tokens of a sequence on a rank, GPipe (1F1B takes as long and holds less), micro-batches that are neither a power of two nor few.
+Layouts that are never the best are left out unless a pin asks for them: tensor × Ulysses ranks beyond a fast domain and beyond eight, fewer
+than 512 tokens of a sequence per rank, GPipe (1F1B takes as long with less memory), and large micro-batches that are no power of two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from meshwright.costs.machine_rates import fast_domain
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.planner.candidate import formats_of, gathers_by_kernels, pins_of, tokens_by_kernels
-from meshwright.planner.placement import ground_of, orders
+from meshwright.planner.candidate import linear_dtypes, pins_of, why_kernel_gathers, why_kernel_token_exchange
+from meshwright.planner.placement import heterogeneity_factors, orders
 from meshwright.schedules.registry import refusal
 from meshwright.spec.fp8_limits import fp8_format_conflict
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_split_error, stage_table
@@ -33,8 +33,8 @@ from meshwright.spec.run import RunSpec
 
 AXES = get_args(AxisName)
 SCHEDULES = get_args(ScheduleName)
-STEP = ("micro", "accumulate", "schedule", "virtual")
-"""Columns of a point beside its mesh."""
+BATCH_COLUMNS = ("micro", "accumulate", "schedule", "virtual")
+"""Columns of a point in addition to its mesh."""
 GROUPS: dict[str, tuple[AxisName, ...]] = {
     "ring": ("context_ring",),
     "ulysses": ("context_ulysses",),
@@ -42,22 +42,22 @@ GROUPS: dict[str, tuple[AxisName, ...]] = {
     "replicate": ("replicate",),
     "pipeline": ("pipeline",),
 }
-"""Axes whose ranks talk together; context ranks hold the same weights, so they share in what is sharded."""
+"""Axes that form one communication group; context ranks have the same weights, so weights are sharded over them too."""
 Stages = tuple[tuple[str, ...], ...]
-LEAST_TOKENS = 512
-"""Of one sequence on one rank."""
+MIN_TOKENS = 512
+"""Fewest tokens of one sequence on a rank."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
-"""Stages a rank holds under the interleaved schedule, where the plan does not list them."""
-WIDE, FEW_SEQUENCES = 8, 2
-"""Tensor times Ulysses ranks that are tried where a fast domain has fewer devices, when there are fewer sequences than the second for each
-domain: then there is little else to split."""
-FEW = 64
-"""Sequences of a rank up to which every divisor is a micro-batch size, and not only powers of two."""
+"""Stages per rank that are tried for the interleaved schedule, where the plan does not list stages."""
+WIDE_DOMAIN, FEW_SEQUENCES = 8, 2
+"""Tensor × Ulysses ranks that are tried beyond a smaller fast domain when each domain has fewer sequences than the second number: then
+there is little else to split."""
+MAX_ANY_DIVISOR = 64
+"""Sequences per rank up to which every divisor is tried as the micro-batch size; above, only powers of two."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of all axes, the fold of experts, and the axes outermost first."""
+    """Sizes of all axes, the number of expert ranks, and the order of the axes, outermost first."""
 
     sizes: tuple[int, ...]
     """In the order of `AXES`."""
@@ -81,7 +81,7 @@ class Mesh:
         return self.size("context_ring") * self.size("context_ulysses")
 
     def crosses(self, axis: AxisName, per_node: int) -> bool:
-        """Whether any group along `axis` leaves a node of so many ranks (`Layout.axis_crosses_nodes`)."""
+        """Whether any group along `axis` spans nodes of `per_node` ranks (`Layout.axis_crosses_nodes`)."""
         return _leaves(self.sizes, self.order, axis, per_node)
 
     def stride(self, *axes: AxisName) -> float:
@@ -91,12 +91,12 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Points:
-    """One row a point: its mesh, and columns of equal length."""
+    """Layouts (points) as columns of equal length, with their meshes."""
 
     meshes: tuple[Mesh, ...]
-    facts: Mapping[str, np.ndarray]
-    """Sizes and strides by mesh: an axis's size under its name, `data`, `context`, `expert`, strides as `… stride`; `copied` where copy
-    engines gather weights; `pace` and `port` of unlike nodes."""
+    mesh_columns: Mapping[str, np.ndarray]
+    """Columns by mesh: an axis's size under its name, `data`, `context`, `expert`, strides as `… stride`; `copied` where copy engines
+    gather weights; `pace` and `port` of unlike nodes."""
     mesh: np.ndarray
     """Index into `meshes`."""
     micro: np.ndarray
@@ -105,83 +105,85 @@ class Points:
     """Index into `SCHEDULES`."""
     virtual: np.ndarray
     offloads: tuple[Offload, ...]
-    """What may wait in host memory, the least first."""
+    """Values of offload that are tried, from the least to the most memory saved."""
     trainable: bool = False
-    """Whether only what this release can train is wanted."""
+    """Whether the space is limited to plans that this release can train."""
 
     def __len__(self) -> int:
         return len(self.mesh)
 
     def column(self, name: str) -> np.ndarray:
-        """One of `facts`, by point."""
-        return self.facts[name][self.mesh]
+        """The column `name` of `mesh_columns`, by point."""
+        return self.mesh_columns[name][self.mesh]
 
     def take(self, chosen: np.ndarray) -> Points:
-        columns = {name: getattr(self, name)[chosen] for name in ("mesh", *STEP)}
+        columns = {name: getattr(self, name)[chosen] for name in ("mesh", *BATCH_COLUMNS)}
         return replace(self, **columns)
 
 
 def points(run: RunSpec, *, trainable: bool = False) -> Points:
-    """The run's space around its pins; `trainable` leaves out what this release only plans."""
+    """All points of the run that obey its pins; with `trainable` only those that this release can train."""
     meshes = tuple(_meshes(run, trainable))
     if trainable and pins_of(run).gather_engine == "copy":
-        meshes = tuple(mesh for mesh in meshes if not _shards_leave(run, mesh)) or meshes
-    rows = []
+        meshes = tuple(mesh for mesh in meshes if not _shards_cross_nodes(run, mesh)) or meshes
+    columns_by_point = []
     for index, mesh in enumerate(meshes):
-        for micro, accumulate, schedule, virtual in _steps(run, mesh.size("pipeline"), mesh.data):
-            rows.append((index, micro, accumulate, schedule, virtual))
-    mesh, *steps = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(STEP)).T
-    columns = dict(zip(STEP, steps, strict=True))
+        for micro, accumulate, schedule, virtual in _batch_options(run, mesh.size("pipeline"), mesh.data):
+            columns_by_point.append((index, micro, accumulate, schedule, virtual))
+    mesh, *steps = np.array(columns_by_point, dtype=np.int64).reshape(-1, 1 + len(BATCH_COLUMNS)).T
+    columns = dict(zip(BATCH_COLUMNS, steps, strict=True))
     return Points(
-        meshes=meshes, facts=_facts(run, meshes), mesh=mesh, offloads=_offloads(run), trainable=trainable,
+        meshes=meshes, mesh_columns=_mesh_columns(run, meshes), mesh=mesh, offloads=_offloads(run), trainable=trainable,
         **columns,
     )  # fmt: skip
 
 
-def by_kernels(run: RunSpec, space: Points) -> Points:
-    """The same points with nothing carried by copy engines but what is pinned."""
+def with_kernel_engines(run: RunSpec, space: Points) -> Points:
+    """The same points with kernels in place of copy engines, except where pinned."""
     pins, none = pins_of(run), np.zeros(len(space.meshes))
     free = {"copied": pins.gather_engine, "tokens copied": pins.tensor_engine}
-    return replace(space, facts={**space.facts, **{name: none for name, pinned in free.items() if pinned is None}})
+    return replace(
+        space, mesh_columns={**space.mesh_columns, **{name: none for name, pinned in free.items() if pinned is None}}
+    )
 
 
-def _facts(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
+def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]:
     sizes = np.array([mesh.sizes for mesh in meshes], dtype=np.float64).reshape(-1, len(AXES))
-    facts = dict(zip(AXES, sizes.T, strict=True))
-    facts["data"] = facts["replicate"] * facts["shard"]
-    facts["context"] = facts["context_ring"] * facts["context_ulysses"]
-    facts["expert"] = np.array([mesh.expert for mesh in meshes], dtype=np.float64)
-    facts["copied"] = np.array([_copied(run, mesh) for mesh in meshes], dtype=np.float64)
-    facts["tokens copied"] = np.array([_tokens_copied(run, mesh) for mesh in meshes], dtype=np.float64)
-    facts["pace"] = facts["port"] = np.ones(len(meshes))
-    if ground := ground_of(run):
-        laid = [_layout(mesh.sizes, mesh.order, run.cluster.ranks_per_node) for mesh in meshes]
-        found = [ground(layout) for layout in laid]
-        facts["pace"] = np.array([one.pace for one in found])
-        facts["port"] = np.array([one.port for one in found]) / max(one.port for one in found)
+    mesh_columns = dict(zip(AXES, sizes.T, strict=True))
+    mesh_columns["data"] = mesh_columns["replicate"] * mesh_columns["shard"]
+    mesh_columns["context"] = mesh_columns["context_ring"] * mesh_columns["context_ulysses"]
+    mesh_columns["expert"] = np.array([mesh.expert for mesh in meshes], dtype=np.float64)
+    mesh_columns["copied"] = np.array([_copies_weights(run, mesh) for mesh in meshes], dtype=np.float64)
+    mesh_columns["tokens copied"] = np.array([_copies_tokens(run, mesh) for mesh in meshes], dtype=np.float64)
+    mesh_columns["pace"] = mesh_columns["port"] = np.ones(len(meshes))
+    if factors_of := heterogeneity_factors(run):
+        layouts_by_mesh = [_layout(mesh.sizes, mesh.order, run.cluster.ranks_per_node) for mesh in meshes]
+        factors = [factors_of(layout) for layout in layouts_by_mesh]
+        mesh_columns["pace"] = np.array([factor.pace for factor in factors])
+        mesh_columns["port"] = np.array([factor.port for factor in factors]) / max(factor.port for factor in factors)
     for name, axes in GROUPS.items():
-        facts[f"{name} stride"] = np.array([mesh.stride(*axes) for mesh in meshes])
-    return facts
+        mesh_columns[f"{name} stride"] = np.array([mesh.stride(*axes) for mesh in meshes])
+    return mesh_columns
 
 
-def _copied(run: RunSpec, mesh: Mesh) -> bool:
-    """Whether copy engines gather its weights: as pinned, else wherever they may, as they take less of compute than kernels do."""
+def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
+    """Whether copy engines gather weights: as pinned, else wherever possible, as they slow compute less than kernels."""
     pinned = pins_of(run).gather_engine
     if mesh.size("shard") * mesh.context == 1 or pinned:
         return pinned == "copy"
-    return gathers_by_kernels(run) is None and not _shards_leave(run, mesh)
+    return why_kernel_gathers(run) is None and not _shards_cross_nodes(run, mesh)
 
 
-def _tokens_copied(run: RunSpec, mesh: Mesh) -> bool:
-    """Whether copy engines carry tokens between its tensor ranks: as pinned, else where that was measured."""
+def _copies_tokens(run: RunSpec, mesh: Mesh) -> bool:
+    """Whether copy engines exchange tokens between tensor ranks: as pinned, else where that was measured."""
     pinned, ranks = pins_of(run).tensor_engine, mesh.size("tensor")
     if pinned:
         return pinned == "copy"
     leave = mesh.crosses("tensor", run.cluster.ranks_per_node)
-    return ranks > 1 and not leave and tokens_by_kernels(run, ranks) is None
+    return ranks > 1 and not leave and why_kernel_token_exchange(run, ranks) is None
 
 
-def _shards_leave(run: RunSpec, mesh: Mesh) -> bool:
+def _shards_cross_nodes(run: RunSpec, mesh: Mesh) -> bool:
     return any(mesh.crosses(axis, run.cluster.ranks_per_node) for axis in SHARD_AXES)
 
 
@@ -192,60 +194,62 @@ def divisors(number: int) -> list[int]:
 
 def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
     pins, ranks, batch = pins_of(run), run.cluster.ranks, run.train.global_batch
-    for tensor, ulysses, ring in _inner(run, trainable):
-        rest = ranks // (tensor * ulysses * ring)
-        for pipeline in _wanted(pins.pipeline, (d for d in divisors(rest) if d <= run.model.layers)):
-            data = rest // pipeline
-            if rest % pipeline or batch % data:
+    for tensor, ulysses, ring in _model_axes(run, trainable):
+        ranks_left = ranks // (tensor * ulysses * ring)
+        for pipeline in _pinned_or(pins.pipeline, (d for d in divisors(ranks_left) if d <= run.model.layers)):
+            data = ranks_left // pipeline
+            if ranks_left % pipeline or batch % data:
                 continue
-            for shard in _wanted(pins.shard, divisors(data)):
+            for shard in _pinned_or(pins.shard, divisors(data)):
                 if data % shard or pins.replicate not in (None, data // shard):
                     continue
                 sizes = {
                     "pipeline": pipeline, "replicate": data // shard, "shard": shard, "context_ring": ring,
                     "context_ulysses": ulysses, "tensor": tensor,
                 }  # fmt: skip
-                for expert, order in product(_experts(run, shard * ring * ulysses, tensor), orders(run.cluster, sizes)):
+                for expert, order in product(
+                    _expert_sizes(run, shard * ring * ulysses, tensor), orders(run.cluster, sizes)
+                ):
                     yield Mesh(tuple(sizes[axis] for axis in AXES), expert, order)
 
 
-def _inner(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
-    """(tensor, Ulysses, ring): the axes that split one sequence's work."""
+def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
+    """(tensor, Ulysses, ring) sizes, of the axes that split the work of one sequence."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
     if run.train.global_batch * domain < run.cluster.ranks * FEW_SEQUENCES:
-        domain = max(domain, WIDE)
-    widths = [d for d in divisors(run.cluster.ranks) if d <= domain and _splits_heads(run, d)]
-    if trainable and fp8_format_conflict(formats_of(run), domain, experts=False):
-        widths = [1]
-    for tensor in _wanted(pins.tensor, widths):
+        domain = max(domain, WIDE_DOMAIN)
+    tensor_sizes = [d for d in divisors(run.cluster.ranks) if d <= domain and _splits_heads(run, d)]
+    if trainable and fp8_format_conflict(linear_dtypes(run), domain, experts=False):
+        tensor_sizes = [1]
+    for tensor in _pinned_or(pins.tensor, tensor_sizes):
         if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):
             continue
-        heads = [d for d in divisors(run.cluster.ranks // tensor) if d == 1 or tensor * d <= domain]
-        for ulysses in _wanted(pins.context_ulysses, heads):
+        ulysses_sizes = [d for d in divisors(run.cluster.ranks // tensor) if d == 1 or tensor * d <= domain]
+        for ulysses in _pinned_or(pins.context_ulysses, ulysses_sizes):
             if run.cluster.ranks % (tensor * ulysses) or not _splits_heads(run, tensor * ulysses):
                 continue
-            for ring in _wanted(pins.context_ring, _rings(run, tensor * ulysses, ulysses)):
+            for ring in _pinned_or(pins.context_ring, _ring_sizes(run, tensor * ulysses, ulysses)):
                 fits = not context_split_error(ring, ulysses, tensor, model.heads, model.kv_heads, run.train.seq_len)
                 if fits and run.cluster.ranks % (tensor * ulysses * ring) == 0:
                     yield tensor, ulysses, ring
 
 
-def _splits_heads(run: RunSpec, ways: int) -> bool:
+def _splits_heads(run: RunSpec, ranks: int) -> bool:
     model = run.model
-    return model.heads % ways == 0 and (model.kv_heads % ways == 0 or ways % model.kv_heads == 0)
+    return model.heads % ranks == 0 and (model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0)
 
 
-def _rings(run: RunSpec, inner: int, ulysses: int) -> list[int]:
-    most = run.train.seq_len // (LEAST_TOKENS * ulysses)
-    return [d for d in divisors(run.cluster.ranks // inner) if d <= max(1, most)]
+def _ring_sizes(run: RunSpec, model_ranks: int, ulysses: int) -> list[int]:
+    longest = run.train.seq_len // (MIN_TOKENS * ulysses)
+    return [d for d in divisors(run.cluster.ranks // model_ranks) if d <= max(1, longest)]
 
 
-def _experts(run: RunSpec, ranks: int, tensor: int) -> list[int]:
-    """Over how many of the ranks of one copy a layer's experts are spread; tensor ranks hold different ones too."""
+def _expert_sizes(run: RunSpec, ranks: int, tensor: int) -> list[int]:
+    """Numbers of ranks over which a layer's experts may be spread; tensor ranks divide the experts too."""
     if not run.model.experts:
         return [1]
-    wanted = _wanted(pins_of(run).expert, divisors(ranks))
-    return [size for size in wanted if ranks % size == 0 and run.model.experts % (size * tensor) == 0]
+    sizes = _pinned_or(pins_of(run).expert, divisors(ranks))
+    return [size for size in sizes if ranks % size == 0 and run.model.experts % (size * tensor) == 0]
 
 
 def _offloads(run: RunSpec) -> tuple[Offload, ...]:
@@ -255,14 +259,14 @@ def _offloads(run: RunSpec) -> tuple[Offload, ...]:
     return ("none",) if run.cluster.is_cpu else get_args(Offload)
 
 
-def _wanted(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
+def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
     return list(otherwise) if pinned is None else [pinned]
 
 
-def _steps(run: RunSpec, pipeline: int, data: int) -> list[tuple[int, int, int, int]]:
-    """(micro-batch, accumulate, schedule, virtual stages) of a pipeline of this depth over so many data ranks."""
+def _batch_options(run: RunSpec, pipeline: int, data: int) -> list[tuple[int, int, int, int]]:
+    """(micro-batch, accumulate, schedule index, virtual stages) that are tried for `pipeline` stages and `data` data ranks."""
     pins = pins_of(run)
-    return _options(
+    return _step_options(
         pipeline, run.train.global_batch // data, run.model.layers, pins.micro_batch, pins.schedule, pins.stages
     )
 
@@ -282,25 +286,27 @@ def _layout(sizes: tuple[int, ...], order: tuple[AxisName, ...], per_node: int) 
 
 
 @lru_cache(maxsize=4096)
-def _options(
+def _step_options(
     pipeline: int, sequences: int, layers: int, micro: int | None, schedule: ScheduleName | None, stages: Stages | None
 ) -> list[tuple[int, int, int, int]]:
-    names = [name for name in ((schedule,) if schedule else SCHEDULES) if _in_order(name, pipeline, layers, stages)]
-    found = []
+    names = [
+        name for name in ((schedule,) if schedule else SCHEDULES) if _stages_in_order(name, pipeline, layers, stages)
+    ]
+    options = []
     for size in _micro_batches(sequences, micro):
-        many = sequences // size
-        found += [
-            (size, many, SCHEDULES.index(name), virtual)
+        micro_batches = sequences // size
+        options += [
+            (size, micro_batches, SCHEDULES.index(name), virtual)
             for name in names
-            if schedule or _worth_trying(name, pipeline, many)
+            if schedule or _worth_trying(name, pipeline, micro_batches)
             for virtual in _virtual(name, pipeline, layers, stages)
-            if pipeline * virtual <= layers and refusal(name, pipeline, many, virtual) is None
+            if pipeline * virtual <= layers and refusal(name, pipeline, micro_batches, virtual) is None
         ]
-    return found
+    return options
 
 
-def _in_order(name: ScheduleName, pipeline: int, layers: int, stages: Stages | None) -> bool:
-    """Whether the schedule visits the pinned stages in the order of their layers."""
+def _stages_in_order(name: ScheduleName, pipeline: int, layers: int, stages: Stages | None) -> bool:
+    """Whether the schedule passes the pinned stages in the order of their layers."""
     if stages is None:
         return True
     try:
@@ -313,7 +319,7 @@ def _in_order(name: ScheduleName, pipeline: int, layers: int, stages: Stages | N
 def _worth_trying(name: str, pipeline: int, micro_batches: int) -> bool:
     if pipeline > 1:
         return name != "gpipe"
-    return name == "1f1b" or (name == "breadth_first" and micro_batches > 1)  # the others do on one rank what 1F1B does
+    return name == "1f1b" or (name == "breadth_first" and micro_batches > 1)  # on one rank the others equal 1F1B
 
 
 def _virtual(name: str, pipeline: int, layers: int, stages: Stages | None) -> tuple[int, ...]:
@@ -321,8 +327,8 @@ def _virtual(name: str, pipeline: int, layers: int, stages: Stages | None) -> tu
         return (len(stages[0]),)
     if name == "interleaved":
         return VIRTUAL_STAGES
-    # A breadth-first pipeline gets a stage for every layer (the modular pipeline, arXiv 2106.02679): larger ones would keep all
-    # micro-batches to themselves until their last layer, and the ranks behind them idle.
+    # A breadth-first pipeline gets one stage per layer (modular pipeline, arXiv 2106.02679): with larger stages the next rank would wait
+    # until a rank has run all layers of its stage for all micro-batches.
     if name == "breadth_first":
         return (layers // pipeline if pipeline > 1 else 1,)
     return (STAGES_PER_RANK.get(name, 1),)
@@ -332,4 +338,4 @@ def _micro_batches(sequences: int, pinned: int | None) -> list[int]:
     sizes = divisors(sequences)
     if pinned is not None:
         return [size for size in sizes if size == pinned]
-    return sizes if sequences <= FEW else [size for size in sizes if size & (size - 1) == 0]
+    return sizes if sequences <= MAX_ANY_DIVISOR else [size for size in sizes if size & (size - 1) == 0]

@@ -1,7 +1,7 @@
-"""Where a plan's step goes, in seconds: played by the simulator unit by unit, or, for ranking many plans, in a tenth of the work by stages.
+"""Predicts the parts of a plan's step time with the simulator: unit by unit, or by whole stages in a tenth of the work.
 
-Both play few micro-batches and draw a straight line to the plan's number: past filling and draining, a schedule repeats itself. Where ranks
-are unlike, what sets the pace of few need not set that of many: no step is shorter than its busiest rank.
+Both simulate a few micro-batches and extrapolate linearly to the plan's number: apart from filling and draining, a schedule is periodic. On
+unlike ranks the slowest rank of a short step may not be that of a long one, so no step is shorter than its busiest rank.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 UNITS, STAGES, DEEP = (3, 4), (2, 3), 16
-"""Micro-batches for each pipeline rank that are played instead of many, unit by unit and by stages (the second were 1% off at most where
-measured, and (1, 2) 15%), and ranks from which on only the first of the second is played unit by unit."""
+"""Micro-batches per pipeline rank in the two short steps, unit by unit and by stages (by stages at most 1% off where compared; (1, 2) was
+15% off), and pipeline ranks from which only the shorter one by stages is simulated unit by unit."""
 Parts = dict[str, float]
-"""Seconds by `Timeline.breakdown`'s names; they add up to the step."""
+"""Seconds by the names of `Timeline.breakdown`; their sum is the step."""
 Play = Callable[[Plan, Timing], Timeline | Totals]
 
 
-def played_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
-    """With every gather and reduction; `timing` is made when it is not there yet. Raises BadInput as `simulate_plan` does.
+def simulated_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
+    """Seconds of the step's parts from a simulation of every gather and reduction. Raises BadInput as `simulate_plan` does.
 
-    Of a deep pipeline only the filling and draining: what units differ by from stages in a short step is added to the step by stages, which
-    was 0.2% off at most where measured.
+    `timing` is computed if not given. Of a deep pipeline only a short step is simulated by units; its difference from the short step by
+    stages is added to the full step by stages, which was at most 0.2% off where compared.
     """
     timing, layers = timing or timing_of(run.model, run.train, plan, run.cluster), run.model.layers
 
-    def play(few: Plan, taking: Timing) -> Timeline:
-        return simulate(training_schedule(few, layers), taking)
+    def play(short: Plan, short_timing: Timing) -> Timeline:
+        return simulate(training_schedule(short, layers), short_timing)
 
     if plan.axis_size("pipeline") < DEEP or not _is_long(plan, STAGES):
         return _shortened(plan, timing, play, UNITS)
-    short, taking = _short_step(plan, timing, STAGES[0])
-    by_units, by_stages = play(short, taking).breakdown, _stage_play(run, plan)(short, taking).breakdown
-    whole = played_by_stages(run, plan, timing)
+    short, short_timing = _short_step(plan, timing, STAGES[0])
+    by_units, by_stages = play(short, short_timing).breakdown, _stage_play(run, plan)(short, short_timing).breakdown
+    whole = simulated_by_stages(run, plan, timing)
     return {name: max(0.0, seconds + by_units[name] - by_stages[name]) for name, seconds in whole.items()}
 
 
 def most_played(ranks: int) -> int:
-    """Micro-batches that are played unit by unit at most, in all, on so many pipeline ranks."""
+    """Most micro-batches that are simulated unit by unit for `ranks` pipeline ranks."""
     return (STAGES[0] if ranks >= DEEP else sum(UNITS)) * ranks
 
 
-def played_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
-    """Whole stages, with what their units' collectives show. Raises as `played_by_units`."""
+def simulated_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
+    """Seconds of the step's parts from a simulation of whole stages. Raises as `simulated_by_units`."""
     timing = timing or timing_of(run.model, run.train, plan, run.cluster)
     return _shortened(plan, timing, _stage_play(run, plan), STAGES)
 
@@ -59,40 +59,44 @@ def played_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> 
 def _stage_play(run: RunSpec, plan: Plan) -> Play:
     layers = run.model.layers
     units = unit_strategies(plan, layers)
-    return lambda few, taking: play_stages(stage_program(few, layers), taking, units, layered=plan.layered)
+    return lambda short, short_timing: play_stages(
+        stage_program(short, layers), short_timing, units, layered=plan.layered
+    )
 
 
-def _is_long(plan: Plan, times: tuple[int, int]) -> bool:
-    """Whether the plan has more micro-batches than both of the shorter steps have."""
-    return plan.batch.accumulate > (times[1] + 1) * plan.axis_size("pipeline")
+def _is_long(plan: Plan, per_rank: tuple[int, int]) -> bool:
+    """Whether the plan has more micro-batches than the longer of the two short steps."""
+    return plan.batch.accumulate > (per_rank[1] + 1) * plan.axis_size("pipeline")
 
 
-def _short_step(plan: Plan, timing: Timing, times: int) -> tuple[Plan, Timing]:
-    """The plan with `times` micro-batches for each pipeline rank, and the remainder that makes groups uneven; in layered order with fewer
-    micro-batches that take as long together, as all of a unit's hide its collectives."""
-    ranks, wanted = plan.axis_size("pipeline"), plan.batch.accumulate
-    count = times * ranks if plan.layered else times * ranks + wanted % ranks
-    taking = timing.stretched(wanted / count) if plan.layered else timing
-    return replace(plan, batch=replace(plan.batch, accumulate=count)), taking
+def _short_step(plan: Plan, timing: Timing, per_rank: int) -> tuple[Plan, Timing]:
+    """The plan with `per_rank` micro-batches per pipeline rank, plus the remainder that makes its groups uneven.
+
+    In layered order the fewer micro-batches are stretched to the time of all, because together they hide a unit's collectives.
+    """
+    ranks, full_count = plan.axis_size("pipeline"), plan.batch.accumulate
+    count = per_rank * ranks if plan.layered else per_rank * ranks + full_count % ranks
+    short_timing = timing.stretched(full_count / count) if plan.layered else timing
+    return replace(plan, batch=replace(plan.batch, accumulate=count)), short_timing
 
 
-def _shortened(plan: Plan, timing: Timing, play: Play, times: tuple[int, int]) -> Parts:
-    """The parts of the plan as `play` plays it, from two shorter ones with so many micro-batches a rank when it has many."""
-    if not _is_long(plan, times):
+def _shortened(plan: Plan, timing: Timing, play: Play, per_rank: tuple[int, int]) -> Parts:
+    """The parts of the plan's step by `play`; of a long step extrapolated from two short ones."""
+    if not _is_long(plan, per_rank):
         return play(plan, timing).breakdown
-    shorter = [_short_step(plan, timing, count) for count in times]
-    few, more = (short.batch.accumulate for short, _ in shorter)
-    first, second = (play(*short) for short in shorter)
-    wanted, before = plan.batch.accumulate, first.breakdown
+    short_steps = [_short_step(plan, timing, times) for times in per_rank]
+    shorter_count, longer_count = (short.batch.accumulate for short, _ in short_steps)
+    first, second = (play(*step) for step in short_steps)
+    count, before = plan.batch.accumulate, first.breakdown
     if plan.layered:
-        # What larger micro-batches idle more is proportional to their size.
-        steep = (1 / more - 1 / wanted) / (1 / few - 1 / more)
+        # The idle time that larger micro-batches add is proportional to their size.
+        slope = (1 / longer_count - 1 / count) / (1 / shorter_count - 1 / longer_count)
         return {
-            name: max(0.0, seconds - steep * (before[name] - seconds)) for name, seconds in second.breakdown.items()
+            name: max(0.0, seconds - slope * (before[name] - seconds)) for name, seconds in second.breakdown.items()
         }
-    # Past filling and draining each micro-batch takes as long as the one before.
-    steep = (wanted - more) / (more - few)
-    parts = {name: seconds + steep * (seconds - before[name]) for name, seconds in second.breakdown.items()}
+    # Apart from filling and draining each micro-batch takes the same time.
+    slope = (count - longer_count) / (longer_count - shorter_count)
+    parts = {name: seconds + slope * (seconds - before[name]) for name, seconds in second.breakdown.items()}
     own = zip(second.start_seconds, first.own_seconds, second.own_seconds, strict=True)
-    busiest = max(start + seconds + steep * (seconds - earlier) for start, earlier, seconds in own)
+    busiest = max(start + seconds + slope * (seconds - earlier) for start, earlier, seconds in own)
     return parts | {"idle": parts["idle"] + max(0.0, busiest - sum(parts.values()))}

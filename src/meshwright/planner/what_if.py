@@ -1,7 +1,7 @@
-"""What a change to the cluster or the job would buy: the chosen plan priced again, with the fields around it that the change may move.
+"""Predicts the gain of changes to the cluster or the job, by pricing the chosen plan again with a few fields adapted.
 
-A search for every change would cost as much as the question did. So a change keeps the mesh and tries what is cheap to try (micro-batch,
-gradients, recomputation, resharding); only one more node, which no mesh of before fits, is searched where searches are quick.
+A full search for every change would take as long as the first. So a change keeps the mesh and varies micro-batch, gradients, recomputation
+and resharding. Only more nodes, which the mesh does not fit, are searched, where the first search was quick.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import as_nodes, number, plan_time
-from meshwright.planner.candidate import budget_of, fits, pins_of, untrainable
+from meshwright.planner.candidate import fits, memory_budget, pins_of, untrainable
 from meshwright.planner.finalists import plan_at
-from meshwright.planner.reprice import repriced
+from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
 from meshwright.planner.space import AXES, points
 from meshwright.planner.sweep import strategies_in
@@ -31,43 +31,43 @@ from meshwright.spec.plan_name import mesh_name
 from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import context_size
 
-QUICK = 0.5
-"""Seconds a search may have taken for a change to be searched too."""
-PLAYED = 2
-"""Plans of a change that are simulated; the closed form ranks the others."""
-ROOMS = (1.05, 0.97)
-"""Of the memory that may be filled, what the closed form is asked for, which strays a little from the exact account."""
-SIZES = 8
-"""Cluster sizes above the asked one that are tried for a legal one."""
+MAX_SEARCH_SECONDS = 0.5
+"""Seconds up to which the first search counts as quick."""
+MAX_SIMULATED = 2
+"""Plans of a change that are simulated, the best by the closed form."""
+MARGINS = (1.05, 0.97)
+"""Factors on the memory limit of the closed form, which deviates a little from the exact account."""
+MAX_SIZES = 8
+"""Larger cluster sizes that are tried until one has a plan."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one change would buy."""
+    """The predicted effect of a change."""
 
     name: str
     seconds: float
     tokens_per_second: float
     gain: float
-    """Tokens per second against the plan as it is: 0.1 is a tenth more."""
+    """Relative increase of tokens per second: 0.1 is 10% more."""
     note: str
-    """What of the plan moves with the change, or of the change itself; empty when nothing does."""
+    """Fields of the plan that the change adapts, or a remark; may be empty."""
 
 
 def what_if(
     run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = True
 ) -> tuple[Change, ...]:
-    """Changes by what they bring, most first; empty where no step time is known."""
+    """Changes with their predicted gain, the largest first; empty where no step time is known."""
     if plan.predicted is None or plan.predicted.step_seconds is None:
         return ()
     run = replace(run, cluster=as_nodes(run.cluster))
-    best = min((near for near in (repriced(run, plan), _fastest(run, plan)) if near), key=_seconds)
-    # What other settings bring without it is no change's merit.
+    best = min((candidate for candidate in (reprice(run, plan), _fastest(run, plan)) if candidate), key=_seconds)
+    # The gain of better settings on the present cluster must not be credited to a change.
     plan = replace(plan, predicted=best.predicted)
-    found = [change for make in CHANGES if (change := make(run, plan))]
-    if grown := _another_node(run, plan, search_seconds <= QUICK, trainable):
-        found.append(grown)
-    return tuple(sorted(found, key=lambda change: -change.gain))
+    changes = [change for make in CHANGES if (change := make(run, plan))]
+    if larger_cluster := _more_nodes(run, plan, search_seconds <= MAX_SEARCH_SECONDS, trainable):
+        changes.append(larger_cluster)
+    return tuple(sorted(changes, key=lambda change: -change.gain))
 
 
 def _twice_the_network(run: RunSpec, plan: Plan) -> Change | None:
@@ -109,7 +109,7 @@ def _twice_the_memory(run: RunSpec, plan: Plan) -> Change | None:
     return _changed(f"twice the memory ({2 * memory / 1e9:.0f} GB)", run, roomy, plan)
 
 
-def _narrow_sums(run: RunSpec, plan: Plan) -> Change | None:
+def _bf16_replica_sums(run: RunSpec, plan: Plan) -> Change | None:
     crossing = any(axis.axis == "replicate" and axis.crosses == "node" and axis.size > 1 for axis in plan.mesh)
     wide = (plan.precision.reduce_replicas or plan.precision.stored) == "fp32"
     if not (crossing and wide) or pins_of(run).reduce_replicas:
@@ -118,7 +118,7 @@ def _narrow_sums(run: RunSpec, plan: Plan) -> Change | None:
     return _changed("plan.reduce_replicas=bf16", run, run, plan, narrow, note="sums over replicas lose precision")
 
 
-def _low_products(run: RunSpec, plan: Plan) -> Change | None:
+def _fp8_products(run: RunSpec, plan: Plan) -> Change | None:
     precision = plan.precision
     known = "fp8" in CHIPS[run.cluster.gpu].peak_flops if run.cluster.gpu in CHIPS and not run.cluster.groups else False
     follow = any(layer.linear is None for layer in plan.layers)
@@ -133,52 +133,60 @@ def _low_products(run: RunSpec, plan: Plan) -> Change | None:
 
 
 CHANGES: tuple[Callable[[RunSpec, Plan], Change | None], ...] = (
-    _twice_the_network, _twice_the_links, _twice_the_batch, _twice_the_memory, _narrow_sums, _low_products,
+    _twice_the_network, _twice_the_links, _twice_the_batch, _twice_the_memory, _bf16_replica_sums, _fp8_products,
 )  # fmt: skip
 
 
-def _another_node(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Change | None:
-    """The next larger cluster that the batch divides over: its plan searched, or this one with more data ranks."""
+def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Change | None:
+    """The next larger cluster over which the batch divides: with a searched plan, or this plan with more data ranks."""
     nodes = run.cluster.nodes
     if run.cluster.groups:
         return None
-    for more in [*range(nodes + 1, nodes + SIZES), 2 * nodes]:
+    for more in [*range(nodes + 1, nodes + MAX_SIZES), 2 * nodes]:
         larger = replace(run, cluster=replace(run.cluster, nodes=more))
-        found = _searched(larger, trainable) if searched else _spread(larger, plan)
-        if found is None:
+        larger_plan = _search_plan(larger, trainable) if searched else _with_more_data_ranks(larger, plan)
+        if larger_plan is None:
             continue
-        odd = (
+        skipped_sizes = (
             f"; {nodes + 1} nodes {'have no plan' if searched else 'do not divide this mesh'}"
             if more > nodes + 1
             else ""
         )
         added = "one more node" if more == nodes + 1 else f"{more - nodes} more nodes"
         return _change(
-            f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)", run, plan, larger, found, mesh_name(found) + odd
+            f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)",
+            run,
+            plan,
+            larger,
+            larger_plan,
+            mesh_name(larger_plan) + skipped_sizes,
         )
-    alone = plan.batch.micro_batch * plan.batch.accumulate == 1
-    note = "the batch has no more sequences to give" if alone else "no larger cluster divides the batch"
+    single_micro_batch = plan.batch.micro_batch * plan.batch.accumulate == 1
+    note = "the batch has no more sequences to give" if single_micro_batch else "no larger cluster divides the batch"
     return _change("more nodes", run, plan, run, plan, note)
 
 
-def _searched(run: RunSpec, trainable: bool) -> Plan | None:
+def _search_plan(run: RunSpec, trainable: bool) -> Plan | None:
     try:
         return search(run, trainable=trainable).best.plan
     except (BadInput, OutOfResources):
         return None
 
 
-def _spread(run: RunSpec, plan: Plan) -> Plan | None:
-    """`plan` over `run`'s nodes, the replicas (or shards where there are none) taking up what is new; None where that is not whole."""
-    others = plan.ranks // plan.data_ranks
-    data, odd = divmod(run.cluster.ranks, others)
+def _with_more_data_ranks(run: RunSpec, plan: Plan) -> Plan | None:
+    """`plan` with more replicas (or shards where it has none) on all of `run`'s nodes; None where the ranks do not divide."""
+    other_ranks = plan.ranks // plan.data_ranks
+    data, remainder = divmod(run.cluster.ranks, other_ranks)
     axis = "replicate" if plan.axis_size("replicate") > 1 else "shard"
-    kept = plan.data_ranks // plan.axis_size(axis)
-    if odd or data % kept or run.train.global_batch % data:
+    other_data_ranks = plan.data_ranks // plan.axis_size(axis)
+    if remainder or data % other_data_ranks or run.train.global_batch % data:
         return None
     per_rank = run.train.global_batch // data
     micro = math.gcd(per_rank, plan.batch.micro_batch)
-    mesh = tuple(replace(one, size=data // kept, crosses="node") if one.axis == axis else one for one in plan.mesh)
+    mesh = tuple(
+        replace(axis_entry, size=data // other_data_ranks, crosses="node") if axis_entry.axis == axis else axis_entry
+        for axis_entry in plan.mesh
+    )
     batch = BatchPlan(global_batch=run.train.global_batch, micro_batch=micro, accumulate=per_rank // micro)
     try:
         return _fastest(run, replace(plan, mesh=mesh, batch=batch))
@@ -189,13 +197,17 @@ def _spread(run: RunSpec, plan: Plan) -> Plan | None:
 def _changed(
     name: str, run: RunSpec, later: RunSpec, plan: Plan, start: Plan | None = None, note: str = ""
 ) -> Change | None:
-    found = _fastest(later, start or plan)
-    moved = [f"{key} {now}" for key, now, before in _settings(start or plan, found) if now != before]
-    return _change(name, run, plan, later, found, ", ".join([*moved, *([note] if note else [])])) if found else None
+    changed_plan = _fastest(later, start or plan)
+    changed_settings = [f"{key} {now}" for key, now, before in _settings(start or plan, changed_plan) if now != before]
+    return (
+        _change(name, run, plan, later, changed_plan, ", ".join([*changed_settings, *([note] if note else [])]))
+        if changed_plan
+        else None
+    )
 
 
-def _change(name: str, run: RunSpec, plan: Plan, later: RunSpec, found: Plan, note: str) -> Change:
-    before, seconds = _seconds(plan), _seconds(found)
+def _change(name: str, run: RunSpec, plan: Plan, later: RunSpec, changed_plan: Plan, note: str) -> Change:
+    before, seconds = _seconds(plan), _seconds(changed_plan)
     tokens = later.train.global_batch * later.train.seq_len / seconds
     return Change(name, seconds, tokens, tokens * before / (run.train.global_batch * run.train.seq_len) - 1, note)
 
@@ -205,62 +217,62 @@ def _settings(before: Plan, after: Plan | None) -> Iterator[tuple[str, object, o
         return
     yield "micro-batches of", after.batch.micro_batch, before.batch.micro_batch
     yield "gradients", after.layers[0].gradients, before.layers[0].gradients
-    yield "recompute", _spread_of(after, "recompute"), _spread_of(before, "recompute")
-    yield "reshard", _spread_of(after, "reshard"), _spread_of(before, "reshard")
+    yield "recompute", _values_over_layers(after, "recompute"), _values_over_layers(before, "recompute")
+    yield "reshard", _values_over_layers(after, "reshard"), _values_over_layers(before, "reshard")
 
 
-def _spread_of(plan: Plan, field: str) -> str:
-    """The values of a field over the layers, in words."""
+def _values_over_layers(plan: Plan, field: str) -> str:
+    """The values of a field over the layer strategies, in words."""
     words = {True: "yes", False: "no"}
     return " and ".join(
-        dict.fromkeys(str(words.get(value, value)) for value in (getattr(one, field) for one in plan.layers))
+        dict.fromkeys(str(words.get(value, value)) for value in (getattr(layer, field) for layer in plan.layers))
     )
 
 
 def _fastest(run: RunSpec, plan: Plan) -> Plan | None:
-    """The fastest plan round `plan` that fits `run`'s cluster; None when none does.
+    """The fastest variant of `plan` that fits `run`'s cluster; None when none does.
 
-    Raises BadInput when the schedule cannot be made.
+    Raises BadInput when the schedule does not allow the micro-batches.
     """
-    fitting = [near for near in _nearby(run, plan) if _fits(run, near)]
+    fitting = [candidate for candidate in _variants(run, plan) if _fits(run, candidate)]
     if not fitting:
         return None
-    fitting.sort(key=lambda near: _closed_seconds(run, near))
+    fitting.sort(key=lambda candidate: _closed_seconds(run, candidate))
     start = replace(plan, predicted=None)
-    chosen = fitting[:PLAYED] + ([start] if start in fitting[PLAYED:] else [])
-    return min((repriced(run, near) for near in chosen), key=_seconds)
+    chosen = fitting[:MAX_SIMULATED] + ([start] if start in fitting[MAX_SIMULATED:] else [])
+    return min((reprice(run, candidate) for candidate in chosen), key=_seconds)
 
 
-def _nearby(run: RunSpec, plan: Plan) -> Iterator[Plan]:
-    """`plan`, and on its mesh every micro-batch with the layers that are fastest there and fit, as far as the run pins none of it."""
+def _variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
+    """`plan`, and on its mesh every unpinned micro-batch size with the fastest layer strategies that fit."""
     yield replace(plan, predicted=None)
-    held, budget = _held(run, plan), budget_of(run)
-    space = points(held, trainable=untrainable(plan) is None)
+    pinned, budget = _pin_all_but_changed(run, plan), memory_budget(run)
+    space = points(pinned, trainable=untrainable(plan) is None)
     axes = [axis.axis for axis in plan.mesh if axis.size > 1]
-    alike = [[axis for axis in mesh.order if mesh.size(axis) > 1] == axes for mesh in space.meshes]
-    space = space.take(np.flatnonzero(np.array(alike, bool)[space.mesh]))
+    same_axes = [[axis for axis in mesh.order if mesh.size(axis) > 1] == axes for mesh in space.meshes]
+    space = space.take(np.flatnonzero(np.array(same_axes, bool)[space.mesh]))
     priced, room = priced_or_refused(run.model, run.train, plan, run.cluster), math.inf if budget is None else budget
-    for part in ROOMS if budget else ROOMS[:1]:
-        for row, strategy in enumerate(strategies_in(held, priced, space, part * room)):
+    for margin in MARGINS if budget else MARGINS[:1]:
+        for index, strategy in enumerate(strategies_in(pinned, priced, space, margin * room)):
             if strategy is not None:
-                yield plan_at(held, space, row, strategy, budget)
+                yield plan_at(pinned, space, index, strategy, budget)
 
 
-def _held(run: RunSpec, plan: Plan) -> RunSpec:
-    """The run with what a change may not move pinned: mesh, schedule, formats, engines, what of all layers waits in host memory."""
-    kept: dict[str, Any] = {axis: plan.axis_size(axis) for axis in AXES} | vars(plan.precision)
-    kept |= {key: getattr(plan, key) for key in ("gather_engine", "tensor_engine", "compile")}
-    kept |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
-    kept |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
-    kept |= {"expert": plan.experts.expert} if plan.experts else {}
-    kept |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
-    return replace(run, plan=replace(pins_of(run), **kept))
+def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
+    """The run with the fields pinned that a change keeps: mesh, schedule, dtypes, engines, offload where all layers share it."""
+    pins: dict[str, Any] = {axis: plan.axis_size(axis) for axis in AXES} | vars(plan.precision)
+    pins |= {key: getattr(plan, key) for key in ("gather_engine", "tensor_engine", "compile")}
+    pins |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
+    pins |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
+    pins |= {"expert": plan.experts.expert} if plan.experts else {}
+    pins |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
+    return replace(run, plan=replace(pins_of(run), **pins))
 
 
 def _fits(run: RunSpec, plan: Plan) -> bool:
     try:
-        return fits(run, plan, budget_of(run))
-    except BadInput:  # its schedule cannot be made for so few micro-batches
+        return fits(run, plan, memory_budget(run))
+    except BadInput:  # the schedule needs more micro-batches
         return False
 
 

@@ -1,1 +1,1 @@
-"""Measures the machine it runs on: matrix products, attention, memory, links, and how they disturb one another."""
+"""Measures the machine that it runs on: matrix products, attention, memory, links, and their interference."""

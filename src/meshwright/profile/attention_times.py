@@ -1,4 +1,4 @@
-"""Causal attention forward and backward, by the kernel that training picks (kernels.attention)."""
+"""Times causal attention, forward and backward, with the kernel that training uses (kernels.attention)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime
 
 Case = tuple[int, int, int, int, int, int | None]
-"""seq, heads, kv_heads, head_dim, tokens, and the sliding window that there may be."""
+"""seq, heads, kv_heads, head_dim, tokens, and the sliding window or None."""
 ON_GPU: tuple[Case, ...] = (
     (2048, 32, 8, 128, 16384, None), (4096, 32, 8, 128, 16384, None), (8192, 32, 8, 128, 16384, None), (8192, 32, 8, 64, 16384, None),
     (2048, 40, 40, 128, 8192, None), (32768, 32, 8, 128, 32768, None),
@@ -23,24 +23,24 @@ ON_CPU: tuple[Case, ...] = (
 
 
 def attention_times(team: Team, clock: Clock, budget: float) -> list[AttentionTime]:
-    """Every shape, in the format that training computes in here."""
+    """Times of every shape, in the dtype that training uses on this device."""
     cases = ON_GPU if team.cuda else ON_CPU
     return [_timed(team, clock, case, budget / len(cases)) for case in cases]
 
 
 def _timed(team: Team, clock: Clock, case: Case, budget: float) -> AttentionTime:
     forward, backward = calls_of(team, case)
-    return row_of(team, case, clock.seconds(forward, budget / 3), clock.seconds(backward, budget * 2 / 3))
+    return attention_time_of(team, case, clock.seconds(forward, budget / 3), clock.seconds(backward, budget * 2 / 3))
 
 
 def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
-    """Forward and backward of one shape."""
+    """Calls of the forward and the backward pass of one shape."""
     seq, heads, kv_heads, head_dim, tokens, window = case
     dtype = torch.bfloat16 if team.cuda else torch.float32
 
     def random(count: int) -> torch.Tensor:
-        made = torch.randn(tokens // seq, seq, count, head_dim, device=team.device, dtype=dtype)
-        return made.requires_grad_()
+        tensor = torch.randn(tokens // seq, seq, count, head_dim, device=team.device, dtype=dtype)
+        return tensor.requires_grad_()
 
     q, k, v = random(heads), random(kv_heads), random(kv_heads)
     mask = make_mask(None, window, seq, team.device)
@@ -49,7 +49,7 @@ def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
     return partial(attention, q, k, v, mask), partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
 
 
-def row_of(team: Team, case: Case, forward_seconds: float, backward_seconds: float) -> AttentionTime:
+def attention_time_of(team: Team, case: Case, forward_seconds: float, backward_seconds: float) -> AttentionTime:
     seq, heads, kv_heads, head_dim, tokens, window = case
     return AttentionTime(
         format="bf16" if team.cuda else "fp32", seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens,

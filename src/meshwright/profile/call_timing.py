@@ -1,4 +1,4 @@
-"""Seconds of a call on the slowest rank: CUDA events on a GPU, the processor's clock otherwise; warm-up, many repeats, the median."""
+"""Times a call on the slowest rank, by CUDA events or the host's clock: warm-up, many repeats, the median."""
 
 from __future__ import annotations
 
@@ -12,82 +12,82 @@ import torch
 from meshwright.profile.team import Team
 
 Call = Callable[[], object]
-TICK = 1e-3
-"""Seconds of one timed batch at least: an event costs microseconds."""
-LEAST, MOST = 3, 200
-"""Timed batches, behind three calls that load and choose kernels, make connections and touch buffers. One is enough for a call that
-alone takes longer than all that was asked for."""
+MIN_BATCH_SECONDS = 1e-3
+"""Shortest timed batch in seconds; an event costs microseconds."""
+MIN_BATCHES, MAX_BATCHES = 3, 200
+"""Fewest and most timed batches, after three calls that load kernels, open connections and touch buffers. A call that takes longer than the
+whole budget is timed once."""
 LARGEST_BATCH = 200
 IDLE_SECONDS = 0.3
-"""Rest before a burst."""
+"""Idle time before a burst."""
 BURST_SECONDS = 0.02
 
 
 class Clock:
-    """Times calls on all ranks of a team at once; every method but `alone` is collective over them."""
+    """Times calls on all ranks of a team at once; every method but `rank_seconds` is collective over them."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
 
     def seconds(self, call: Call, budget: float) -> float:
-        """Median seconds of `call` in about `budget` seconds of repeats, of which the first half only warms up."""
-        inner, batches = _cut(self._known(call), budget)
-        times = self._batches(call, inner, batches)
+        """Median seconds of `call`, from about `budget` seconds of repeats whose first half is warm-up."""
+        calls_per_batch, batches = _cut(self._known(call), budget)
+        times = self._batches(call, calls_per_batch, batches)
         return self.team.slowest(statistics.median(times[len(times) // 2 :]))
 
     def burst_seconds(self, call: Call) -> float:
-        """The same in a device that was idle for a moment: a few hundredths of a second."""
-        inner, batches = _cut(self._known(call), BURST_SECONDS)
+        """Median seconds of `call` on a device that was idle before, from a few hundredths of a second of repeats."""
+        calls_per_batch, batches = _cut(self._known(call), BURST_SECONDS)
         if self.team.cuda:
             self.team.meet()
             time.sleep(IDLE_SECONDS)
-        return self.team.slowest(statistics.median(self._batches(call, inner, batches)))
+        return self.team.slowest(statistics.median(self._batches(call, calls_per_batch, batches)))
 
-    def alone(self, call: Call, budget: float) -> float:
-        """Median seconds on this rank only; the others take no part."""
+    def rank_seconds(self, call: Call, budget: float) -> float:
+        """Median seconds of `call` on this rank only; not collective."""
         call()
-        inner, batches = _cut(self._batches(call, 2, 1)[0], budget)
-        return statistics.median(self._batches(call, inner, batches))
+        calls_per_batch, batches = _cut(self._batches(call, 2, 1)[0], budget)
+        return statistics.median(self._batches(call, calls_per_batch, batches))
 
     def keep_busy(self, call: Call, seconds: float) -> None:
-        """Let the device work for about `seconds`, so that its clocks settle where long computing leaves them."""
+        """Keep the device busy for about `seconds`, so that its clocks settle at their sustained rate."""
         count = max(1, round(seconds / self._known(call)))
         self._batches(call, count, 1)
 
     def _known(self, call: Call) -> float:
-        """About how long a call takes, the same on every rank, from which all choose their repeats."""
+        """Approximate seconds of a call, equal on every rank, so that all ranks choose the same number of repeats."""
         call()
         self.team.meet()
         return self.team.slowest(self._batches(call, 2, 1)[0])
 
-    def _batches(self, call: Call, inner: int, batches: int) -> list[float]:
-        """Seconds of one call, by batch."""
+    def _batches(self, call: Call, calls_per_batch: int, batches: int) -> list[float]:
+        """Mean seconds of a call in each batch."""
         if self.team.cuda:
-            return self._on_device(call, inner, batches)
+            return self._on_device(call, calls_per_batch, batches)
         times = []
         for _ in range(batches):
             start = time.perf_counter()
-            for _ in range(inner):
+            for _ in range(calls_per_batch):
                 call()
-            times.append((time.perf_counter() - start) / inner)
+            times.append((time.perf_counter() - start) / calls_per_batch)
         return times
 
-    def _on_device(self, call: Call, inner: int, batches: int) -> list[float]:
-        """Batches stand behind one another in the device's queue: the host is not waited for."""
+    def _on_device(self, call: Call, calls_per_batch: int, batches: int) -> list[float]:
+        """Mean seconds of a call in each batch, all queued on the device before the first ends, so that the host adds nothing."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(batches + 1)]
         self.team.finish()
         marks[0].record()
         for mark in marks[1:]:
-            for _ in range(inner):
+            for _ in range(calls_per_batch):
                 call()
             mark.record()
         self.team.finish()
-        return [marks[i].elapsed_time(marks[i + 1]) / 1e3 / inner for i in range(batches)]
+        return [marks[i].elapsed_time(marks[i + 1]) / 1e3 / calls_per_batch for i in range(batches)]
 
 
-def _cut(each: float, budget: float) -> tuple[int, int]:
-    """Calls in a batch, and batches."""
-    each = max(each, 1e-7)
-    inner = min(LARGEST_BATCH, max(1, math.ceil(TICK / each)))
-    wanted = int(budget / (each * inner))
-    return inner, min(MOST, max(LEAST, wanted)) if wanted else 1
+def _cut(call_seconds: float, budget: float) -> tuple[int, int]:
+    """(calls per batch, batches) for calls of `call_seconds` within `budget` seconds."""
+    call_seconds = max(call_seconds, 1e-7)
+    calls_per_batch = min(LARGEST_BATCH, max(1, math.ceil(MIN_BATCH_SECONDS / call_seconds)))
+    batches = int(budget / (call_seconds * calls_per_batch))
+    return calls_per_batch, min(MAX_BATCHES, max(MIN_BATCHES, batches)) if batches else 1

@@ -1,4 +1,4 @@
-"""Collectives by operation, size and group: inside a node, across nodes, all groups of a kind at once, as axes of a mesh use them."""
+"""Times collectives by operation, size and group; all groups of a division run at once, as the axes of a mesh do."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ SIZES = {
     "cuda": tuple(1 << power for power in (16, 20, 22, 24, 26, 28)),
     "cpu": tuple(1 << power for power in (14, 18, 20, 22)),
 }
-"""Bytes of one operation."""
+"""Bytes per operation."""
 LONG_SECONDS = 0.4
-"""An operation that takes longer is not asked for with more bytes."""
+"""An operation that takes longer is not measured with more bytes."""
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The names since torch 2.13, and those before."""
+"""The functions' names since torch 2.13, else the older ones."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One division of all ranks into equal groups."""
+class GroupLayout:
+    """A division of all ranks into equal groups."""
 
     parts: Parts
     nodes: int
-    """That each group spans."""
+    """Nodes that each group spans."""
 
     @property
     def ranks(self) -> int:
@@ -42,63 +42,63 @@ class Kind:
 
 
 def collective_times(team: Team, clock: Clock, budget: float) -> list[CollectiveTime]:
-    """Every operation in every kind of group, from small to large, until `budget` seconds are spent. Empty for one rank."""
-    asked = kinds(team.ranks, team.ranks_per_node)
-    rows: list[CollectiveTime] = []
-    for number, kind in enumerate(asked):
-        start, share = time.perf_counter(), budget / len(asked)
-        group = team.group(kind.parts)
+    """Times of every operation in every division, from small to large, within about `budget` seconds. Empty for one rank."""
+    layouts = group_layouts(team.ranks, team.ranks_per_node)
+    times: list[CollectiveTime] = []
+    for position, layout in enumerate(layouts):
+        start, share = time.perf_counter(), budget / len(layouts)
+        group = team.group(layout.parts)
         for op in get_args(Operation):
-            if op == "p2p" and kind.ranks != 2:
+            if op == "p2p" and layout.ranks != 2:
                 continue
-            rows += _sizes(team, clock, group, kind, op, share / 5)
-            if team.leader(time.perf_counter() - start) > 2 * share and number:
+            times += _sizes(team, clock, group, layout, op, share / 5)
+            if team.leader(time.perf_counter() - start) > 2 * share and position:
                 break
-    return rows
+    return times
 
 
-def kinds(ranks: int, per_node: int) -> list[Kind]:
-    """Groups of 2, 4, 8 … neighbours up to a whole node; then one rank of every node, and everybody."""
+def group_layouts(ranks: int, per_node: int) -> list[GroupLayout]:
+    """Divisions into groups of 2, 4, 8 … neighbours up to a whole node; then one rank of every node, and all ranks."""
     sizes = [1 << power for power in range(1, 12) if (1 << power) < per_node and per_node % (1 << power) == 0]
     sizes += [per_node] if per_node > 1 else []
-    found = [Kind(_blocks(range(ranks), size), 1) for size in sizes]
+    layouts = [GroupLayout(_blocks(range(ranks), size), 1) for size in sizes]
     nodes = ranks // per_node
     if nodes > 1 and per_node > 1:
-        found.append(Kind(tuple(tuple(range(first, ranks, per_node)) for first in range(per_node)), nodes))
+        layouts.append(GroupLayout(tuple(tuple(range(first, ranks, per_node)) for first in range(per_node)), nodes))
     if nodes > 1:
-        found.append(Kind((tuple(range(ranks)),), nodes))
-    return found
+        layouts.append(GroupLayout((tuple(range(ranks)),), nodes))
+    return layouts
 
 
 def operation(op: Operation, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, Call]:
-    """Bytes (rounded to whole shares) and call of one operation. Weights travel in bf16 on a GPU, sums in fp32."""
+    """(bytes, rounded to whole shares, and the call) of an operation; on a GPU gathers are in bf16 and sums in fp32."""
     ranks = group.size()
     dtype = torch.bfloat16 if device.type == "cuda" and op not in ("reduce_scatter", "all_reduce") else torch.float32
     share = max(1, size_bytes // dtype.itemsize // ranks)
-    whole = torch.zeros(share * ranks, dtype=dtype, device=device)
+    full = torch.zeros(share * ranks, dtype=dtype, device=device)
     part = torch.zeros(share, dtype=dtype, device=device)
     calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: gather_into(whole, part, group=group),
-        "reduce_scatter": lambda: scatter_into(part, whole, group=group),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_to_all": _exchange(whole, group),
-        "p2p": lambda: _pass_on(whole, group),
+        "all_gather": lambda: gather_into(full, part, group=group),
+        "reduce_scatter": lambda: scatter_into(part, full, group=group),
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_to_all": _exchange(full, group),
+        "p2p": lambda: _pass_on(full, group),
     }
-    return whole.nbytes, calls[op]
+    return full.nbytes, calls[op]
 
 
 def _sizes(
-    team: Team, clock: Clock, group: dist.ProcessGroup, kind: Kind, op: Operation, budget: float
+    team: Team, clock: Clock, group: dist.ProcessGroup, layout: GroupLayout, op: Operation, budget: float
 ) -> list[CollectiveTime]:
     sizes = SIZES[team.device.type]
-    rows: list[CollectiveTime] = []
-    for size, after in pairwise((*sizes, sizes[-1])):
+    times: list[CollectiveTime] = []
+    for size, next_size in pairwise((*sizes, sizes[-1])):
         size_bytes, call = operation(op, size, group, team.device)
         seconds = clock.seconds(call, budget / len(sizes))
-        rows.append(CollectiveTime(op=op, ranks=kind.ranks, nodes=kind.nodes, bytes=size_bytes, seconds=seconds))
-        if seconds * after / size > LONG_SECONDS:
+        times.append(CollectiveTime(op=op, ranks=layout.ranks, nodes=layout.nodes, bytes=size_bytes, seconds=seconds))
+        if seconds * next_size / size > LONG_SECONDS:
             break
-    return rows
+    return times
 
 
 def _exchange(whole: torch.Tensor, group: dist.ProcessGroup) -> Call:
@@ -107,7 +107,7 @@ def _exchange(whole: torch.Tensor, group: dist.ProcessGroup) -> Call:
 
 
 def _pass_on(message: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """From the first rank of a pair to the second."""
+    """Send from the first rank of a pair to the second."""
     if group.rank() == 0:
         dist.send(message, group=group, group_dst=1)
     else:

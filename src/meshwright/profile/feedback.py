@@ -1,7 +1,6 @@
-"""A finished run held against its prediction: the factor on device time that makes the two equal, kept in the machine's profile.
+"""Corrects a machine's profile by a finished run: a factor on device time makes the prediction equal the measurement.
 
-Everything else of the prediction (schedule, links, host) stays as it is, so a run whose step hangs on those is refused rather than blamed
-on the device.
+The other parts of the prediction (schedule, links, host) stay, so a run whose step depends on those alone is rejected.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from meshwright.spec.profile import Correction, MachineProfile
 from meshwright.spec.run import RunSpec
 
 SMALLEST, LARGEST = 0.1, 10.0
-"""Factors that are looked at."""
+"""Range of factors that are considered."""
 HALVINGS = 20
 
 
 def corrected(profile: MachineProfile, run: RunSpec, plan: Plan, measured_seconds: float) -> MachineProfile:
-    """`profile` with the correction that `run` asks for; an earlier one by a run of this name is replaced.
+    """`profile` with a correction from `run`, which replaces an earlier correction from a run of this name.
 
     Raises BadInput when the profile is of another device, the plan cannot be priced, or no factor on device time explains the step.
     """
@@ -40,35 +39,36 @@ def corrected(profile: MachineProfile, run: RunSpec, plan: Plan, measured_second
         measured_seconds=measured_seconds,
         factor=_factor(plain, run, plan, measured_seconds),
     )
-    others = tuple(row for row in profile.corrections if row.run != run.name)
+    others = tuple(correction for correction in profile.corrections if correction.run != run.name)
     return replace(profile, corrections=(*others, correction))
 
 
 def predicted_seconds(profile: MachineProfile, run: RunSpec, plan: Plan, factor: float) -> float:
-    """What the simulator says of the run's step with device time times `factor`.
+    """Simulated seconds of the run's step with device time multiplied by `factor`.
 
-    The simulator knows profiles as files, as every other reader does, so it is given one.
+    The simulator reads profiles from files, so a temporary file is written.
     """
-    row = Correction(run=run.name, date=profile.date, predicted_seconds=1.0, measured_seconds=1.0, factor=factor)
+    correction = Correction(run=run.name, date=profile.date, predicted_seconds=1.0, measured_seconds=1.0, factor=factor)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
-        write_durable(file, to_json(replace(profile, corrections=(row,))))
+        write_durable(file, to_json(replace(profile, corrections=(correction,))))
         cluster = replace(run.cluster, profile=str(file))
         return simulate_plan(run.model, run.train, plan, cluster).step_seconds
 
 
-def _factor(profile: MachineProfile, run: RunSpec, plan: Plan, wanted: float) -> float:
-    """By bisection of the factor's logarithm; a step never gets shorter when the device gets slower."""
+def _factor(profile: MachineProfile, run: RunSpec, plan: Plan, measured_seconds: float) -> float:
+    """The factor, by bisection of its logarithm; the step time increases with it."""
     low, high = math.log(SMALLEST), math.log(LARGEST)
-    ends = [predicted_seconds(profile, run, plan, math.exp(end)) for end in (low, high)]
-    if not ends[0] <= wanted <= ends[1]:
+    range_ends = [predicted_seconds(profile, run, plan, math.exp(end)) for end in (low, high)]
+    if not range_ends[0] <= measured_seconds <= range_ends[1]:
         raise BadInput(
-            f"run {run.name}: its steps took {wanted:.4g} s, and device time {SMALLEST:g} to {LARGEST:g} times the profile's explains "
-            f"{ends[0]:.4g} to {ends[1]:.4g} s; measure this machine anew with `meshwright profile --out FILE`, or look at a timeline"
+            f"run {run.name}: its steps took {measured_seconds:.4g} s, and device time {SMALLEST:g} to {LARGEST:g} times the profile's "
+            f"explains {range_ends[0]:.4g} to {range_ends[1]:.4g} s; measure this machine anew with `meshwright profile --out FILE`, or "
+            "look at a timeline"
         )
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if predicted_seconds(profile, run, plan, math.exp(middle)) < wanted:
+        if predicted_seconds(profile, run, plan, math.exp(middle)) < measured_seconds:
             low = middle
         else:
             high = middle

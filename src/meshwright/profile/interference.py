@@ -1,4 +1,4 @@
-"""Matrix products alone, a collective or a copy to the host alone, and both at once."""
+"""Times matrix products alone, a collective or a copy to the host alone, and both at once."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import torch
 import torch.distributed as dist
 
 from meshwright.profile.call_timing import Clock
-from meshwright.profile.collective_times import gather_into, kinds, scatter_into
+from meshwright.profile.collective_times import gather_into, group_layouts, scatter_into
 from meshwright.profile.product_times import linear
 from meshwright.profile.team import Team
 from meshwright.spec.profile import Interference
 
 SHAPE = {"cuda": (8192, 4096, 4096), "cpu": (512, 512, 512)}
 BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
-LONGER = 1.5
-"""Products take this many times as long as what runs beside them, so that it hides entirely."""
-LEAST, MOST = 5, 40
-"""Rounds: each times the three cases one after another, so that a slow drift of the device's clocks meets all alike."""
+PRODUCT_RATIO = 1.5
+"""Time of the products over that of the overlapped operation, so that it is hidden entirely."""
+MIN_ROUNDS, MAX_ROUNDS = 5, 40
+"""Fewest and most rounds; each times the three cases one after another, so that clock drift affects all equally."""
 
 Begin = Callable[[], Callable[[], object]]
-"""Begins something beside compute and returns what waits for it."""
+"""Starts an asynchronous operation and returns a function that waits for it."""
 
 
 def interferences(team: Team, clock: Clock, budget: float) -> list[Interference]:
-    """All-gather and reduce-scatter in the widest group inside a node and across nodes, and on a GPU a copy to the host."""
+    """Interference of all-gather and reduce-scatter in the widest groups inside a node and across nodes, and of host copies."""
     cases: list[Case] = []
     size = BYTES[team.device.type]
-    widest = {kind.nodes: kind for kind in kinds(team.ranks, team.ranks_per_node)}
-    for nodes, kind in widest.items():
-        group = team.group(kind.parts)
-        cases.append(Case("all_gather", kind.ranks, nodes, _gather(group, size, team.device)))
-        cases.append(Case("reduce_scatter", kind.ranks, nodes, _reduce(group, size, team.device)))
+    widest = {layout.nodes: layout for layout in group_layouts(team.ranks, team.ranks_per_node)}
+    for nodes, layout in widest.items():
+        group = team.group(layout.parts)
+        cases.append(Case("all_gather", layout.ranks, nodes, _gather(group, size, team.device)))
+        cases.append(Case("reduce_scatter", layout.ranks, nodes, _reduce(group, size, team.device)))
     if team.cuda:
         cases.append(Case("to_host", 1, 1, _copy(size, team.device)))
     return [_timed(team, clock, case, budget / len(cases)) for case in cases]
@@ -45,7 +45,7 @@ def interferences(team: Team, clock: Clock, budget: float) -> list[Interference]
 
 @dataclass(frozen=True)
 class Case:
-    """What runs beside the products, in groups of `ranks` over `nodes`."""
+    """An operation that overlaps with products, in groups of `ranks` over `nodes`."""
 
     op: Literal["all_gather", "reduce_scatter", "to_host"]
     ranks: int
@@ -56,24 +56,28 @@ class Case:
 def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
     begin = case.begin
     product = linear(SHAPE[team.device.type], "bf16" if team.cuda else "fp32", team.device)
-    other = clock.seconds(lambda: begin()(), budget / 10)
-    one = clock.seconds(product, budget / 10)
-    count = max(1, math.ceil(LONGER * other / one))
-    rounds = min(MOST, max(LEAST, int(budget / (3 * LONGER * other + 2 * count * one))))
-    alone, beside, travelling = [], [], []
+    other_seconds = clock.seconds(lambda: begin()(), budget / 10)
+    product_seconds = clock.seconds(product, budget / 10)
+    count = max(1, math.ceil(PRODUCT_RATIO * other_seconds / product_seconds))
+    rounds = min(
+        MAX_ROUNDS, max(MIN_ROUNDS, int(budget / (3 * PRODUCT_RATIO * other_seconds + 2 * count * product_seconds)))
+    )
+    alone, overlapped, other_alone = [], [], []
     for _ in range(rounds):
         alone.append(_compute(team, product, count, None))
-        beside.append(_compute(team, product, count, begin))
-        travelling.append(_compute(team, lambda: begin()(), 1, None))
-    compute, together, moved = (team.slowest(statistics.median(times)) for times in (alone, beside, travelling))
+        overlapped.append(_compute(team, product, count, begin))
+        other_alone.append(_compute(team, lambda: begin()(), 1, None))
+    compute_seconds, together_seconds, other_median = (
+        team.slowest(statistics.median(times)) for times in (alone, overlapped, other_alone)
+    )
     return Interference(
-        op=case.op, ranks=case.ranks, nodes=case.nodes, bytes=BYTES[team.device.type], compute_seconds=compute, other_seconds=moved,
-        together_seconds=together,
+        op=case.op, ranks=case.ranks, nodes=case.nodes, bytes=BYTES[team.device.type], compute_seconds=compute_seconds,
+        other_seconds=other_median, together_seconds=together_seconds,
     )  # fmt: skip
 
 
 def _compute(team: Team, call: Callable[[], object], count: int, begin: Begin | None) -> float:
-    """Seconds of `count` calls, all ranks beginning together; what `begin` starts runs beside them and is not part of the time."""
+    """Seconds of `count` calls from a common start of all ranks, while the operation of `begin` runs, which is not timed."""
     team.meet()
     if team.cuda:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""All of a machine's figures, in the order that keeps them comparable: rested products first, then everything in a busy device."""
+"""Measures all figures of a machine: products on an idle device first, then everything on a busy one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from meshwright.workload.device_work import Work
 
 T = TypeVar("T")
 SECONDS = {"cuda": 100.0, "cpu": 20.0}
-"""Of measuring, when nobody says otherwise; starting the ranks comes on top."""
+"""Default seconds of measuring, without the start of the ranks."""
 
 
 def measure(
@@ -43,10 +43,10 @@ def measure(
     seconds: float | None = None,
     work: Work | None = None,
 ) -> MachineProfile:
-    """Everything that can be measured on `team` in about `seconds`; collective, and every rank has the answer.
+    """The profile of the machine of `team`, measured in about `seconds`; collective, and equal on every rank.
 
-    Each part has a share of the time; parts repeat less when it is short, never below what a median needs. With `work`, only what it needs:
-    products and attention of its shapes, in the mix of a step, device memory, the optimizer, collectives.
+    Each part has a share of the time; with less time it repeats less, down to the fewest repeats for a median. With `work`, only what
+    pricing it needs is measured: its products and attention in the mix of a step, device memory, the optimizer and collectives.
     """
     total, clock = seconds or SECONDS[team.device.type], Clock(team)
     profile = facts(team, cluster, versions or {})
@@ -63,11 +63,13 @@ def measure(
 
     if work is not None:
         shapes, scores = cases_of(work)
-        rows, scored = part("products, scores", lambda s: mixed_times(team, clock, work, shapes, scores, s), 0.7)
+        product_times_in_mix, attention_times_in_mix = part(
+            "products, scores", lambda s: mixed_times(team, clock, work, shapes, scores, s), 0.7
+        )
         return replace(
             profile,
-            products=tuple(rows),
-            attention=tuple(scored),
+            products=tuple(product_times_in_mix),
+            attention=tuple(attention_times_in_mix),
             copy_bytes_per_s=part("copies", lambda s: copy_rate(team, clock, s), 0.02),
             pass_bytes_per_s=part("passes", lambda s: pass_rate(team, clock, s), 0.03),
             adamw_parameters_per_s=part("optimizer", lambda s: adamw_rate(team, clock, s), 0.03),
@@ -89,24 +91,32 @@ def measure(
 
 
 def cases_of(work: Work) -> tuple[list[products.Case], attention.Case]:
-    """What is asked for so that `work` can be priced. Of fp8 every product of a layer, as one call measures one of them."""
-    asked: list[products.Case] = []
+    """Products and attention to measure so that `work` can be priced; in fp8 each of a layer's three products separately."""
+    product_cases: list[products.Case] = []
     for linear in work.linears:
         m, k, n = linear.m, linear.k, linear.n
         number_format: products.Format = (
             "fp8" if linear.format == "fp8" else "bf16" if linear.format == "bf16" else "fp32"
         )
         shapes = ((m, k, n), (m, n, k), (n, m, k)) if number_format == "fp8" else ((m, k, n),)
-        asked += [(shape, number_format) for shape in shapes]
-    one = work.attention
-    return list(dict.fromkeys(asked)), (one.seq, one.heads, one.kv_heads, one.head_dim, one.tokens, one.window)
+        product_cases += [(shape, number_format) for shape in shapes]
+    attention_work = work.attention
+    attention_case = (
+        attention_work.seq,
+        attention_work.heads,
+        attention_work.kv_heads,
+        attention_work.head_dim,
+        attention_work.tokens,
+        attention_work.window,
+    )
+    return list(dict.fromkeys(product_cases)), attention_case
 
 
 def facts(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:
-    """The machine without its figures."""
+    """The profile with the machine's properties and no measurements."""
     properties = torch.cuda.get_device_properties(team.device) if team.cuda else None
     chip = CHIPS.get(cluster.gpu)
-    known = machine_of(as_nodes(replace(cluster, profile=None)), next(iter(chip.peak_flops))) if chip else None
+    machine = machine_of(as_nodes(replace(cluster, profile=None)), next(iter(chip.peak_flops))) if chip else None
     return MachineProfile(
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         gpu=cluster.gpu,
@@ -117,8 +127,8 @@ def facts(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> Machine
         memory_bytes=properties.total_memory
         if properties
         else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        link_bytes_per_s=float(known.link) if known else None,
-        port_bytes_per_s=float(known.nic) if known else None,
+        link_bytes_per_s=float(machine.link) if machine else None,
+        port_bytes_per_s=float(machine.nic) if machine else None,
         versions=versions,
     )
 

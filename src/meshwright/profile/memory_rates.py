@@ -1,4 +1,4 @@
-"""A device's own memory: a copy, an element-wise pass, and the optimizer's step, which is one long pass."""
+"""Measures device memory: a copy, an element-wise pass, and the optimizer's step, which is one long pass."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from meshwright.spec.model import ModelSpec
 from meshwright.state.parts import StateParts
 
 ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}
-"""Of one tensor: far more than any cache holds."""
+"""Elements of a tensor, far more than any cache holds."""
 PARAMETERS = {"cuda": (1 << 24, 16), "cpu": (1 << 21, 8)}
-"""Elements of one parameter, and parameters."""
+"""Elements per parameter, and number of parameters."""
 
 
 def copy_rate(team: Team, clock: Clock, budget: float) -> float:
-    """Bytes read and written a second by a copy, on the slowest device."""
+    """Bytes per second read and written by a copy, on the slowest device."""
     source, target = _tensor(team), _tensor(team)
     return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source), budget)
 
 
 def pass_rate(team: Team, clock: Clock, budget: float) -> float:
-    """Bytes read and written a second by a sum of two tensors."""
+    """Bytes per second read and written by the addition of two tensors, on the slowest device."""
     a, b, out = _tensor(team), _tensor(team), _tensor(team)
     return 3 * a.nbytes / clock.seconds(lambda: torch.add(a, b, out=out), budget)
 
 
 def adamw_rate(team: Team, clock: Clock, budget: float) -> float:
-    """fp32 parameters a second that AdamW steps on the slowest device."""
+    """fp32 parameters per second that AdamW updates, on the slowest device."""
     size, count = PARAMETERS[team.device.type]
     model = nn.ParameterList([nn.Parameter(torch.zeros(size, device=team.device)) for _ in range(count)])
     gradients = [torch.full((size,), 1e-3, device=team.device) for _ in range(count)]

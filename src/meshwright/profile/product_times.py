@@ -1,7 +1,7 @@
-"""Matrix products by shape and format, in a busy device and in a rested one.
+"""Times matrix products by shape and dtype, on a busy and on an idle device.
 
-A GPU at its power limit lowers its clocks after a second or two of large products, so what a training step sees is measured in a device
-that is kept busy; the rested figure is what short benchmarks print. Inputs are normal random numbers, since power depends on the data.
+A GPU at its power limit lowers its clocks after a second or two of large products, so the rate in a training step is measured on a device
+that is kept busy; short benchmarks print the rate of an idle device. Inputs are normal random numbers, as power depends on the data.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ ON_CPU: tuple[Shape, ...] = (
     (1024, 512, 2048),
 )  # fmt: skip
 CACHE_BYTES = {"cuda": 192 << 20, "cpu": 64 << 20}
-"""Operands change until they are this large together: in a step, none is still in the cache."""
+"""Total bytes of the operands that calls rotate through, so that none is in the cache, as in a step."""
 HEAT_SECONDS = 3.0
-"""Before the first product of a busy GPU, and a sixth of it before each."""
+"""Seconds of load before the first product on a busy GPU; before each product a sixth of it."""
 
 
 def product_times(team: Team, clock: Clock, budget: float) -> list[ProductTime]:
-    """Every shape in every format that training computes in here."""
+    """Times of every shape in every dtype that training uses on this device."""
     cases = cases_for(team)
     bursts = [clock.burst_seconds(call_of(case, team)) for case in cases]
-    each = budget / len(cases) / 2
+    case_budget = budget / len(cases) / 2
     heater = call_of(cases[0], team)
     if team.cuda:
         clock.keep_busy(heater, min(HEAT_SECONDS, budget / 8))
-    rows = []
+    times = []
     for case, burst in zip(cases, bursts, strict=True):
         if team.cuda:
-            clock.keep_busy(heater, min(HEAT_SECONDS / 6, each / 2))
-        rows.append(row_of(case, clock.seconds(call_of(case, team), each), burst))
-    return rows
+            clock.keep_busy(heater, min(HEAT_SECONDS / 6, case_budget / 2))
+        times.append(product_time_of(case, clock.seconds(call_of(case, team), case_budget), burst))
+    return times
 
 
-def row_of(case: Case, seconds: float, burst_seconds: float) -> ProductTime:
-    """What the seconds of one call say of one product."""
+def product_time_of(case: Case, seconds: float, burst_seconds: float) -> ProductTime:
+    """The time of one product from the seconds of one call, which may run three."""
     (m, k, n), number_format = case
     products = 1 if number_format == "fp8" else 3
     return ProductTime(
@@ -64,7 +64,7 @@ Case = tuple[Shape, Format]
 
 
 def cases_for(team: Team) -> list[Case]:
-    """Shapes and formats that this device is asked for."""
+    """Shapes and dtypes that are measured on this device."""
     if not team.cuda:
         return [(shape, "fp32") for shape in ON_CPU]
     low = torch.version.hip is None and torch.cuda.get_device_capability(team.device) >= (8, 9)
@@ -72,19 +72,19 @@ def cases_for(team: Team) -> list[Case]:
 
 
 def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.device) -> Callable[[], None]:
-    """A linear layer's three products: output, gradient of the input, gradient of the weight."""
+    """A call of a linear layer's three products: output, input gradient, weight gradient."""
     m, k, n = shape
-    kind: dict[str, Any] = {
+    options: dict[str, Any] = {
         "device": device,
         "dtype": torch.bfloat16 if number_format == "bf16" else torch.float32,
     }
-    size = kind["dtype"].itemsize
+    size = options["dtype"].itemsize
     sets = _sets(
         (m * k + k * n + m * n) * size,
         device,
-        lambda: (torch.randn(m, k, **kind), torch.randn(n, k, **kind), torch.randn(m, n, **kind)),
+        lambda: (torch.randn(m, k, **options), torch.randn(n, k, **options), torch.randn(m, n, **options)),
     )
-    y, dx, dw = torch.empty(m, n, **kind), torch.empty(m, k, **kind), torch.empty(n, k, **kind)
+    y, dx, dw = torch.empty(m, n, **options), torch.empty(m, k, **options), torch.empty(n, k, **options)
 
     def call() -> None:
         x, w, dy = next(sets)
@@ -96,28 +96,28 @@ def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.d
 
 
 def call_of(case: Case, team: Team) -> Callable[[], object]:
-    """A linear layer's three products, or one product in fp8."""
+    """A call of a linear layer's three products, or of one product in fp8."""
     shape, number_format = case
     return _scaled(shape, team.device) if number_format == "fp8" else linear(shape, number_format, team.device)
 
 
 def _scaled(shape: Shape, device: torch.device) -> Callable[[], object]:
-    """A forward product in fp8 with one scale a tensor, bf16 out."""
+    """A call of a forward product in fp8 with one scale per tensor and bf16 output."""
     m, k, n = shape
-    one = torch.ones((), device=device)
+    scale = torch.ones((), device=device)
 
-    def low(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+    def fp8_matrix(height: int, width: int) -> torch.Tensor:
+        return torch.randn(height, width, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
 
-    sets = _sets(m * k + k * n, device, lambda: (low(m, k), low(n, k)))
+    sets = _sets(m * k + k * n, device, lambda: (fp8_matrix(m, k), fp8_matrix(n, k)))
 
     def call() -> object:
         x, w = next(sets)
-        return torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(x, w.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     return call
 
 
 def _sets(size_bytes: int, device: torch.device, make: Callable[[], Any]) -> Any:
-    """Operands one after another, as many as the cache does not hold."""
+    """An endless iterator over sets of operands that together exceed the cache."""
     return cycle([make() for _ in range(min(16, -(-CACHE_BYTES[device.type] // size_bytes)))])

@@ -1,4 +1,4 @@
-"""The ranks that measure together: one device each, and what they agree on. One device alone needs no process group."""
+"""The ranks that measure together, one device each. A single device needs no process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.parallel.world import World, world_group
 
 @dataclass(frozen=True)
 class Team:
-    """This rank's device, and the job it belongs to (None: it is alone)."""
+    """This rank's device, and its world of ranks (None for a single rank)."""
 
     device: torch.device
     world: World | None = None
@@ -39,33 +39,33 @@ class Team:
         return self.ranks // self.ranks_per_node
 
     def finish(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished all queued work."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Wait until every rank's device has done what it was given."""
+        """Wait until the devices of all ranks have finished all queued work."""
         self.finish()
         if self.world:
             dist.barrier(group=self.world.control)
 
     def slowest(self, value: float) -> float:
-        """The largest `value` of all ranks: what a step would wait for."""
+        """The largest `value` of all ranks, on every rank."""
         if self.world is None:
             return value
-        found = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.world.control)
-        return float(found)
+        reduced = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.world.control)
+        return float(reduced)
 
     def leader(self, value: float) -> float:
         """Rank 0's `value`, on every rank."""
         if self.world is None:
             return value
-        found = torch.tensor([value], dtype=torch.float64)
-        dist.broadcast(found, 0, group=self.world.control)
-        return float(found)
+        broadcast = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(broadcast, 0, group=self.world.control)
+        return float(broadcast)
 
     def group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """This rank's group where `parts` divides all ranks; collective over all ranks."""
-        assert self.world is not None, "one rank has nobody to talk to"
+        """This rank's process group of the division `parts`; collective over all ranks."""
+        assert self.world is not None, "a single rank has no process group"
         return world_group() if len(parts) == 1 else self.world.split(parts, "profile")

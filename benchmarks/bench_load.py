@@ -1,0 +1,99 @@
+"""Loading a checkpoint against reading its files raw: same threads, same buffers, same copies to the device.
+
+    python benchmarks/bench_load.py --folder /dev/shm/load --gigabytes 14.8 --rounds 5
+
+One JSON line for each round: seconds of the raw read, of the load, and their ratio. Both run in turn on the same committed checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.block_reader import READ_THREADS
+from meshwright.checkpoint.files import BLOCK_BYTES
+from meshwright.checkpoint.store import CheckpointStore
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="empty or absent; removed at the end")
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--tensors", type=int, default=440, help="as many as llama3-1b has weights and moments")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    elements = int(arguments.gigabytes * 1e9) // 4 // arguments.tensors // 256
+    tensors = {f"model.{i}": torch.rand(elements, 256, device=device) for i in range(arguments.tensors)}
+    store = CheckpointStore(arguments.folder)
+    path = store.save(1, tensors, {}, {}).path
+    expected = {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
+    size = sum(file.stat().st_size for file in path.iterdir())
+    buffers = [
+        torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(READ_THREADS)
+    ]
+    target = torch.empty(BLOCK_BYTES * READ_THREADS, dtype=torch.uint8, device=device)
+    try:
+        for number in range(arguments.rounds):
+            for tensor in tensors.values():
+                tensor.zero_()
+            raw = _timed(lambda: _read_raw(path, buffers, target))
+            load = _timed(lambda: store.load(path, tensors))
+            assert all(float(tensor.double().sum()) == expected[name] for name, tensor in tensors.items())
+            record = {"bytes": size, "threads": READ_THREADS, "raw_s": raw, "load_s": load, "ratio": load / raw}
+            name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+            print(json.dumps({"round": number, "device": name, **record, "raw_gb_s": size / raw / 1e9}))
+    finally:
+        shutil.rmtree(arguments.folder)
+
+
+def _timed(work) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _read_raw(path: Path, buffers: list[torch.Tensor], target: torch.Tensor) -> None:
+    """Every byte of every file into a buffer and from there to the device, nothing checked."""
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(buffers)):
+        free.put(number)
+
+    def read(job: tuple[int, int, int]) -> None:
+        descriptor, offset, count = job
+        number = free.get()
+        block = buffers[number][:count]
+        os.preadv(descriptor, [block.numpy().data], offset)
+        target[number * BLOCK_BYTES : number * BLOCK_BYTES + count].copy_(block, non_blocking=True)
+        if target.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            event.synchronize()
+        free.put(number)
+
+    descriptors = [os.open(file, os.O_RDONLY) for file in sorted(path.iterdir())]
+    jobs = [
+        (descriptor, offset, min(BLOCK_BYTES, os.fstat(descriptor).st_size - offset))
+        for descriptor in descriptors
+        for offset in range(0, os.fstat(descriptor).st_size, BLOCK_BYTES)
+    ]
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        list(pool.map(read, jobs))
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

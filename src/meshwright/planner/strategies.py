@@ -1,0 +1,140 @@
+"""Lists the strategies of a layout: what layers may reshard, recompute and offload, between a rich and a lean end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
+
+from meshwright.planner.candidate import pins_of
+from meshwright.spec.model import flops_per_token
+from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
+from meshwright.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class End:
+    """Settings of a layer at one end of a strategy."""
+
+    reshard: bool
+    recompute: Recompute
+    offload: Offload = "none"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Two settings of layers: `lean`, which saves memory, for as many layers as necessary, and `rich` for the others."""
+
+    rich: End
+    lean: End
+    gradients: Gradients = "shard"
+
+    def layer(self, end: End, text: str = "all") -> LayerStrategy:
+        """The layer strategy of one end for the range of layers `text`."""
+        return LayerStrategy(
+            range=text, reshard=end.reshard, gradients=self.gradients, recompute=end.recompute, offload=end.offload
+        )
+
+
+OFFLOAD_PAIRS: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), ("optimizer", "both"))
+"""Values of offload that differ in activations only: (without, with)."""
+
+PLAIN = Strategy(End(False, "none"), End(False, "none"))
+
+
+@dataclass(frozen=True)
+class StrategySet:
+    """The strategies that are tried, and the distinct layer settings that occur in them."""
+
+    strategies: tuple[Strategy, ...]
+    options: tuple[LayerStrategy, ...]
+    rich: np.ndarray
+    """Index into `options` of each strategy's rich end."""
+    lean: np.ndarray
+    moving: np.ndarray
+    """Whether the lean end offloads activations and the rich end does not, by strategy."""
+    classes: tuple[np.ndarray, ...]
+    """Indices of strategies with the same recompute mode and offload of activations; the closed form deviates alike for them."""
+
+
+def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
+    return _strategies_between(tuple(_strategy_ends(run, offloads)), gradient_modes(run))
+
+
+def leaner_than(run: RunSpec, strategy: Strategy) -> list[Strategy]:
+    """Strategies that save more memory than this one: with reshard, or where it reshards already with more recompute."""
+    end, modes = strategy.lean, recomputes(run)
+    leaner = [replace(end, reshard=_reshard_modes(pins_of(run))[-1])]
+    if leaner == [end]:
+        leaner = [replace(end, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :]]
+    return [replace(strategy, rich=end, lean=lean) for lean in leaner]
+
+
+def leanest_end(run: RunSpec) -> tuple[End, Gradients]:
+    pins = pins_of(run)
+    return End(_reshard_modes(pins)[-1], recomputes(run)[-1]), gradient_modes(run)[0]
+
+
+def gradient_modes(run: RunSpec) -> tuple[Gradients, ...]:
+    """Values of `gradients` that are tried."""
+    pinned = pins_of(run).gradients
+    return ("shard", "whole") if pinned is None else (pinned,)
+
+
+def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
+    """Recompute modes that are tried, from the least to the most memory saved."""
+    pinned = pins_of(run).recompute
+    if pinned is not None:
+        return (pinned,)
+    return tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_dominates(run))
+
+
+def _reshard_modes(pins: PlanPins) -> list[bool]:
+    return [False, True] if pins.reshard is None else [pins.reshard]
+
+
+def _attention_dominates(run: RunSpec) -> bool:
+    """Whether the FLOPs of attention scores are at least a quarter of all others; else recomputing them costs almost nothing."""
+    others = flops_per_token(run.model, 1, causal=True)
+    return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.25 * others
+
+
+@lru_cache(maxsize=8)
+def _strategies_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradients, ...]) -> StrategySet:
+    strategies = [Strategy(rich, lean, gradients) for gradients in sums for rich, lean in pairs]
+    ends = [[strategy.layer(strategy.rich), strategy.layer(strategy.lean)] for strategy in strategies]
+    options = tuple(dict.fromkeys(option for pair in ends for option in pair))
+    option_index = {option: index for index, option in enumerate(options)}
+    rich, lean = np.array([[option_index[option] for option in pair] for pair in ends]).T
+    moving = [
+        not strategy.layer(strategy.rich).activations_offloaded and strategy.layer(strategy.lean).activations_offloaded
+        for strategy in strategies
+    ]
+    keys = [(strategy.lean.recompute, strategy.lean.offload in ("activations", "both")) for strategy in strategies]
+    classes = tuple(np.flatnonzero([key == distinct for key in keys]) for distinct in dict.fromkeys(keys))
+    return StrategySet(tuple(strategies), options, rich, lean, np.array(moving), classes)
+
+
+def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End, End]]:
+    """(rich, lean) ends of all strategies: equal, or different in one of reshard, recompute and offload of activations."""
+    reshards, modes = _reshard_modes(pins_of(run)), recomputes(run)
+    pairs: list[tuple[End, End]] = []
+    for offload in offloads:
+        pairs += [(end, end) for end in (End(reshard, mode, offload) for mode in modes for reshard in reshards)]
+        pairs += [(End(False, mode, offload), End(True, mode, offload)) for mode in modes if len(reshards) == 2]
+        pairs += [
+            (End(reshard, rich, offload), End(reshard, lean, offload))
+            for reshard in reshards
+            for rich, lean in combinations(modes, 2)
+        ]
+    for without, with_activations in OFFLOAD_PAIRS:
+        if {without, with_activations} <= set(offloads):
+            pairs += [
+                (End(reshard, mode, without), End(reshard, mode, with_activations))
+                for mode in modes
+                for reshard in reshards
+            ]
+    return pairs
