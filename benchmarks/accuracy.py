@@ -1,6 +1,6 @@
 """Predicts this program's kept runs with the present constants and compares them with the measurements.
 
-python benchmarks/accuracy.py                       # every kept run of benchmarks/results
+    python benchmarks/accuracy.py                       # every kept run of benchmarks/results
     python benchmarks/accuracy.py --only '*fsdp*' --parts
     python benchmarks/accuracy.py --profile benchmarks/data/h200x2-profile.json benchmarks/data/h200x2-tcp-profile.json
     python benchmarks/accuracy.py --json

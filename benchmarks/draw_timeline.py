@@ -1,4 +1,4 @@
-"""Draws a trace of `meshwright train --timeline A:B` or `meshwright simulate` as an SVG: one row per lane, time to the right.
+"""Draws a trace of `meshwright train --timeline A:B` or `meshwright simulate` as an SVG with one row per lane.
 
     python benchmarks/draw_timeline.py runs/NAME/timelines/steps-6-6.json.gz --out timeline.svg --ranks 0,2 --title "…"
 

@@ -81,29 +81,29 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def layers(tokens: int) -> Iterator[dict[str, Any]]:
-    for name, (wide, out) in SHAPES.items():
-        x = torch.randn(tokens, wide, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        grad = torch.randn(tokens, out, device="cuda", dtype=torch.bfloat16)
-        for kind, scaling in FORMATS.items():
-            for came_low in (False, True) if scaling == "tensorwise" else (False,):
-                model = Normed(wide, out, scaling, came_low)
+    for name, (inputs, outputs) in SHAPES.items():
+        x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
+        for format_name, scaling in FORMATS.items():
+            for gathered_fp8 in (False, True) if scaling == "tensorwise" else (False,):
+                model = Normed(inputs, outputs, scaling, gathered_fp8)
                 yield {
-                    "layer": name, "format": kind + (", weight came in fp8" if came_low else ""), "tokens": tokens,
-                    **timed(model, x, grad, 6.0 * tokens * wide * out),
+                    "layer": name, "format": format_name + (", weight came in fp8" if gathered_fp8 else ""), "tokens": tokens,
+                    **timed(model, x, grad, 6.0 * tokens * inputs * outputs),
                 }  # fmt: skip
 
 
 def networks(tokens: int) -> Iterator[dict[str, Any]]:
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     flops = 6.0 * tokens * sum(wide * out for wide, out in (SHAPES["gate_up"], SHAPES["down"]))
-    for kind, scaling, together in (
+    for format_name, scaling, together in (
         ("bf16", None, False), ("fp8_rowwise", "rowwise", False),
         ("fp8_tensorwise, layers apart", "tensorwise", False), ("fp8_tensorwise, in one piece", "tensorwise", True),
     ):  # fmt: skip
         model = Network(scaling, scaling == "tensorwise", together)
         yield {
             "layer": "gated network",
-            "format": kind,
+            "format": format_name,
             "tokens": tokens,
             **timed(model, x, torch.randn_like(x), flops),
         }

@@ -1,6 +1,6 @@
 """Compares the held-out loss of fp8 and bf16 training: the same model on the same text, for several seeds.
 
-python benchmarks/fp8_training.py --out fp8-training.json          # Llama-1B on one GPU a run, as many at once as there are GPUs
+    python benchmarks/fp8_training.py --out fp8-training.json          # Llama-1B on one GPU a run, as many at once as there are GPUs
     python benchmarks/fp8_training.py --set model=llama3-1b model.layers=2 model.hidden=64 … --text folder --steps 4 --cpu
 
 Prepares the text (Python packages of this machine, or --text; at least --least-mb), trains a tokenizer with 32,768 tokens and holds out 3%

@@ -1,8 +1,8 @@
-"""Ways to gather weights and to sum gradients over the GPUs of one host, each alone and under a stream of matrix products.
+"""Compares implementations of weight gathers and gradient sums on one host, alone and under a stream of matrix products.
 
     python benchmarks/gathers.py [--gpus N] [--out FILE] [--only nccl,zero_pool,…] [--rounds 7] [--megabytes 436,1000]
 
-What is compared (one set of processes each, so that one that fails or hangs costs only its own lines):
+The implementations, each in its own processes, so that one that fails or hangs loses only its own lines:
 
   nccl        the library as it comes, on a communicator of its own
   few_ctas    the same held to four thread blocks (`max_ctas`)
@@ -11,11 +11,10 @@ What is compared (one set of processes each, so that one that fails or hangs cos
   kernels     copies out of peers' memory, ordered by torch's barrier kernels
   peers       copies out of peers' memory on one, two or three streams, ordered by stream memory operations (peer_copies.py)
 
-Sizes are the whole gathered weight in bf16, and the whole gradient with the same number of entries, in bf16 and fp32. A line says what the
-collective takes alone, what it adds to the products it runs under (8192 × 4096 × 14336, at least half as long again as the collective),
-the part of it that is hidden, and how long it took under them: medians over rounds, products of the slowest rank, collectives of the rank
-that began last (the others also wait for it). Results are compared with NCCL's. `both` is a gather in bf16 with a reduction in fp32
-beside it. NVLink multicast is left off throughout.
+Sizes are of the whole gathered weight in bf16, and of the whole gradient with the same number of elements, in bf16 and fp32. A line has the
+time of the collective alone, the time that it adds to concurrent products (8192 × 4096 × 14336, at least 1.5 times as long), its hidden
+share, and its time beside them. Times are medians over rounds, of the slowest rank for products, and of the rank that started last for
+collectives. Results are compared with NCCL's. `both` is a gather in bf16 with a concurrent reduction in fp32. NVLink multicast is off.
 """
 
 from __future__ import annotations
@@ -85,10 +84,10 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
     notes: dict[str, str] = {}
     for family in options.only.split(","):
-        found, note = run_family(family, gpus, options)
-        lines += found
+        family_lines, note = run_family(family, gpus, options)
+        lines += family_lines
         notes[family] = note
-        for line in found:
+        for line in family_lines:
             print(text_of(line), flush=True)
         if note:
             print(f"{family}: {note}", flush=True)
@@ -100,15 +99,15 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--gpus", type=int)
-    found.add_argument("--out", type=Path)
-    found.add_argument("--only", default=",".join(FAMILIES))
-    found.add_argument("--rounds", type=int, default=7)
-    found.add_argument("--megabytes", default="436,1000")
-    found.add_argument("--family", help=argparse.SUPPRESS)
-    found.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return found
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default=",".join(FAMILIES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--megabytes", default="436,1000")
+    parser.add_argument("--family", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
 def run_family(family: str, gpus: int, options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
@@ -153,9 +152,9 @@ def finish(ranks: list[subprocess.Popen[bytes]]) -> str:
 def chosen(folder: Path) -> Iterator[str]:
     """Counts of the algorithms that NCCL chose, from its log."""
     text = "\n".join(file.read_text(errors="replace") for file in folder.glob("nccl.*"))
-    found = re.findall(r"(AllGather|ReduceScatter)[^\n]*?(\[Copy Engine\]|\[Symmetric\]|Algo \w+ proto \w+)", text)
-    for what in sorted(set(found)):
-        yield f"[{what[0]} {what[1].strip('[]')}: {found.count(what)}]"
+    choices = re.findall(r"(AllGather|ReduceScatter)[^\n]*?(\[Copy Engine\]|\[Symmetric\]|Algo \w+ proto \w+)", text)
+    for choice in sorted(set(choices)):
+        yield f"[{choice[0]} {choice[1].strip('[]')}: {choices.count(choice)}]"
 
 
 def text_of(line: dict[str, Any]) -> str:
@@ -227,7 +226,7 @@ class Bench:
             added = statistics.median(b - a for a, b in zip(products, together, strict=True))
             width = dtype.itemsize + (2 if line.op == "both" else 0)
             moved = entries * width * (self.ranks - 1) / self.ranks
-            said = equal()
+            equality = equal()
         except Exception as error:
             return Line(**(asdict(line) | {"error": f"{type(error).__name__}: {error}"}))
         return Line(
@@ -239,7 +238,7 @@ class Bench:
                 "hidden": 1 - added / alone,
                 "under_ms": statistics.median(under),
                 "products_ms": statistics.median(products),
-                "equal": said,
+                "equal": equality,
             }
         )  # fmt: skip
 

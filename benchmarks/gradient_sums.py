@@ -1,4 +1,4 @@
-"""Times the addition of a micro-batch's weight gradient to the accumulated sum: inside the product, and by a separate pass.
+"""Times the addition of a micro-batch's weight gradient to the sum: inside the product, and by a separate pass.
 
     python benchmarks/gradient_sums.py                       # weights of Llama-3-8B, and a chunk of Llama 3.2 1B's head, on a GPU
     python benchmarks/gradient_sums.py --weights 64x32x48 --device cpu

@@ -1,6 +1,6 @@
-"""Runs the same training under several plans on one machine and compares step time, memory, loss and traffic with predictions.
+"""Runs the same training under several plans on one machine; compares step time, memory, loss, traffic and predictions.
 
-python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --out tcp-8b.json
+    python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --out tcp-8b.json
     python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --only 'hsdp*,layered-16' --gpus 8 --set train.steps=12
     python benchmarks/layouts.py benchmarks/layouts/tcp-8b.yaml --list
 
@@ -8,12 +8,17 @@ Prints a line per layout, then the speed of each layout over the reference's, an
 simulator's prediction of each layout and starts nothing. --timeline 4:5 stores a summary of the timeline of two steps beside the
 prediction. A file of layouts has these keys:
 
-run run file of all layouts, relative to this script gpus number of GPUs without --gpus; in the file's values `N*gpus`, `gpus/N` and `gpus`
-are replaced by numbers, and `here/` by the folder of this script memory_gib replacement for `memory_gib` in the values, by number of GPUs
-against the layout that the others are compared with steps per run; skip: first steps that are not counted; limit: seconds per run script a
-script beside this one, with options, that replaces `meshwright train` all key=value words of all runs sizes name → sequences and steps:
-every layout runs at each size, as LAYOUT-SIZE layouts name → its key=value words; or a mapping with `overrides` (the words) or `torchtitan`
-(arguments of torchtitan), `env`, `steps`, `skip`, `limit`, `script`, and `least_gpus`, the fewest GPUs on which it runs
+    run        run file of all layouts, relative to this script
+    gpus       number of GPUs without --gpus; in the file's values `N*gpus`, `gpus/N` and `gpus` are replaced by numbers, and `here/` by
+               the folder of this script
+    memory_gib replacement for `memory_gib` in the values, by number of GPUs
+    against    the layout that the others are compared with
+    steps      per run; skip: first steps that are not counted; limit: seconds per run
+    script     a script beside this one, with options, that replaces `meshwright train`
+    all        key=value words of all runs
+    sizes      name → sequences and steps: every layout runs at each size, as LAYOUT-SIZE
+    layouts    name → its key=value words; or a mapping with `overrides` (the words) or `torchtitan` (arguments of torchtitan), `env`,
+               `steps`, `skip`, `limit`, `script`, and `least_gpus`, the fewest GPUs on which it runs
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Event = Any
 
 
 class Ring:
-    """`slots` slots of `size` bytes each in a window from byte `first` on, used in turn by all ranks alike; `flags` are its two flags."""
+    """`slots` slots of `size` bytes in a window from byte `first`, used cyclically by all ranks; `flags` are its two flags."""
 
     def __init__(self, window: DeviceWindow, first: int, size: int, slots: int, flags: tuple[int, int]) -> None:
         self.window, self._first, self._size, self._slots, self._flags = window, first, size, slots, flags
@@ -95,7 +95,7 @@ def spread(pairs: Pairs, count: int) -> list[Pairs]:
     """Copies for `count` streams: every so many to each, or a part of every copy where there are fewer copies than streams."""
     if len(pairs) >= count:
         return [pairs[number::count] for number in range(count)]
-    parts = [[one.tensor_split(count) for one in pair] for pair in pairs]
+    parts = [[tensor.tensor_split(count) for tensor in pair] for pair in pairs]
     return [[(target[number], source[number]) for target, source in parts] for number in range(count)]
 
 
@@ -174,7 +174,7 @@ def others(window: DeviceWindow) -> list[int]:
 
 
 class DeviceWindow:
-    """A window of CUDA devices of one host that map each other's memory. Collective over `group`, and waits for the device once."""
+    """A window of memory that the CUDA devices of a host map mutually. Collective over `group`; synchronises the device once."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, flags: int, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric

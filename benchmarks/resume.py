@@ -1,4 +1,4 @@
-"""Llama-3-8B's checkpoint of one number of GPUs continued on another: do both read the same tokens, and how far are their losses apart?
+"""Continues a Llama-3-8B checkpoint on another number of GPUs and compares the tokens and losses of both runs.
 
     python benchmarks/resume.py --gpus 8 --resume-gpus 4 --out resume.json
     python benchmarks/resume.py --run runs/bf16 --resume-gpus 4 --out resume.json

@@ -55,10 +55,10 @@ class Roofline:
 
 
 def roofline(work: Work, profile: MachineProfile, traced: Breakdown, seconds: float) -> Roofline:
-    """The step that `found` breaks down, of which others without a profiler took `seconds`, against what `work` needs on the device.
+    """Compares the traced step with the needs of `work`; `seconds` is the time of a step without the profiler.
 
-    The profiler slows the host, not the kernels: idle time is what `seconds` leaves beside them. Raises BadInput when `profile` lacks a
-    rate that the work needs.
+    The profiler slows the host, not the kernels, so idle time is `seconds` minus the time of the traced kernels. Raises BadInput when
+    `profile` lacks a rate that the work needs.
     """
     needed_seconds = seconds_needed(work, profile)
     classes = [

@@ -69,18 +69,18 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--from-rank", type=int, required=True, help="the first slow rank; those after it are slow too")
-    found.add_argument("--slower", type=float, default=1.0, help="what a slow block takes over what it would take")
-    found.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from-rank", type=int, required=True, help="the first slow rank; those after it are slow too")
+    parser.add_argument("--slower", type=float, default=1.0, help="what a slow block takes over what it would take")
+    parser.add_argument(
         "--like", metavar="NAME", help="a run in --runs without --slower: what blocks take that are not slowed"
     )
-    found.add_argument("--tcp-links", action="store_true", help="slow ranks reach one another over TCP only")
-    found.add_argument("--warm", type=int, default=200, help="blocks run before the first round")
-    found.add_argument("--round", type=int, default=64, help="blocks of one round")
-    found.add_argument("--runs", type=Path, default=Path("runs"))
-    found.add_argument("--fresh", action="store_true")
-    return found
+    parser.add_argument("--tcp-links", action="store_true", help="slow ranks reach one another over TCP only")
+    parser.add_argument("--warm", type=int, default=200, help="blocks run before the first round")
+    parser.add_argument("--round", type=int, default=64, help="blocks of one round")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--fresh", action="store_true")
+    return parser
 
 
 def be_rank() -> None:

@@ -1,4 +1,4 @@
-"""The products of a tensor-parallel layer with their tokens gathered and summed: by collectives around them, and by copies beside them.
+"""Compares tensor-parallel products with collectives around them and with copies by copy engines that overlap them.
 
     python benchmarks/tensor_overlap.py [--gpus N] [--widths 2,4,8] [--tokens 8192] [--batch 1] [--rows 1024,2048,4096] [--out FILE]
 
@@ -82,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--gpus", str(gpus)]
         environment = [os.environ | {"RANK": str(rank)} for rank in range(gpus)]
-        ranks = [subprocess.Popen(words, env=one) for one in environment]
+        ranks = [subprocess.Popen(words, env=variables) for variables in environment]
         try:
             codes = [rank.wait(LIMIT_SECONDS) for rank in ranks]
         finally:
@@ -101,16 +101,16 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--gpus", type=int)
-    found.add_argument("--widths", help="by default the number of GPUs")
-    found.add_argument("--tokens", type=int, default=8192, help="of a sequence")
-    found.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
-    found.add_argument("--rows", default="1024,2048,4096")
-    found.add_argument("--rounds", type=int, default=11)
-    found.add_argument("--out", type=Path)
-    found.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return found
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--widths", help="by default the number of GPUs")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a sequence")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument("--rows", default="1024,2048,4096")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
 # --- in a rank
@@ -154,7 +154,7 @@ class Bench:
 
         kind, wide = PRODUCTS[product]
         call, alone, exchange = self.gathered(wide // width) if kind == "gathered" else self.scattered(wide // width)
-        call, alone, exchange = (one[direction == "backward"] for one in (call, alone, exchange))
+        call, alone, exchange = (pair[direction == "backward"] for pair in (call, alone, exchange))
         close_peers(self.name)
         truth, plain = call(), self.seconds(call)
         register(self.name, self.peers)
@@ -221,7 +221,7 @@ class Bench:
         """Median seconds of a call on the slowest rank."""
         for _ in range(3):
             call()
-        found = []
+        samples = []
         for _ in range(self.rounds):
             dist.barrier()
             torch.cuda.synchronize()
@@ -231,8 +231,8 @@ class Bench:
                 call()
             end.record()
             torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) / 1e3 / CALLS)
-        slowest = torch.tensor(statistics.median(found), device=self.device)
+            samples.append(begin.elapsed_time(end) / 1e3 / CALLS)
+        slowest = torch.tensor(statistics.median(samples), device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)
 

@@ -1,5 +1,6 @@
-"""Llama 3.2 1B and 3B for torchtitan 0.2.2, which has neither: `--experimental.custom_import small_llama --model.name small_llama`. And its
-own Llama 3 70B cut to 16 layers: `--model.name cut_llama --model.flavor 70B-16`.
+"""Adds Llama 3.2 1B and 3B to torchtitan 0.2.2, and its Llama 3 70B cut to 16 layers.
+
+Options: `--experimental.custom_import small_llama --model.name small_llama`, or `--model.name cut_llama --model.flavor 70B-16`.
 
 The models are its own Llama with the head tied to the embedding, as theirs is. Under FSDP both ends are one unit that stays gathered after
 forward: a weight in two units would be two weights.

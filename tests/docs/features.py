@@ -147,15 +147,15 @@ FEATURES: dict[str, Feature] = {
     "uneven stages": Feature(uneven),
 }
 ORDERS: dict[str, Feature] = {
-    "no pipeline, depth-first": Feature(lambda plan, spec: plan.axis_size("pipeline") == 1 and not plan.layered),
-    "no pipeline, layered accumulation": Feature(
+    "depth-first without pipeline": Feature(lambda plan, spec: plan.axis_size("pipeline") == 1 and not plan.layered),
+    "layered accumulation without pipeline": Feature(
         lambda plan, spec: plan.axis_size("pipeline") == 1 and plan.layered,
         lambda plan: replace(plan, schedule=SchedulePlan(name="breadth_first")),
     ),
-    **{f"pipeline, `{name}`": schedule(name) for name in get_args(ScheduleName)},
+    **{f"`{name}` pipeline": schedule(name) for name in get_args(ScheduleName)},
 }
 NOTHING = {
-    ("uneven stages", "no pipeline, depth-first"), ("uneven stages", "no pipeline, layered accumulation"),
+    ("uneven stages", "depth-first without pipeline"), ("uneven stages", "layered accumulation without pipeline"),
     ("mixture of experts", "expert parallelism"), ("`linear: fp8_tensorwise`", "`gather: fp8`"),
     *combinations(("`recompute: selective`", "`recompute: all_but_attention`", "`recompute: full`"), 2),
 }  # fmt: skip
@@ -254,30 +254,38 @@ BASE = Plan(
 
 def refused(first: str, second: str) -> bool:
     """Whether a plan with both features is refused before a run starts."""
-    return untrainable(FEATURES[second].add((ORDERS | FEATURES)[first].add(BASE))) is not None
+    plan = BASE
+    for name in sorted((first, second), key=lambda name: name not in ORDERS):
+        plan = (ORDERS | FEATURES)[name].add(plan)
+    return untrainable(plan) is not None
 
 
 def expected() -> list[dict[str, str]]:
-    """Entries of the page's table: by feature, the others that are refused, that have no combination, and that no test combines."""
-    plans, entries = list(compared()), []
+    """Returns the table: features with exceptions and their exceptions, then one entry for all features without any."""
+    plans, entries, without_exception = list(compared()), [], []
     for name, feature in (ORDERS | FEATURES).items():
         with_feature = [plan for plan in plans if feature.in_plan(*plan)]
-        others: dict[str, list[str]] = {"refused with": [], "no combination with": [], "untested with": []}
-        for other_name, other in FEATURES.items():
+        exceptions: dict[str, list[str]] = {"refused with": [], "no combination with": [], "untested with": []}
+        for other_name, other in (FEATURES if name in ORDERS else ORDERS | FEATURES).items():
             if name == other_name:
                 continue
             if (other_name, name) in NOTHING or (name, other_name) in NOTHING:
-                others["no combination with"].append(other_name)
+                exceptions["no combination with"].append(other_name)
             elif not any(other.in_plan(*plan) for plan in with_feature):
-                others["refused with" if refused(name, other_name) else "untested with"].append(other_name)
-        entries.append({"feature": name, **{column: ", ".join(names) or "–" for column, names in others.items()}})
-    return entries
+                exceptions["refused with" if refused(name, other_name) else "untested with"].append(other_name)
+        if any(exceptions.values()):
+            entries.append(
+                {"feature": name, **{column: ", ".join(names) or "–" for column, names in exceptions.items()}}
+            )
+        else:
+            without_exception.append(name)
+    return [*entries, {"feature": ", ".join(without_exception), **dict.fromkeys(exceptions, "–")}]
 
 
 def lines() -> list[str]:
-    """Returns the lines of the table."""
+    """Returns the lines of the table, without columns that are empty."""
     entries = expected()
-    head = list(entries[0])
+    head = [column for column in entries[0] if any(entry[column] != "–" for entry in entries)]
     cells = [[entry[column] for column in head] for entry in entries]
     return [f"| {' | '.join(entry)} |" for entry in [head, ["---"] * len(head), *cells]]
 

@@ -1,7 +1,7 @@
-"""The documentation is true: its commands run, its links lead somewhere, its tables say what the code says.
+"""Tests of the documentation: commands run, links have targets, tables agree with the code.
 
-Commands run as they are written, page by page, each page in a folder of its own. Only the work is made small: a stand-in for
-the standard library's text, and a `meshwright` in PATH that lets `quickstart`, `train` and `check` take a few tiny steps.
+The commands of a page run unchanged, in a folder of that page. Only the work is smaller: a small text replaces the standard
+library's, and a `meshwright` in PATH limits `quickstart`, `train` and `check` to a few small steps.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
 from meshwright.spec.run import RunSpec
 
 TINY = "train.steps=6 train.global_batch=4 train.seq_len=32 train.warmup_steps=1 train.validate_batches=1 checkpoint.every=3"
-ONCE = "meshwright quickstart"
-"""The one command that is run once for all pages."""
+SHARED_COMMAND = "meshwright quickstart"
+"""Runs once for all pages."""
 NOT_RUN = {
     ("docs/results.md", "python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 540 --out one-gpu.jsonl"),
     ("docs/getting-started.md", "python3 -m venv --system-site-packages .venv"),
@@ -53,7 +53,6 @@ NOT_RUN = {
     ),
     ("docs/how-to/several-hosts.md", "#!/bin/bash"),
     ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
-    ("docs/design/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     (
         "docs/how-to/measure-a-machine.md",
         "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",
@@ -64,43 +63,45 @@ NOT_RUN = {
     ),
     ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
 }
-"""Blocks marked `norun`, by their first line: they need GPUs, several hosts, the network, or a longer run than the one made here."""
+"""Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""
 LANGUAGES = {"", "bash", "console", "diff", "python", "text", "yaml"}
-SOURCES, LARGEST = 24, 32_000
-"""Files of text, and bytes of the largest: enough for the vocabulary, and little to evaluate where one of them is held out."""
+TEXT_FILES, MAX_FILE_BYTES = 24, 32_000
+"""Enough text for the vocabulary, and little to evaluate where one file is held out."""
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """Where pages are worked through: the environment of their commands, and what each finds in its folder."""
+class Sandbox:
+    """The environment of the commands, and the template of each page's folder."""
 
     environment: dict[str, str]
     template: Path
 
-    def folder(self, place: Path, page: str) -> Path:
-        """A fresh folder for `page`: text and a finished quick start, or a copy of the source when the page changes it."""
+    def fill(self, folder: Path, page: str) -> Path:
+        """Fills the folder of a page with text and a finished quick start, or with the source if the page changes it."""
         if any(block.option("file") for block in blocks(page)):
             for name in ("src", "tests"):
-                shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-            shutil.copyfile(ROOT / "pyproject.toml", place / "pyproject.toml")
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copyfile(ROOT / "pyproject.toml", folder / "pyproject.toml")
         else:
-            shutil.copytree(self.template, place, dirs_exist_ok=True)
-            (place / "benchmarks").symlink_to(ROOT / "benchmarks")
-        return place
+            shutil.copytree(self.template, folder, dirs_exist_ok=True)
+            (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+        return folder
 
-    def run(self, command: list[str], folder: Path, where: str) -> str:
+    def run(self, command: list[str], folder: Path, location: str) -> str:
         own_source = {"PYTHONPATH": str(folder / "src")} if (folder / "src").is_dir() else {}
         environment = self.environment | own_source
-        result = subprocess.run(
+        completed = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
-        assert result.returncode == 0, f"{where}: code {result.returncode}\n{result.stdout}\n{result.stderr}"
-        return result.stdout + result.stderr
+        assert completed.returncode == 0, (
+            f"{location}: code {completed.returncode}\n{completed.stdout}\n{completed.stderr}"
+        )
+        return completed.stdout + completed.stderr
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Text, a stand-in for the prepared standard library, and the finished quick start, made once."""
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+    """Text, a small corpus in place of the standard library's, and a finished quick start, prepared once."""
     base = tmp_path_factory.mktemp("docs")
     python, tools, template = shlex.quote(sys.executable), base / "bin", base / "template"
     for folder in (tools, template / "text"):
@@ -112,7 +113,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     )
     command.chmod(0o755)
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-f]*.py"))
-    for file in [file for file in modules if 4_000 < file.stat().st_size < LARGEST][:SOURCES]:
+    for file in [file for file in modules if 4_000 < file.stat().st_size < MAX_FILE_BYTES][:TEXT_FILES]:
         shutil.copy(file, template / "text")
     path = os.pathsep.join((str(tools), str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = {
@@ -123,61 +124,61 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
         "TERM": "dumb",
     }
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    made = Workshop(environment, template)
+    prepared = Sandbox(environment, template)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
         corpus = str(stdlib_folder())
     prepare = ["data", "prepare", "text", "--tokenizer", f"train:{VOCABULARY}", "--held-out", "0.1", "--out", corpus]
-    made.run(["meshwright", *prepare], template, "the stand-in for the standard library")
-    made.run(ONCE.split(), template, "the quick start")
-    return made
+    prepared.run(["meshwright", *prepare], template, "the small corpus")
+    prepared.run(SHARED_COMMAND.split(), template, "the quick start")
+    return prepared
 
 
 def runnable(page: str) -> list[Block]:
-    """What a reader would run or apply, in the order of the page."""
-    modules = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.options]
-    return [block for block in modules if block.text.strip() != ONCE]
+    """Returns the blocks that a reader would run or apply, in the order of the page."""
+    runnable_blocks = [b for b in blocks(page) if b.language in ("bash", "diff", "python") and "norun" not in b.options]
+    return [block for block in runnable_blocks if block.text.strip() != SHARED_COMMAND]
 
 
-FIRST_READ = {"README.md", "docs/getting-started.md"}
-"""Pages whose commands every run of the tests makes; those of the others, which are much alike, are made by `make test-all`."""
+QUICK_PAGES = {"README.md", "docs/getting-started.md"}
+"""Pages whose commands run in `make test`; `make test-all` runs those of all pages."""
 
 
-def _in_its_time(page: str) -> Any:
-    return page if page in FIRST_READ else pytest.param(page, marks=pytest.mark.slow)
+def _slow_unless_quick(page: str) -> Any:
+    return page if page in QUICK_PAGES else pytest.param(page, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("page", [_in_its_time(page) for page in PAGES if runnable(page)])
-def test_the_commands_of_a_page_run(page: str, workshop: Workshop, tmp_path: Path) -> None:
-    folder = workshop.folder(tmp_path, page)
+@pytest.mark.parametrize("page", [_slow_unless_quick(page) for page in PAGES if runnable(page)])
+def test_the_commands_of_a_page_run(page: str, sandbox: Sandbox, tmp_path: Path) -> None:
+    folder = sandbox.fill(tmp_path, page)
     for block in runnable(page):
         if file := block.option("file"):
-            assert not (folder / file).exists(), f"{block.location}: {file} is there already"
+            assert not (folder / file).exists(), f"{block.location}: {file} exists"
             (folder / file).write_text(block.text, encoding="utf-8")
         elif block.language == "diff":
             (folder / "change.diff").write_text(block.text, encoding="utf-8")
-            workshop.run(["git", "apply", "-C1", "change.diff"], folder, block.location)
+            sandbox.run(["git", "apply", "-C1", "change.diff"], folder, block.location)
         elif block.language == "python":
-            workshop.run([sys.executable, "-c", block.text], folder, block.location)
+            sandbox.run([sys.executable, "-c", block.text], folder, block.location)
         else:
-            workshop.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.location)
+            sandbox.run(["bash", "-euo", "pipefail", "-c", block.text], folder, block.location)
 
 
-def test_what_does_not_run_is_listed_and_has_no_slip_of_the_pen() -> None:
+def test_blocks_that_do_not_run_are_listed_and_parse() -> None:
     marked = [block for page in PAGES for block in blocks(page) if "norun" in block.options]
     assert {(block.page, block.first_line) for block in marked} == NOT_RUN
     for block in marked:
-        result = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
-        assert not result.stderr, f"{block.location}: {result.stderr}"
+        completed = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False)
+        assert not completed.stderr, f"{block.location}: {completed.stderr}"
 
 
-def test_no_block_avoids_being_run_by_its_language() -> None:
+def test_every_block_has_a_known_language() -> None:
     wrong = [block.location for page in PAGES for block in blocks(page) if block.language not in LANGUAGES]
     assert not wrong
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_and_pictures_are_there(page: str) -> None:
+def test_links_and_pictures_exist(page: str) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
         if "://" in path:
@@ -189,46 +190,46 @@ def test_links_and_pictures_are_there(page: str) -> None:
 
 
 def commands(page: str) -> Iterator[tuple[str, list[str]]]:
-    """(where, words behind `meshwright`) of every command on a page, in blocks and in the text."""
+    """Yields (location, words behind `meshwright`) of every command on a page, in blocks and in the text."""
     lines = [
         (block.location, block.text.replace("\\\n", " "))
         for block in blocks(page)
         if block.language in ("bash", "console")
     ]
-    for where, text in [*lines, *((page, code) for code in inline_code(page))]:
+    for location, text in [*lines, *((page, code) for code in inline_code(page))]:
         for line in text.splitlines():
             if match := re.match(r"(?:\$ |srun |torchrun .*-m )?meshwright (.*)", line.strip()):
-                yield where, shlex.split(match[1].replace("…", "..."), comments=True)
+                yield location, shlex.split(match[1].replace("…", "..."), comments=True)
 
 
 @pytest.fixture(scope="module")
 def keys() -> set[str]:
-    """What a run file may say."""
+    """The keys of a run file."""
     return {".".join(map(str, key)) for key in all_keys(RunSpec)}
 
 
 @pytest.fixture(scope="module")
-def everything() -> Any:
-    """All commands."""
+def root_command() -> Any:
+    """The root command."""
     return typer.main.get_command(app_for(()))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_options_and_overrides_exist(page: str, keys: set[str], everything: Any) -> None:
-    for where, words in commands(page):
-        command = everything
+def test_commands_options_and_overrides_exist(page: str, keys: set[str], root_command: Any) -> None:
+    for location, words in commands(page):
+        command = root_command
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
         at_end = not words or (hasattr(command, "params") and not hasattr(command, "commands"))
-        assert at_end or words[0].startswith("-"), f"{where}: meshwright has no command {words[0]}"
+        assert at_end or words[0].startswith("-"), f"{location}: meshwright has no command {words[0]}"
         options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
         for word in words:
             if word in ("||", "|", "&&", ">"):
                 break
             if word.startswith("--"):
-                assert word.partition("=")[0] in options, f"{where}: {command.name} has no option {word}"
+                assert word.partition("=")[0] in options, f"{location}: {command.name} has no option {word}"
             elif re.match(r"[a-z]+(\.[a-z_]+)?=", word) and "stepz" not in word:
-                assert word.partition("=")[0] in keys, f"{where}: no key {word}"
+                assert word.partition("=")[0] in keys, f"{location}: no key {word}"
 
 
 def leaf_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -239,9 +240,9 @@ def leaf_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, command
 
 
-def test_the_page_of_commands_names_every_command_and_option(everything: Any) -> None:
+def test_the_page_of_commands_names_every_command_and_option(root_command: Any) -> None:
     shown = inline_code("docs/reference/cli.md")
-    for name, command in leaf_commands(everything):
+    for name, command in leaf_commands(root_command):
         assert any(re.match(rf"(meshwright )?{name}\b", code) for code in shown), f"no command {name}"
         options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
         missing = [option for option in options if not any(re.match(rf"{option}\b", code) for code in shown)]
@@ -251,14 +252,14 @@ def test_the_page_of_commands_names_every_command_and_option(everything: Any) ->
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> None:
     sections = "|".join(key for key in keys if "." not in key)
-    paths = (ROOT, ROOT / "src" / "meshwright", ROOT / "tests")
+    folders = (ROOT, ROOT / "src" / "meshwright", ROOT / "tests")
     new = {block.option("file") for block in blocks(page)}
     for code in inline_code(page):
         if match := re.match(rf"((?:{sections})\.[a-z_.]+)(?=[=: ]|$)", code):
             assert match[1] in keys or match[1].endswith((".yaml", ".json")), f"{page}: no key {match[1]}"
         if re.fullmatch(r"[\w/.]+/[\w.]+\.(py|js|yaml|json|toml)", code) and code not in new:
-            known = [place for place in paths if (place / code).exists()]
-            assert known or code.startswith(("runs/", "base/")), f"{page}: no file {code}"
+            exists = any((folder / code).exists() for folder in folders)
+            assert exists or code.startswith(("runs/", "base/")), f"{page}: no file {code}"
 
 
 @pytest.mark.parametrize(
@@ -313,26 +314,26 @@ def test_chips_are_those_of_the_code() -> None:
     assert sorted(named) == sorted(CHIPS)
 
 
-def test_rooms_are_those_of_the_house() -> None:
+def test_packages_and_layers_are_those_of_the_code() -> None:
     rows = {codes(row["package"])[0]: row for row in table("docs/design/architecture.md", "layer")}
     assert {name: int(row["layer"]) for name, row in rows.items()} == LAYERS
     for name, row in rows.items():
-        result = subprocess.run(
+        listed = subprocess.run(
             ["git", "ls-files", f"src/meshwright/{name}"], cwd=ROOT, capture_output=True, check=True
         )
-        there = bool(result.stdout)  # what is not committed is not in the house yet
-        assert row["responsibility"].startswith("planned") != there, (
+        exists = bool(listed.stdout)  # a package exists once it is committed
+        assert row["responsibility"].startswith("planned") != exists, (
             f"docs/design/architecture.md says of {name}: {row['responsibility']}"
         )
         assert ("*" in row["package"]) == (name in TORCH_FREE), name
 
 
-def test_the_run_folder_and_its_metrics_hold_what_the_page_says(workshop: Workshop) -> None:
-    run = workshop.template / "runs" / "quickstart"
+def test_run_folder_and_metrics_are_those_of_the_page(sandbox: Sandbox) -> None:
+    run = sandbox.template / "runs" / "quickstart"
     paths = {code.rstrip("/") for row in table("docs/reference/metrics.md", "path") for code in codes(row["path"])}
-    modules = {path.name for path in run.iterdir() if not path.name.startswith(".")}
-    assert modules <= paths
-    assert paths - modules == {"traces", "timelines", "tensorboard"}
+    existing = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+    assert existing <= paths
+    assert paths - existing == {"traces", "timelines", "tensorboard"}
     shown = {code for row in table("docs/reference/metrics.md", "key") for code in codes(row["key"])}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(steps[0]) - {"kind"} <= shown
@@ -343,7 +344,7 @@ RESULT_PAGES = ("docs/results.md", "benchmarks/results/README.md")
 """The current results, and the index of all raw files."""
 
 
-def test_every_kept_result_has_its_row() -> None:
+def test_every_kept_result_is_in_a_table() -> None:
     page = "".join(map(text_of, RESULT_PAGES))
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(file.read_text())
@@ -360,7 +361,7 @@ def test_every_kept_result_has_its_row() -> None:
         )
 
 
-def test_every_kept_table_has_its_rows() -> None:
+def test_every_kept_table_is_on_a_page() -> None:
     page = "".join(map(text_of, RESULT_PAGES))
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -370,7 +371,7 @@ def test_every_kept_table_has_its_rows() -> None:
         assert not missing, f"benchmarks/results/README.md: no {', '.join(missing)} of {file.name}"
 
 
-def test_the_front_page_is_short_and_its_picture_light() -> None:
+def test_the_readme_is_short_and_its_picture_small() -> None:
     assert len(text_of("README.md").splitlines()) <= 150
     picture = ROOT / "docs" / "images" / "report.png"
     assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -1,4 +1,4 @@
-"""Corrects a machine's profile by a finished run: the factor on device time that makes the prediction equal the measurement.
+"""Corrects a machine's profile by a finished run: a factor on device time makes the prediction equal the measurement.
 
 The other parts of the prediction (schedule, links, host) stay, so a run whose step depends on those alone is rejected.
 """

@@ -1,0 +1,200 @@
+"""No corrupted checkpoint is loaded: the next older one is, and the message names the file.
+
+Some 200 corruptions in `make test`, more than 1,000 in `make test-crash`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.attempt import Attempt, new_attempt
+from meshwright.checkpoint.contents import Chunk, TensorRecord
+from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.shards import write_shard
+from meshwright.checkpoint.state import encode_plain
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.checkpoint.verify import verify
+from meshwright.launch.folder import take_over
+from meshwright.spec.run import Lease
+from tests.checkpoint.made import TEXTS
+
+SHAPE, RANKS = (8, 40), 2
+PAGE = 512
+Corruption = tuple[str, str, Callable[[], object]]
+"""File, description, and the function that corrupts it."""
+
+
+def values(seed: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def write(folder: Path, step: int, seed: int, lease: Lease | None) -> Path:
+    """A checkpoint as two ranks write it: files of the same sizes whatever the seed."""
+    attempt = Attempt(folder, step, new_attempt(lease), lease)
+    attempt.create()
+    files, chunks, half = {}, [], SHAPE[0] // RANKS
+    for rank in range(RANKS):
+        name, part = f"tensors-{rank:05d}.safetensors", values(seed)[rank * half : (rank + 1) * half]
+        entry = Row(f"x[{rank * half},0]", "F32", tuple(part.shape))
+        files[name] = write_shard(attempt.folder / name, [entry], lambda _, part=part: part)
+        chunks.append(Chunk((rank * half, 0), tuple(part.shape), name, entry.key))
+    contents = {"x": TensorRecord(SHAPE, "F32", tuple(chunks))}
+    plain = encode_plain({"step": step, "samples": seed}, TEXTS)
+    attempt.commit(files, contents, plain, ranks=RANKS, torch_version="any")
+    return attempt.target
+
+
+class Scene:
+    """A run with a good checkpoint of step 1 and one of step 2 to corrupt; beside it checkpoints to swap files with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = folder / "run"
+        (self.run / "checkpoints").mkdir(parents=True)
+        self.lease = take_over(self.run)
+        self.older = write(self.run / "checkpoints", 1, 1, self.lease)
+        self.target = write(self.run / "checkpoints", 2, 2, self.lease)
+        self.pristine = folder / "pristine"
+        shutil.copytree(self.target, self.pristine)
+        (folder / "other").mkdir()
+        other = take_over(folder / "other")
+        self.sources = {
+            "step": self.older,
+            "attempt": write(folder / "again", 2, 3, None),
+            "run": write(folder / "other" / "checkpoints", 2, 4, other),
+        }
+        self.names = sorted(path.name for path in self.target.iterdir())
+
+    def restore(self) -> None:
+        if self.target.is_symlink() or not self.target.is_dir():
+            self.target.unlink()
+        else:
+            shutil.rmtree(self.target)
+        shutil.copytree(self.pristine, self.target)
+
+    def loaded(self) -> str:
+        """The folder that a start of the run would load, and that its values are right."""
+        x = torch.zeros(SHAPE)
+        loaded = CheckpointStore(self.target.parent, lease=self.lease).load_newest({"x": x})
+        assert loaded is not None
+        path, state = loaded
+        assert torch.equal(x, values(state["samples"])) and state["step"] == state["samples"]
+        return path.name
+
+    def change(self, name: str, change: Callable[[bytearray], bytes | bytearray]) -> Callable[[], object]:
+        def corrupt() -> None:
+            before = (self.target / name).read_bytes()
+            after = change(bytearray(before))
+            (self.target / name).write_bytes(after)
+
+        return corrupt
+
+    def byte_changes(self, chance: random.Random, flips: int, others: int) -> Iterator[Corruption]:
+        for name in self.names:
+            size = (self.target / name).stat().st_size
+            content = (self.target / name).read_bytes()
+            for at in sorted({0, size - 1, *(chance.randrange(size) for _ in range(flips))}):
+                bit = 1 << chance.randrange(8)
+                yield (
+                    name,
+                    f"bit flipped in byte {at}",
+                    self.change(name, lambda data, at=at, bit=bit: _flip(data, at, bit)),
+                )
+            for at in sorted({0, size - 1, *(chance.randrange(size) for _ in range(others))}):
+                yield name, f"truncated to {at}", self.change(name, lambda data, at=at: data[:at])
+                page = slice(at // PAGE * PAGE, min(size, at // PAGE * PAGE + PAGE))
+                if any(content[page]):
+                    yield name, f"page {page} zeroed", self.change(name, lambda data, page=page: _zero(data, page))
+            yield name, "a byte more", self.change(name, lambda data: data + b"\n")
+            yield name, "twice", self.change(name, lambda data: data + data)
+
+    def swaps(self) -> Iterator[Corruption]:
+        for origin, source in self.sources.items():
+            for name in self.names:
+                if (source / name).read_bytes() != (self.target / name).read_bytes():
+                    content = (source / name).read_bytes()
+                    yield name, f"that of another {origin}", self.change(name, lambda _, content=content: content)
+        first, second = (f"tensors-{rank:05d}.safetensors" for rank in range(2))
+        for name, other in ((first, second), (second, first)):
+            content = (self.target / other).read_bytes()
+            yield name, "that of the other rank", self.change(name, lambda _, content=content: content)
+        for origin in ("step", "run"):
+            yield (
+                "",
+                f"the folder of another {origin}",
+                lambda origin=origin: self._replace_folder(self.sources[origin]),
+            )
+
+    def no_files(self) -> Iterator[Corruption]:
+        makers: dict[str, Callable[[Path], object]] = {
+            "missing": lambda path: None,
+            "a folder": Path.mkdir,
+            "a link to the file": lambda path: path.symlink_to(self.pristine / path.name),
+            "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+            "a pipe": os.mkfifo,
+            "a socket": _make_socket,
+        }
+        if os.geteuid() == 0:
+            makers["a device"] = lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+        for name in self.names:
+            for what, make in makers.items():
+
+                def corrupt(name: str = name, make: Callable[[Path], object] = make) -> None:
+                    (self.target / name).unlink()
+                    make(self.target / name)
+
+                yield name, what, corrupt
+        yield "extra.safetensors", "a file too many", lambda: (self.target / "extra.safetensors").write_bytes(b"x")
+
+    def _replace_folder(self, source: Path) -> None:
+        shutil.rmtree(self.target)
+        shutil.copytree(source, self.target)
+
+
+@pytest.mark.parametrize(
+    ("flips", "others"), [(6, 3), pytest.param(140, 40, marks=[pytest.mark.slow, pytest.mark.crash])]
+)
+def test_no_corruption_is_accepted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, flips: int, others: int
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    scene = Scene(tmp_path)
+    assert scene.loaded() == "step-00000002"
+    cases = [*scene.byte_changes(random.Random(5), flips, others), *scene.swaps(), *scene.no_files()]
+    assert len(cases) >= (1000 if flips > 100 else 150)
+    for name, what, corrupt in cases:
+        corrupt()
+        caplog.clear()
+        assert scene.loaded() == "step-00000001", f"{name}: {what}"
+        (message,) = [record.message for record in caplog.records if record.name.startswith("meshwright.checkpoint")]
+        named = re.search(
+            r"step-00000002.*?(COMMITTED|manifest\.json|" + re.escape(name or "manifest.json") + ")", message
+        )
+        assert named and message.count("\n") == 0, f"{name}: {what}: {message}"
+        assert verify(scene.target, scene.lease.run_id), f"{name}: {what}"
+        scene.restore()
+    assert scene.loaded() == "step-00000002"
+
+
+def _flip(data: bytearray, at: int, bit: int) -> bytearray:
+    data[at] ^= bit
+    return data
+
+
+def _zero(data: bytearray, page: slice) -> bytearray:
+    data[page] = bytes(page.stop - page.start)
+    return data
+
+
+def _make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(path))
