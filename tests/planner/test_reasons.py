@@ -1,4 +1,4 @@
-"""Why a plan was chosen, in sentences that need no manual."""
+"""The sentences that explain why a plan was chosen."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
 @pytest.mark.parametrize("offload", ["none", "activations"])
 @pytest.mark.parametrize("simulated", [True, False])
 def test_no_reason_contradicts_the_choice(seconds: float, offload: Offload, simulated: bool) -> None:
-    """Neither a reason nor a runner-up's line says that another plan takes less."""
+    """Neither a reason nor the line of a runner-up claims that another plan is faster."""
     best = candidate_of(1.0)
     other = candidate_of(seconds, micro_batch=2, layers=(LayerStrategy(offload=offload, reshard=False),))
     other = replace(other, simulated=simulated)
