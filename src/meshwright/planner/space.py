@@ -30,6 +30,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
 )
 from meshwright.spec.run import RunSpec
+from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS
 
 AXES = get_args(AxisName)
 SCHEDULES = get_args(ScheduleName)
@@ -124,7 +125,7 @@ class Points:
 def points(run: RunSpec, *, trainable: bool = False) -> Points:
     """All points of the run that obey its pins; with `trainable` only those that this release can train."""
     meshes = tuple(_meshes(run, trainable))
-    if trainable and pins_of(run).gather_engine == "copy":
+    if trainable and GATHERS.pin(pins_of(run)) == "copy":
         meshes = tuple(mesh for mesh in meshes if not _shards_cross_nodes(run, mesh)) or meshes
     columns_by_point = []
     for index, mesh in enumerate(meshes):
@@ -141,7 +142,7 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
 def with_kernel_engines(run: RunSpec, space: Points) -> Points:
     """The same points with kernels in place of copy engines, except where pinned."""
     pins, none = pins_of(run), np.zeros(len(space.meshes))
-    free = {"copied": pins.gather_engine, "tokens copied": pins.tensor_engine}
+    free = {option.column: option.pin(pins) for option in COPY_OPTIONS}
     return replace(
         space, mesh_columns={**space.mesh_columns, **{name: none for name, pinned in free.items() if pinned is None}}
     )
@@ -168,7 +169,7 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]
 
 def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
     """Whether copy engines gather weights: as pinned, else wherever possible, as they slow compute less than kernels."""
-    pinned = pins_of(run).gather_engine
+    pinned = GATHERS.pin(pins_of(run))
     if mesh.size("shard") * mesh.context == 1 or pinned:
         return pinned == "copy"
     return why_kernel_gathers(run) is None and not _shards_cross_nodes(run, mesh)
@@ -176,7 +177,7 @@ def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
 
 def _copies_tokens(run: RunSpec, mesh: Mesh) -> bool:
     """Whether copy engines exchange tokens between tensor ranks: as pinned, else where that was measured."""
-    pinned, ranks = pins_of(run).tensor_engine, mesh.size("tensor")
+    pinned, ranks = TOKENS.pin(pins_of(run)), mesh.size("tensor")
     if pinned:
         return pinned == "copy"
     leave = mesh.crosses("tensor", run.cluster.ranks_per_node)
