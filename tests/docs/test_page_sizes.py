@@ -8,9 +8,9 @@ from tests.docs.pages import PAGES, prose, text_of
 MAX_COLUMNS = 120
 MAX_PAGE_WORDS = 2_500
 MAX_README_WORDS = 1_200
-MAX_TOTAL_WORDS = 40_000
-GENERATED_REFERENCE = "docs/reference/run-file.md"
-NOT_COUNTED = {"docs/log.md", GENERATED_REFERENCE}
+MAX_TOTAL_WORDS = 38_000
+GENERATED = {"docs/reference/run-file.md", "docs/reference/published-layouts.md"}
+NOT_COUNTED = {"docs/log.md", *GENERATED}
 
 
 def words(page: str) -> int:
