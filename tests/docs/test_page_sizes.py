@@ -8,7 +8,8 @@ from tests.docs.pages import PAGES, prose, text_of
 MAX_COLUMNS = 120
 MAX_PAGE_WORDS = 2_500
 MAX_README_WORDS = 1_200
-MAX_TOTAL_WORDS = 38_000
+MAX_TOTAL_WORDS = 36_000
+"""Of all pages below docs/ but the log and the generated ones."""
 GENERATED = {"docs/reference/run-file.md", "docs/reference/published-layouts.md"}
 NOT_COUNTED = {"docs/log.md", *GENERATED}
 
@@ -33,4 +34,4 @@ def test_the_readme_is_short() -> None:
 
 
 def test_all_pages_together_are_short() -> None:
-    assert sum(words(page) for page in PAGES if page not in NOT_COUNTED) <= MAX_TOTAL_WORDS
+    assert sum(words(page) for page in PAGES if page not in NOT_COUNTED | {"README.md"}) <= MAX_TOTAL_WORDS
