@@ -9,9 +9,9 @@ MAX_COLUMNS = 120
 MAX_PAGE_WORDS = 2_500
 MAX_README_WORDS = 1_200
 MAX_TOTAL_WORDS = 36_000
-"""Of all pages below docs/ but the log and the generated ones."""
-GENERATED = {"docs/reference/run-file.md", "docs/reference/published-layouts.md"}
-NOT_COUNTED = {"docs/log.md", *GENERATED}
+GENERATED = {f"docs/reference/{name}.md" for name in ("run-file", "features", "published-layouts")}
+NOT_COUNTED = {"README.md", "docs/log.md", *GENERATED}
+"""The README has a bound of its own."""
 
 
 def words(page: str) -> int:
@@ -24,7 +24,7 @@ def test_prose_lines_are_short(page: str) -> None:
     assert not [line for line in lines if len(line) > MAX_COLUMNS]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in NOT_COUNTED])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/log.md", "docs/reference/run-file.md")])
 def test_a_page_is_read_in_ten_minutes(page: str) -> None:
     assert words(page) <= MAX_PAGE_WORDS
 
@@ -34,4 +34,4 @@ def test_the_readme_is_short() -> None:
 
 
 def test_all_pages_together_are_short() -> None:
-    assert sum(words(page) for page in PAGES if page not in NOT_COUNTED | {"README.md"}) <= MAX_TOTAL_WORDS
+    assert sum(words(page) for page in PAGES if page not in NOT_COUNTED) <= MAX_TOTAL_WORDS
