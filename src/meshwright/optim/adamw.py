@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
 from meshwright.optim.host import MASTER, Aside, HostAdamW, Release
 from meshwright.optim.shards import local
 from meshwright.spec.job import TrainSpec
@@ -28,8 +28,8 @@ SNAPSHOT_GROUPS = 32
 class AdamW:
     """Optimizer of a (sharded) model; weight decay applies to the parameters whose table row says so.
 
-    `away` names the parameters whose state is in host memory, with how their master weights leave the device (None: they stay). These
-    leave with `leave_device`, once the weights have their values. `weights` says what this rank holds of each parameter.
+    `host_offloaded` names the parameters whose state is in host memory, each with the function that releases its master weight on the
+    device (None: it stays). `leave_device` releases them after initialisation. `weights` has this rank's part of each parameter.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AdamW:
         spec: ModelSpec,
         train: TrainSpec,
         weights: Mapping[str, StateParts],
-        away: Mapping[str, Release | None] = MappingProxyType({}),
+        host_offloaded: Mapping[str, Release | None] = MappingProxyType({}),
     ) -> None:
         self._parameters = dict(model.named_parameters())
         self._weights = dict(weights)
@@ -46,16 +46,16 @@ class AdamW:
         decayed = {row.name for row in parameters(spec) if row.decay}
         self._decays = {name: train.weight_decay if name in decayed else 0.0 for name in self._parts}
         self._coefficients = Coefficients((train.beta1, train.beta2), train.epsilon)
-        self._here = {name: part for name, part in self._parts.items() if name not in away}
+        self._here = {name: part for name, part in self._parts.items() if name not in host_offloaded}
         self._moments = {
             moment: {name: torch.zeros_like(part) for name, part in self._here.items()} for moment in MOMENTS
         }
         self._counts = {name: new_count(part.device) for name, part in self._here.items()}
         self._copies: SnapshotCopies | None = None
         self._host: HostAdamW | None = None
-        if away:
-            parts = {name: self._parts[name] for name in away}
-            release = {name: leave for name, leave in away.items() if leave is not None}
+        if host_offloaded:
+            parts = {name: self._parts[name] for name in host_offloaded}
+            release = {name: leave for name, leave in host_offloaded.items() if leave is not None}
             self._host = HostAdamW(parts, self._decays, release, coefficients=self._coefficients)
 
     def leave_device(self) -> None:
@@ -70,24 +70,22 @@ class AdamW:
 
         `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` makes the spans of
         copies to and from host memory.
-
-        `concurrent_span` makes the spans of copies to and from host memory.
         """
-        told = Told(learning_rate, factor, (~norm.isfinite()).float())
+        inputs = StepInputs(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
             name: local(parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
         }
         copies, self._copies = self._copies, None
         if self._host is not None:
-            away = {name: gradient for name, gradient in gradients.items() if name not in self._here}
-            self._host.step(away, told, concurrent_span, copies)
+            host_offloaded = {name: gradient for name, gradient in gradients.items() if name not in self._here}
+            self._host.step(host_offloaded, inputs, concurrent_span, copies)
         here = {name: gradients[name] for name in self._here if name in gradients}
         if copies is None:
-            self._step_here(here, told)
+            self._step_here(here, inputs)
         else:
             for group in copies.groups:
                 copies.wait(group)
-                self._step_here({name: here[name] for name in group if name in here}, told)
+                self._step_here({name: here[name] for name in group if name in here}, inputs)
         self.zero_grad()
 
     def protect(self, copies: SnapshotCopies) -> None:
@@ -117,16 +115,16 @@ class AdamW:
         if self._host is not None:
             self._host.finish_copies()
 
-    def _step_here(self, gradients: Mapping[str, torch.Tensor], told: Told) -> None:
+    def _step_here(self, gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
         held = (self._here, gradients, *(self._moments[moment] for moment in MOMENTS), self._counts)
-        with counted([self._counts[name] for name in gradients], told.skip):
+        with counted([self._counts[name] for name in gradients], inputs.skip):
             for weight_decay in dict.fromkeys(self._decays[name] for name in gradients):
                 names = [name for name in gradients if self._decays[name] == weight_decay]
                 update(
                     *([tensors[name] for name in names] for tensors in held),
                     coefficients=self._coefficients,
                     weight_decay=weight_decay,
-                    told=told,
+                    inputs=inputs,
                 )
 
     def zero_grad(self) -> None:

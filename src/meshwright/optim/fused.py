@@ -24,7 +24,7 @@ class Coefficients:
 
 
 @dataclass(frozen=True)
-class Told:
+class StepInputs:
     """Inputs of one step.
 
     `factor` multiplies every gradient, and `skip` 1 disables the update: both scalars on the device.
@@ -59,7 +59,7 @@ def update(
     *,
     coefficients: Coefficients,
     weight_decay: float,
-    told: Told,
+    inputs: StepInputs,
 ) -> None:
     """One in-place update of contiguous tensors, to be called inside `counted`.
 
@@ -72,32 +72,32 @@ def update(
         rows = [row for row, gradient in enumerate(gradients) if gradient.dtype == kind]
         held = ([tensors[row] for row in rows] for tensors in (weights, gradients, first, second, counts))
         step = _fast if weights[0].is_cuda and weights[0].dtype == torch.float32 else _plain
-        step(*held, coefficients=coefficients, weight_decay=weight_decay, told=told)
+        step(*held, coefficients=coefficients, weight_decay=weight_decay, inputs=inputs)
 
 
 def _fast(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
-    coefficients: Coefficients, weight_decay: float, told: Told,
+    coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
 ) -> None:  # fmt: skip
     from meshwright.optim.fused_triton import fused_update
 
     beta1, beta2 = coefficients.betas
     steps = torch.stack(counts).double()
-    rates = torch.stack([told.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()])
+    rates = torch.stack([inputs.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()])
     fused_update(
-        weights, gradients, first, second, rates.float(), factor=told.factor.float(), skip=told.skip, betas=coefficients.betas,
-        epsilon=coefficients.epsilon, kept=1 - told.learning_rate * weight_decay,
+        weights, gradients, first, second, rates.float(), factor=inputs.factor.float(), skip=inputs.skip, betas=coefficients.betas,
+        epsilon=coefficients.epsilon, kept=1 - inputs.learning_rate * weight_decay,
     )  # fmt: skip
 
 
 def _plain(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
-    coefficients: Coefficients, weight_decay: float, told: Told,
+    coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
 ) -> None:  # fmt: skip
     kind = weights[0].dtype
     wide = [gradient.to(kind) for gradient in gradients]
-    torch._foreach_mul_(wide, told.factor.to(kind))
+    torch._foreach_mul_(wide, inputs.factor.to(kind))
     torch._fused_adamw_(
-        weights, wide, first, second, [], counts, lr=told.learning_rate, beta1=coefficients.betas[0], beta2=coefficients.betas[1],
-        weight_decay=weight_decay, eps=coefficients.epsilon, amsgrad=False, maximize=False, found_inf=told.skip,
+        weights, wide, first, second, [], counts, lr=inputs.learning_rate, beta1=coefficients.betas[0], beta2=coefficients.betas[1],
+        weight_decay=weight_decay, eps=coefficients.epsilon, amsgrad=False, maximize=False, found_inf=inputs.skip,
     )  # fmt: skip

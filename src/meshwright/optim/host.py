@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.pinned import pinned
-from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
@@ -104,7 +104,7 @@ class HostAdamW:
         self._parts, self._release, self._coefficients = dict(parts), dict(release), coefficients
         like = next(iter(parts.values()))
         self._device = like.device
-        self._kinds = (*MOMENTS, MASTER) if release else MOMENTS
+        self._state_names = (*MOMENTS, MASTER) if release else MOMENTS
         groups = [
             (decay, {name: part.numel() for name, part in parts.items() if decays[name] == decay})
             for decay in sorted(set(decays.values()), reverse=True)
@@ -112,12 +112,12 @@ class HostAdamW:
         usual = STAGED_ELEMENTS if self._device.type == "cuda" else STAGED_ON_CPU
         self._chunks = lay_out(groups, chunk or usual)
         length = sum(one.size for one in self._chunks)
-        cuda, size = self._device.type == "cuda", len(self._kinds) * length
+        cuda, size = self._device.type == "cuda", len(self._state_names) * length
         line = pinned(self, size * like.itemsize, "the optimizer").view(like.dtype) if cuda else like.new_zeros(size)
-        self._line = line.view(len(self._kinds), length)
+        self._line = line.view(len(self._state_names), length)
         widest = max((one.size for one in self._chunks), default=0)
-        self._ring = torch.zeros(STAGING_BUFFERS, len(self._kinds), widest, dtype=like.dtype, device=self._device)
-        self._places = {s.name: one.start + s.at for one in self._chunks for s in one.segments if not s.first}
+        self._ring = torch.zeros(STAGING_BUFFERS, len(self._state_names), widest, dtype=like.dtype, device=self._device)
+        self._offsets = {s.name: one.start + s.at for one in self._chunks for s in one.segments if not s.first}
         self._counts = {name: new_count(self._device) for name in parts}
         self._here: dict[str, Tensor] = {}
         self._links = _Links(self._device, len(self._ring))
@@ -136,7 +136,7 @@ class HostAdamW:
     def step(
         self,
         gradients: Mapping[str, Tensor],
-        told: Told,
+        inputs: StepInputs,
         concurrent_span: Aside | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
@@ -144,22 +144,22 @@ class HostAdamW:
         self._links.begin()
         for number in range(min(len(self._ring), len(self._chunks))):
             self._fetch(number, concurrent_span)
-        with counted([self._counts[name] for name in gradients], told.skip):
+        with counted([self._counts[name] for name in gradients], inputs.skip):
             for number, chunk in enumerate(self._chunks):
                 if copies is not None:
                     copies.wait(segment.name for segment in chunk.segments)
-                self._update(number, chunk, gradients, told)
+                self._update(number, chunk, gradients, inputs)
                 self._send(number, concurrent_span)
                 if number + len(self._ring) < len(self._chunks):
                     self._fetch(number + len(self._ring), concurrent_span)
 
-    def state(self, kind: str, name: str) -> Tensor:
+    def state(self, state_name: str, name: str) -> Tensor:
         """A moment or the master weight of a parameter in host memory, in the layout of this rank's part.
 
         Waits until it is up to date.
         """
         self._links.finish()
-        return self._at(kind, name)
+        return self._at(state_name, name)
 
     def finish_copies(self) -> None:
         """Return when all that was sent to the host has arrived."""
@@ -174,39 +174,39 @@ class HostAdamW:
         """Whether master weights are in host memory."""
         return bool(self._here)
 
-    def _at(self, kind: str, name: str) -> Tensor:
+    def _at(self, state_name: str, name: str) -> Tensor:
         part = self._parts[name]
-        start = self._places.get(name, 0)  # an empty shard has no place
-        return self._line[self._kinds.index(kind), start : start + part.numel()].view(part.shape)
+        start = self._offsets.get(name, 0)  # an empty shard has no place
+        return self._line[self._state_names.index(state_name), start : start + part.numel()].view(part.shape)
 
     def _fetch(self, number: int, concurrent_span: Aside | None) -> None:
         chunk = self._chunks[number]
         with self._links.coming(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
-            for kind, line in enumerate(self._line):
-                self._staged(number, kind).copy_(line[chunk.start : chunk.start + chunk.size], non_blocking=True)
+            for state, line in enumerate(self._line):
+                self._staged(number, state).copy_(line[chunk.start : chunk.start + chunk.size], non_blocking=True)
 
     def _send(self, number: int, concurrent_span: Aside | None) -> None:
         chunk = self._chunks[number]
         with self._links.leaving(number, _span(concurrent_span, f"optimizer {number}", "offload")):
-            for kind, line in enumerate(self._line):
-                line[chunk.start : chunk.start + chunk.size].copy_(self._staged(number, kind), non_blocking=True)
+            for state, line in enumerate(self._line):
+                line[chunk.start : chunk.start + chunk.size].copy_(self._staged(number, state), non_blocking=True)
 
-    def _staged(self, number: int, kind: int) -> Tensor:
-        return self._ring[number % len(self._ring), kind, : self._chunks[number].size]
+    def _staged(self, number: int, state: int) -> Tensor:
+        return self._ring[number % len(self._ring), state, : self._chunks[number].size]
 
-    def _update(self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], told: Told) -> None:
+    def _update(self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
         self._links.arrived(number)
         rows = [segment for segment in chunk.segments if segment.name in gradients]
         if not rows:
             return
         first, second, *masters = (
-            [self._staged(number, kind)[row.at : row.at + row.count] for row in rows]
-            for kind in range(len(self._kinds))
+            [self._staged(number, state)[row.at : row.at + row.count] for row in rows]
+            for state in range(len(self._state_names))
         )
         weights = masters[0] if masters else [_run(self._parts[row.name], row) for row in rows]
         update(
             weights, [_run(gradients[row.name], row) for row in rows], first, second, [self._counts[row.name] for row in rows],
-            coefficients=self._coefficients, weight_decay=chunk.weight_decay, told=told,
+            coefficients=self._coefficients, weight_decay=chunk.weight_decay, inputs=inputs,
         )  # fmt: skip
         if masters:
             torch._foreach_copy_([_run(self._here[row.name], row) for row in rows], weights)
