@@ -40,7 +40,7 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
     counts = [new_count(torch.device("cuda")) for _ in truth]
     release = {name: (lambda copy=copy: copy) for name, copy in here.items()} if masters else {}
     made = HostAdamW(parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON))
-    made.leave()
+    made.release_master_weights()
     if masters:
         for part in parts.values():
             part.fill_(torch.nan)  # nothing reads what has left

@@ -83,7 +83,7 @@ def away(dtype: torch.dtype, chunk: int, masters: bool) -> tuple[HostAdamW, dict
     decays = {name: 0.0 if name in NO_DECAY else DECAY for name in weights}
     releases = {name: release(name) for name in weights} if masters else {}
     made = HostAdamW(weights, decays, releases, coefficients=Coefficients(BETAS, EPSILON), chunk=chunk)
-    made.leave()
+    made.release_master_weights()
     return made, here
 
 
