@@ -1,4 +1,4 @@
-"""The harness that compares with torchtitan: what it runs in which order, what it reads of either side, and what it prints."""
+"""The torchtitan comparison: the order of runs, the figures of both sides, and the printed tables."""
 
 from __future__ import annotations
 

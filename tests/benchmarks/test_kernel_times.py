@@ -1,4 +1,4 @@
-"""A profiler's trace told by kind of kernel, on traces small enough to count by hand."""
+"""Breakdown of a profiler's trace by kernel class, on traces small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 
 class Bench:
-    """Events of a trace, in microseconds. A kernel is launched 3 µs before it starts unless told otherwise."""
+    """Events of a trace, in microseconds. A kernel is launched 3 µs before it starts by default."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -53,7 +53,7 @@ class Bench:
 
 
 def two_steps() -> Bench:
-    """A step to be left out, and one from 110 to 210 µs: 40 of products, 20 of gathers of which 10 bare, 20 of passes, 10 of update."""
+    """A first step, and one from 110 to 210 µs: products 40, gathers 20 (10 exposed), passes 20, update 10."""
     bench = Bench()
     bench.kernel(GEMM, 90, 10)
     bench.kernel(ADAM, 100, 10)

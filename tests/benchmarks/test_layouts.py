@@ -1,4 +1,4 @@
-"""A file of layouts says what its rows are, whatever the search learns later."""
+"""A file of layouts pins its plans, so that later changes of the search do not change them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = sorted((BENCHMARKS / "layouts").glob("*.yaml"))
 PINNED = {"plan.pipeline", "plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.schedule"}
-"""What leaves one axis over which ranks may go, and the order of work."""
+"""Pins that determine the mesh up to one axis, and the order of work."""
 PLANNED = {"planned-2", "own-1", "offload"}
-"""Files that compare what the planner takes, or run on one GPU."""
+"""Files that compare the planner's choices, or run on one GPU."""
 
 
 def rows_of(file: Path, gpus: int) -> list[Any]:

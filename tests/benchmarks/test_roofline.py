@@ -1,4 +1,4 @@
-"""A step held against its device: what is needed follows from rates, and gaps are told from the trace."""
+"""A step compared with its roofline: the needed time follows from rates, and the trace explains gaps."""
 
 from __future__ import annotations
 

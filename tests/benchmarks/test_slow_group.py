@@ -1,4 +1,4 @@
-"""The group of slow ranks that a benchmark plays: what its blocks take over what they would take."""
+"""The emulated group of slow ranks: its blocks take the requested multiple of their time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Clock(HostClock):
-    """Time that only blocks and spins make pass; spins are `late` times as long as asked for."""
+    """A fake clock that only blocks and spins advance; spins are `late` times as long as requested."""
 
     def __init__(self, late: float) -> None:
         self.now, self.late = 0.0, late
@@ -26,7 +26,7 @@ class Clock(HostClock):
 
 
 class Block(nn.Module):
-    """Takes `times` ms forward and backward; less while its rank spins, as a chip with power to spare."""
+    """Takes `times` ms forward and backward; less while its rank spins, like a chip below its power limit."""
 
     def __init__(self, clock: Clock, times: tuple[float, float], spin: Spin) -> None:
         super().__init__()

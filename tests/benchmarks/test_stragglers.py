@@ -1,4 +1,4 @@
-"""The slowest of many ranks, and what a synchronous job makes of it."""
+"""The slowest of many ranks and its effect on a synchronous job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAN = Layouts(tensor=8.0, pipeline=8.0, virtual=1.0, context=1.0, expert=1.0, d
 
 @pytest.mark.parametrize(("ranks", "within"), [(2, 0.05), (5, 0.015), (10, 0.01), (100, 0.01), (10000, 0.01)])
 def test_expected_largest_of_normal_values(ranks: int, within: float) -> None:
-    """Against the integral of 1 − Φ^n above zero less Φ^n below."""
+    """Compared with the integral of 1 − Φ^n above zero minus that of Φ^n below."""
     at = np.linspace(-9, 9, 36001)
     below = np.array([NormalDist().cdf(x) for x in at]) ** ranks
     exact = float(np.sum(np.where(at > 0, 1 - below, -below)) * (at[1] - at[0]))

@@ -1,4 +1,4 @@
-"""Sizes by name against the families' published parameter counts."""
+"""Dimensions by name give the published parameter counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nanotron's sweep: which runs kept only a share of the sequence, and what that does to memory and time."""
+"""nanotron's sweep: the runs that split the sequence, and the effect on memory and time."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
     "column", ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "tp", "pp", "cp", "dp", "micro_batch"]
 )
 def test_no_size_is_a_wrong_figure(column: str, value: str) -> None:
-    """A size that no run has gives a reason, or is taken as blank; never a time that is negative or not a number."""
+    """An impossible size gives a reason or counts as blank; a time is never negative or NaN."""
     (prediction,) = predict_records([{**ROW, column: value}])
     if value in ("-1", "-0.5", "0.3", "1e-300", "1e308"):
         assert prediction.seconds is None and prediction.reason is not None and column in prediction.reason

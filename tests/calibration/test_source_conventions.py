@@ -1,4 +1,4 @@
-"""What sources say beside their tables: filled in and printed where a cell is blank, and nowhere else."""
+"""Conventions of sources fill blank cells only, and are printed among the assumptions."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import torch
 from meshwright.checkpoint import staging
 from meshwright.checkpoint.manifest import read_manifest, step_name
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.durable.lease import LeaseLost
 from meshwright.launch.folder import take_over
-from meshwright.spec.errors import BadInput
 from tests.checkpoint.toy import ToyRank, newest
 
 
@@ -31,11 +31,12 @@ def test_snapshots_are_committed_and_old_ones_deleted(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         result = rank.save(step)
         assert result.failure is None and result.path == tmp_path / "checkpoints" / step_name(step)
-        assert result.seconds is not None and set(result.seconds) == {"staging", "writing", "commit"}
+        assert result.seconds is not None and set(result.seconds) == {"staging", "writing", "waiting", "commit"}
         assert newest(tmp_path) == step
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {step_name(20), step_name(30)}
     manifest = read_manifest(result.path)
     assert (manifest.run_id, manifest.epoch, manifest.world_size) == (rank.lease.run_id, 1, 1)
+    assert (manifest.finite, manifest.parent, manifest.seconds is None) == (True, None, False)
     assert rank.saver.writer is not None and rank.saver.writer.starts == 1
 
 
@@ -135,7 +136,7 @@ def test_a_writer_woken_after_another_start_took_over_commits_nothing(tmp_path: 
     result = rank.saver.result()
     assert (
         result is not None
-        and isinstance(result.failure, BadInput)
+        and isinstance(result.failure, LeaseLost)
         and "was taken over by process" in str(result.failure)
     )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [step_name(1)]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.attempt import Attempt, new_attempt
+from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.header import Row
 from meshwright.checkpoint.reader import CheckpointReader
@@ -32,7 +32,7 @@ def gridded(folder: Path, rows: list[int], columns: list[int]) -> Path:
         files[name] = write_shard(attempt.folder / name, [Row(key, "I32", tuple(box.shape))], lambda _, box=box: box)
         chunks.append(Chunk((top, left, 0), tuple(box.shape), name, key))
     contents = {"x": TensorRecord(tuple(WHOLE.shape), "I32", tuple(chunks))}
-    attempt.commit(files, contents, encode_plain({}, {}), ranks=len(files), torch_version="any")
+    attempt.commit(files, contents, encode_plain({}, {}), Provenance(len(files), "any"))
     return attempt.target
 
 

@@ -30,7 +30,7 @@ def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path):
     """Its disk may be unmounted: what is written there now would lie on another."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     with pytest.raises(
-        OutOfResources, match="run is gone: it was deleted or moved in mid-run, or its disk was unmounted"
+        OutOfResources, match="run no longer exists: it was deleted or moved during the run, or its disk was unmounted"
     ):
         save(tmp_path, 1, store)
     assert not (tmp_path / "run").exists()

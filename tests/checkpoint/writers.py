@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import writer as writing
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.header import Row
@@ -56,7 +55,7 @@ class Writers:
             plain = [[row.key, row.dtype, list(row.shape)] for row in own]
             setup = Setup(
                 str(run / "checkpoints"), rank, ranks, plain, {} if rank else encoded_contents(contents), asdict(lease),
-                keep, 1, "2.0", peer_seconds=peer_seconds,
+                keep, 1, "2.0", peer_seconds=peer_seconds, folder_seconds=1.0,
             )  # fmt: skip
             each.do(setup)
 
@@ -70,7 +69,7 @@ class Writers:
             arena.data[: len(data)] = data
             arena.complete_snapshot()
         plain = {name: text.decode() for name, text in encode_plain({"step": step}, {}).items()}
-        return Save(step, f"{self.lease.epoch}-{self.saves:08x}", self.arenas[0].generation, 0.0, plain)
+        return Save(step, f"{self.lease.epoch}-{self.saves:08x}", self.arenas[0].generation, 0.0, True, plain)
 
     def save(self, step: int) -> dict[str, Any]:
         """Save the values of `step`; returns the first rank's last reply about it."""
@@ -100,7 +99,3 @@ def _quietly(work: Callable[[], object]) -> None:
         work()
     except Crash:
         return
-
-
-WAITING = (writing.os, "listdir"), (writing.Path, "is_dir")
-"""What writers call while they wait for one another."""

@@ -32,6 +32,7 @@ PLANS = {
     "offloaded optimizer": [*ranks(2), "plan.compute=bf16", "plan.offload=optimizer"],
     "pipeline": staged(2, "zbv"),
     "replicas": ranks(2, replicate=2),
+    "tensor": ["cluster.gpus_per_node=2", "plan.tensor=2"],
 }
 
 

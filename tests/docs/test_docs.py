@@ -53,7 +53,6 @@ NOT_RUN = {
     ),
     ("docs/how-to/several-hosts.md", "#!/bin/bash"),
     ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
-    ("docs/design/planner.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     (
         "docs/how-to/measure-a-machine.md",
         "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",

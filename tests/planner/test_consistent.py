@@ -1,4 +1,4 @@
-"""A search may not be beaten by itself: what it answers around a pin is a plan of the space that it had without."""
+"""A pin never makes the answer faster, as every pinned plan is in the unpinned search space too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_no_pin_makes_the_answer_faster(name: str) -> None:
-    """Pinned one by one: what the answer has, and what the best plan with another value has."""
+    """The answer is repeated with each of its choices pinned, and with that of the best plan with another value."""
     words, trainable = QUESTIONS[name]
     run = load_run(None, words.split())
     answer = search(run, trainable=trainable)

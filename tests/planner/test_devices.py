@@ -1,4 +1,4 @@
-"""Devices that stay idle: only where a part of them is faster or alone has a plan."""
+"""Devices stay idle only where a part of the cluster is faster or alone has a plan."""
 
 from __future__ import annotations
 

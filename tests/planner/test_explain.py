@@ -28,7 +28,7 @@ def hsdp() -> tuple[RunSpec, Answer]:
 
 
 def plan_of(seconds: float, **parts: float) -> Plan:
-    """A plan of one rank whose step takes `seconds`, the rest beside `parts` in compute."""
+    """A single-rank plan whose step takes `seconds`: `parts`, and compute for the remainder."""
     exposed = {axis: value for axis, value in parts.items() if axis not in ("bubble", "host")}
     kept = {name: parts[name] for name in ("bubble", "host") if name in parts}
     breakdown = Breakdown(compute=seconds - sum(parts.values()), exposed=exposed, **kept)
@@ -40,7 +40,7 @@ def plan_of(seconds: float, **parts: float) -> Plan:
 
 
 def test_experts_inside_a_node_are_said_to_be_there() -> None:
-    """Their ranks are neighbours, however far the shard axis goes."""
+    """Expert ranks are neighbours inside a node although the shard axis spans nodes."""
     words = "model=mixtral-8x7b cluster.gpu=H200 cluster.gpus_per_node=8 cluster.nodes=2 train.global_batch=16 train.seq_len=4096"
     run = load_run(None, words.split())
     axes, batch = (

@@ -53,7 +53,7 @@ def test_what_fits_is_the_search_s_own_answer() -> None:
 
 
 def pretended(patch: pytest.MonkeyPatch, fits: Callable[[RunSpec], bool]) -> list[RunSpec]:
-    """Searches find a plan where `fits` says so, each after a minute; returns what they will be asked."""
+    """Replaces the search by one that finds a plan where `fits`, a minute each; returns the list of searched runs."""
     searched_runs: list[RunSpec] = []
     plan = search(load_run(None, SMALL.split()), trainable=True).best.plan
 
@@ -86,7 +86,7 @@ def test_tries_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_nothing_can_fit_the_space_is_swept_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less room has no more in it: what makes a hopeless change quick to refuse."""
+    """Where nothing fits, smaller memory limits are not tried, so that a hopeless change is refused quickly."""
     rooms: list[float] = []
     sweep = searching.sweep
     monkeypatch.setattr(searching, "sweep", lambda *given, **named: rooms.append(given[3]) or sweep(*given, **named))

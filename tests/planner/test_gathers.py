@@ -1,4 +1,4 @@
-"""What gathers weights is the search's choice: copy engines where they help, kernels where they must."""
+"""The search chooses whether copy engines or kernels gather weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_kernels_gather_where_copy_engines_cannot(words: str, reason: str) -> No
 
 
 def test_a_gain_that_no_prediction_tells_apart_leaves_kernels() -> None:
-    """Weights gathered once for many micro-batches: their gathers are a small part of the step."""
+    """Weights are gathered once for many micro-batches, so gathers are a small part of the step."""
     plan = chosen("plan.shard=8 train.global_batch=512 plan.reshard=false plan.gradients=whole")
     assert plan.gather_engine == "kernel" and "the best plan with copy engines cannot be told apart" in gather_reason(
         plan
@@ -65,7 +65,7 @@ def test_pinned_copies_keep_shards_inside_a_node() -> None:
 
 
 def test_where_the_window_does_not_fit_kernels_gather() -> None:
-    """The least memory in which a plan by kernels fits has no room for the window."""
+    """With the least memory in which a plan with kernels fits, the window of copy engines does not fit."""
     words = "plan.shard=8 plan.recompute=none plan.reshard=true plan.offload=none plan.gradients=shard"
     kernels = chosen(words + " plan.gather_engine=kernel")
     assert kernels.predicted is not None

@@ -1,4 +1,4 @@
-"""What waits in host memory must fit there too."""
+"""Offloaded data must fit into host memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG = [
     "model=llama3-8b", "model.max_seq_len=131072", "train.seq_len=131072", "train.global_batch=1", "train.steps=10", "cluster.gpu=H200",
     "cluster.gpus_per_node=4", "plan.context_ulysses=4",
 ]  # fmt: skip
-"""Llama-3-8B at 128K on four H200s: activations fit the devices neither whole nor, by a little, with selective recompute."""
+"""Llama-3-8B at 128K on four H200s: activations do not fit the devices, and miss by a little with selective recompute."""
 
 
 def run_with(*words: str) -> RunSpec:
@@ -141,7 +141,7 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
 
 
 def test_a_host_of_unknown_memory_is_guessed() -> None:
-    """A million tokens would like 5 TB of each host: without a word of it a plan takes what hosts of 8 devices are likely to have."""
+    """A million tokens could use 5 TB of each host; where the cluster states no host memory, a plan uses the usual amount."""
     words = ["model.max_seq_len=1048576", "train.seq_len=1048576", "train.global_batch=1", "cluster.gpus_per_node=8"]
     run = run_with(*words)
     assert host_gib(run) == 2048

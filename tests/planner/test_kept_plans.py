@@ -1,4 +1,4 @@
-"""The kept plans of published trainings: they still fit, and are still what the search gives, or within 3% of it."""
+"""Stored plans of published trainings still fit, and the search still finds them or plans within 3%."""
 
 from __future__ import annotations
 

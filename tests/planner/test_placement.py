@@ -1,4 +1,4 @@
-"""Orders of mesh axes: none that could be cheaper is left out, none twice; kinds of nodes stay apart where they can."""
+"""Orders of mesh axes: every order that differs in cost is listed once; node types are separated where possible."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cluster_of(sizes: dict[str, int], network: NetworkSpec | None) -> ClusterSpe
 
 
 def priced(order: tuple[str, ...], sizes: dict[str, int], cluster: ClusterSpec) -> list[tuple[float, ...]]:
-    """What the cost model knows of each axis's groups."""
+    """The cost model's inputs for the groups of each axis."""
     layout, machine = Layout(tuple((axis, sizes.get(axis, 1)) for axis in order), 8), machine_of(cluster)
     factors = []
     for axis in sorted(sizes):
@@ -91,7 +91,7 @@ def run(cluster: ClusterSpec) -> RunSpec:
 
 
 def test_the_pace_is_that_of_the_ranks_together() -> None:
-    """Half the ranks on the faster chips: their speeds add up; where every rank has some of the slower ones nothing is won."""
+    """Half the ranks on the faster chips: their speeds add up; where every rank has some slower chips nothing is gained."""
     ground = heterogeneity_factors(run(MIXED))
     assert ground is not None
     apart, across = Layout((("pipeline", 2), ("shard", 16)), 8), Layout((("shard", 16), ("pipeline", 2)), 8)

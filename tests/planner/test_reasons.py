@@ -1,4 +1,4 @@
-"""Why a plan was chosen, in sentences that need no manual."""
+"""The sentences that explain why a plan was chosen."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], messag
     ("words", "message"),
     [
         ("zbv plan.stages=[[0-7],[8-15]]", "exactly 2 stages per rank, got 1; nearest: 2; plan.stages lists them"),
-        ("dualpipe_v plan.stages=[[0-3,12-15],[4-7,8-11]] plan.micro_batch=8", "got 1; .*; micro-batches are train.global_"),
     ],
 )  # fmt: skip
 def test_a_schedule_that_cannot_be_made_says_which_number_is_wrong(words: str, message: str) -> None:
@@ -107,7 +106,7 @@ def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
 @pytest.mark.parametrize("offload", ["none", "activations"])
 @pytest.mark.parametrize("simulated", [True, False])
 def test_no_reason_contradicts_the_choice(seconds: float, offload: Offload, simulated: bool) -> None:
-    """Neither a reason nor a runner-up's line says that another plan takes less."""
+    """Neither a reason nor the line of a runner-up claims that another plan is faster."""
     best = candidate_of(1.0)
     other = candidate_of(seconds, micro_batch=2, layers=(LayerStrategy(offload=offload, reshard=False),))
     other = replace(other, simulated=simulated)

@@ -12,9 +12,9 @@ SEEDS = (
     2, 6, 9, 14, 31, 36, 42, 43, 46, 55, 56, 57, 74, 95, 215, 230, 252, 269, 290, 297, 367, 382, 404, 462, 528, 570, 571, 599,
     623, 640, 668, 678, 728, 763, 769, 805, 824, 845, 866,
 )  # fmt: skip
-"""Questions that are answered quickly, and that a pin leaves an answer to."""
+"""Seeds of questions that are answered quickly and have an answer with pins."""
 GROWING = (2, 31, 36, 42)
-"""The same for more of one thing."""
+"""The same for questions with more bandwidth, memory, nodes or batch."""
 CASES = {
     "ports of 15 GB/s": (
         "model=llama3-70b cluster.gpu=H100 cluster.nodes=16 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=256 "
@@ -43,7 +43,7 @@ def test_more_is_not_slower(seed: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_is_no_faster_than_it_was_thought(name: str) -> None:
-    """Estimates of pipelines once hid what their reductions show: they took all places among the plans that were played."""
+    """Estimates of pipelines once left out their exposed reductions, so only pipelines were simulated by units."""
     words, pins = (text.split() for text in CASES[name])
     free, pinned = seconds(words), seconds([*words, *pins])
     assert free is not None and pinned is not None and free <= (1 + LIMITS["pins"]) * pinned

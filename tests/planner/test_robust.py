@@ -1,4 +1,4 @@
-"""Of plans that are as fast, one that does not lean on the network is taken."""
+"""Of plans that are equally fast, one that depends less on the network is chosen."""
 
 from __future__ import annotations
 

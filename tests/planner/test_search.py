@@ -120,7 +120,7 @@ def test_nothing_fits_names_the_largest_kinds() -> None:
 
 @pytest.mark.parametrize("memory", [20, 24, 32])
 def test_what_fits_by_the_exact_account_is_found(memory: float) -> None:
-    """The closed form is above the exact account where few layers hold a wide vocabulary's gradients."""
+    """The closed form overestimates memory where a few layers have a wide vocabulary's gradients."""
     words = (
         f"model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.emulate_nodes=2 cluster.memory_gib={memory}"
     )
@@ -130,7 +130,7 @@ def test_what_fits_by_the_exact_account_is_found(memory: float) -> None:
 
 
 def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the closed form refuses everything, the exact account has the last word."""
+    """Where the closed form rejects every plan, the exact memory account decides."""
     asked = run("llama3-1b", batch=8, seq=2048)
     monkeypatch.setattr("meshwright.planner.search.MARGINS", (1e-6,))
     result = search(asked, trainable=True).best.plan
@@ -167,7 +167,7 @@ LONG = (
     ],
 )
 def test_a_pin_beside_a_free_offload_stays_trainable(pins: str) -> None:
-    """Activations in host memory are the fastest here, and do not go with the pin."""
+    """Offloaded activations are the fastest here, and cannot be combined with the pin."""
     asked = load_run(None, [*LONG.split(), *pins.split()])
     assert untrainable(search(asked, trainable=False).best.plan)
     answer = search(asked, trainable=True)
@@ -202,7 +202,7 @@ def test_of_equals_the_simplest_is_taken() -> None:
     ("layers", "batch", "tcp"), quick_first(2, [(3, 4, False), (3, 4, True), (2, 8, True)], unpack=True)
 )
 def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp: bool) -> None:
-    """Every point of a small space as an explicit plan, every one of them simulated."""
+    """The search is compared with a simulation of every plan of a small space."""
     network = NetworkSpec(fabric="tcp", port_gb_per_s=1.0) if tcp else None
     cluster = ClusterSpec(gpu="A100", nodes=2, gpus_per_node=2, memory_gib=40, network=network)
     asked = run("llama3-1b", batch=batch, cluster=cluster, seq=2048)
@@ -242,7 +242,7 @@ def test_what_of_offload_is_not_trained_is_refused_for_any_layer_range() -> None
 
 
 def test_training_moves_activations_where_memory_is_short() -> None:
-    """64K tokens on four devices of 80 GB, each with a whole sequence: to recompute more takes longer than to copy."""
+    """64K tokens on four devices of 80 GB, each with a whole sequence: more recompute takes longer than offload."""
     four = ClusterSpec(gpu="H100", gpus_per_node=4)
     pins = PlanPins(tensor=1, context_ring=1, context_ulysses=1)
     long = run(batch=4, seq=65536, cluster=four, plan=pins)
@@ -255,7 +255,7 @@ def test_training_moves_activations_where_memory_is_short() -> None:
 
 
 def test_training_moves_the_optimizer_where_nothing_else_fits() -> None:
-    """16 bytes a parameter of an 8B model do not fit on one device of 80 GB; without the state there is room."""
+    """16 bytes a parameter of an 8B model do not fit on a device of 80 GB; with the optimizer offloaded the plan fits."""
     alone = run(batch=8, seq=4096, cluster=ClusterSpec(gpu="H100", gpus_per_node=1))
     plan = chosen(alone)
     assert {layer.offload for layer in plan.layers} == {"optimizer"} and untrainable(plan) is None
@@ -270,7 +270,7 @@ def test_a_pinned_offload_gets_a_schedule_that_can_train_it() -> None:
 
 
 def test_time_waited_for_the_host_is_told() -> None:
-    """A step's launches are as many for a short sequence as for a long one, so their share of the step is larger."""
+    """A step has as many launches for a short sequence as for a long one, so their share is larger."""
     shares = []
     for seq in (128, 8192):
         predicted = chosen(run(seq=seq)).predicted

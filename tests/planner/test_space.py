@@ -1,4 +1,4 @@
-"""What the search may choose among."""
+"""The search space contains the layouts that are worth pricing, and no invalid ones."""
 
 from __future__ import annotations
 

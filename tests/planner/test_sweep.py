@@ -1,4 +1,4 @@
-"""The sweep against trying everything, on small random questions."""
+"""The sweep finds the same optimum as pricing everything, on small random questions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright.spec.run import ModelSection, RunSpec
 
 @st.composite
 def questions(draw: st.DrawFn) -> RunSpec:
-    """Models of a few wide layers on one to eight GPUs, with more or less memory than they want."""
+    """Models with a few wide layers on one to eight GPUs, with enough or too little memory."""
     heads, kv_heads = draw(st.sampled_from([4, 8])), draw(st.sampled_from([2, 4]))
     model = model_of(draw(st.integers(2, 6)), heads, kv_heads, tied=draw(st.booleans()))
     per_node = draw(st.sampled_from([1, 2, 4]))
@@ -60,7 +60,7 @@ WHOLE_IS_LESS = RunSpec(
         gpu="H200", nodes=2, gpus_per_node=4, memory_gib=4.5, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0)
     ),
 )  # fmt: skip
-"""The fastest plan fits with gradients kept whole only: buffers of reductions in every micro-batch are larger than what that keeps."""
+"""The fastest plan fits only with whole gradients: sharded ones need reduction buffers that are larger than the saving."""
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -94,7 +94,7 @@ def check(run: RunSpec) -> None:
 
 
 def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float:
-    """Every point, strategy and number of lean layers, one beside the other."""
+    """Prices every point with every strategy and every number of lean layers."""
     pins, layers, best = run.plan, run.model.layers, np.inf
     assert isinstance(pins, PlanPins)
     sharded = space.column("shard") * space.column("context") > 1

@@ -1,4 +1,4 @@
-"""What carries tokens between tensor ranks is the search's choice: copy engines where that was measured, kernels elsewhere."""
+"""The search chooses copy engines for tokens between tensor ranks where that was measured, else kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_search_copies_without_a_pinned_axis_too() -> None:
 
 
 def test_one_sequence_at_a_time_gains_no_more_than_a_predictions_doubt() -> None:
-    """Kernels gather a single sequence in order: nothing is copied into place, and all that copies could hide is the exchange."""
+    """Kernels gather a single sequence in order: nothing is copied into place, so copy engines could hide only the exchange."""
     plan = chosen("plan.micro_batch=1")
     assert plan.tensor_engine == "kernel" and "the best plan with copy engines cannot be told apart" in token_reason(
         plan

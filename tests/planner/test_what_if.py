@@ -62,7 +62,7 @@ def test_memory_buys_what_it_was_missing_for() -> None:
 
 
 def test_a_batch_of_twice_the_size_keeps_its_micro_batches_where_these_filled_the_memory() -> None:
-    """Gradients that wait between micro-batches take room: some layers recompute more, and not all of them."""
+    """Gradients kept between micro-batches need memory, so some layers recompute more, but not all."""
     words = "model=llama3-8b cluster.gpu=H100 plan.shard=8 plan.schedule=1f1b plan.micro_batch=2"
     run = load_run(None, words.split())
     plan = search(run, trainable=True).best.plan
@@ -81,7 +81,7 @@ def test_a_mesh_that_no_search_would_lay_out_is_kept() -> None:
 
 @pytest.mark.parametrize("batch, name", [(24, "one more node (3 × 4 GPUs)"), (16, "2 more nodes (4 × 4 GPUs)")])
 def test_more_nodes_are_the_next_that_divide(batch: int, name: str) -> None:
-    """All ranks hold a shard and read sequences of their own: 12 ranks can cut 24 sequences, and not 16."""
+    """Each rank has a shard and its own sequences: 24 sequences divide over 12 ranks, 16 do not."""
     run = ask(f"train.global_batch={batch}", "cluster.gpus_per_node=8", "plan.shard=8")
     plan = search(run, trainable=True).best.plan
     grown = [change for change in what_if(run, plan) if "more node" in change.name]

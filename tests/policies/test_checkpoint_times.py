@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.policies.checkpoint_times import due_after_step, due_by_clock, planned_checkpoints
+from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock, planned_checkpoints
 from meshwright.spec.job import CheckpointSpec
 
 STEPS = 100
@@ -71,3 +71,24 @@ def test_by_the_clock_no_more_than_planned_are_written(last_step: int, step_seco
     found = len(written(spec, last_step, 0, float(step_seconds)))
     planned = planned_checkpoints(spec, last_step, 0, float(step_seconds))
     assert found <= planned and (found > 0) == (planned > 0)
+
+
+@pytest.mark.parametrize(
+    ("cost", "save", "hosts", "seconds"),
+    [
+        (0.1, 1.0, 2048, (2 * 0.1 * 6300 * 3600 / 2048) ** 0.5),  # 47 s, less than a minute
+        (0.1, 1.0, 128, (2 * 0.1 * 6300 * 3600 / 128) ** 0.5),
+        (5.0, 5.0, 1, 1800),
+        (0.0, 1.0, 1, 60),
+        (0.1, 400.0, 2048, 800),  # no checkpoint begins before the last has had its time twice
+    ],
+)
+def test_the_interval_is_young_and_dalys_within_limits(cost: float, save: float, hosts: int, seconds: float) -> None:
+    assert auto_interval(cost, save, hosts, 6300.0) == pytest.approx(max(60, seconds))
+
+
+def test_a_measured_interval_replaces_the_thirty_minutes() -> None:
+    auto = CheckpointSpec()
+    assert not due_by_clock(auto, 599, 0, 60) and due_by_clock(auto, 600, 0, 60)
+    assert not due_by_clock(auto, 59, 1, 60) and due_by_clock(auto, 60, 1, 60)
+    assert not due_by_clock(CheckpointSpec(every=5), 1e9, 1, 60)

@@ -1,4 +1,4 @@
-"""What every rank of a pool runs: the whole room with shapes that take no time."""
+"""Functions for the ranks of a pool: the whole profile with tiny shapes."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def tiny(team: Team, work: Work | None = None) -> MachineProfile:
 
 
 def measured(world: World, per_node: int) -> dict[str, Any]:
-    """The plain profile that this rank has, its nodes being groups of `per_node` ranks."""
+    """The profile of this rank as plain data, with nodes of `per_node` ranks."""
     return to_plain(tiny(Team(world.device, replace(world, node_ranks=per_node))))

@@ -1,4 +1,4 @@
-"""A profile whose figures follow from known constants by the cost model's own formulas."""
+"""Makes a profile whose figures follow from known constants by the formulas of the cost model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRUE = {
     "gemm": 0.68, "gemm_low": 0.91, "narrow": 210.0, "attention": 0.57, "hbm": 0.83, "link": 0.71, "start_us": 11.0, "link_us": 3.0,
     "net": 0.4, "net_ring": 1.0, "net_us": 17.0, "overlap_tax": 0.22, "net_tax": 0.07, "net_sum": 1.4, "update": 33.0, "slow": 1.0,
 }  # fmt: skip
-"""Nothing like the fitted ones, so that a constant which is not taken from the profile shows."""
+"""Constants unlike the fitted ones, so that a constant that is not read from the profile is noticed."""
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (2048, 4096, 512), (8192, 256, 4096), (512, 8192, 2048))
 FORMATS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 RINGS: tuple[Operation, ...] = ("all_gather", "reduce_scatter")
@@ -46,7 +46,7 @@ def true_constants() -> Constants:
 
 
 def made_profile() -> MachineProfile:
-    """Two nodes of 8 H200s that do exactly what `TRUE` says."""
+    """The profile of two nodes of 8 H200s with exactly the constants `TRUE`."""
     k, machine = true_constants(), machine_of(NODES)
     hbm = CHIPS["H200"].hbm * TRUE["hbm"]
     return MachineProfile(
@@ -69,7 +69,7 @@ def _product(shape: tuple[int, int, int], dtype: Literal["bf16", "fp8"], k: Cons
 
 
 def _attention(seq: int, head: int, machine: Machine, window: int | None) -> AttentionTime:
-    """Causal: half of 4 × tokens × seq × width, less what is out of a window; short heads slower, backward 2.5 forwards."""
+    """Causal: half of 4 × tokens × seq × width, without the scores outside a window; small heads slower, backward 2.5 forwards."""
     tokens, heads = 16384, 32
     seen = 1 - (1 - window / seq) ** 2 if window else 1.0
     forward = 2 * tokens * seq * seen * heads * head / (machine.half_peak * TRUE["attention"]) * (1 + 32 / head)

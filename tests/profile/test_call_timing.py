@@ -1,4 +1,4 @@
-"""How often a call is repeated, and what becomes of the times."""
+"""The number of repeats of a timed call, and the median of its times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALONE = Team(torch.device("cpu"))
 
 
 class Hands:
-    """A clock's time, moved on by the calls that are timed: by each of `seconds` in turn, then by the last."""
+    """A fake clock that each timed call advances by the next of `seconds`, then by the last."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
         self.now, self.calls, self._seconds = 0.0, 0, seconds

@@ -1,4 +1,4 @@
-"""A finished run's step time becomes the factor on device time that predicts it."""
+"""The step time of a finished run gives the factor on device time that predicts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything is measured, by one rank and by several, and comes out as a profile that loads and prices."""
+"""One rank or several measure a complete profile that loads and can be used for pricing."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_kind_holds_every_rank_once_and_spans_what_it_says(ranks: int, per
 def test_a_runs_own_shapes_are_measured_so_that_its_work_is_priced(
     tmp_path: Path, window: int, seen: int | None
 ) -> None:
-    """A window as long as the sequence leaves attention plain."""
+    """A window as long as the sequence has no effect on attention."""
     sizes = {"vocab_size": 128, "layers": 1, "hidden": 64, "ffn_hidden": 96, "sliding_window": window}
     model = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], **sizes})
     plan = Plan(

@@ -24,4 +24,4 @@ def test_a_picture_of_1f1b():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_pictures_in_the_docs_are_what_the_code_draws(name):
-    assert f"```\n{drawn(name, 4, 8)}\n```" in DOCS.read_text(encoding="utf-8")
+    assert f"```\n{drawn(name, 3, 6)}\n```" in DOCS.read_text(encoding="utf-8")

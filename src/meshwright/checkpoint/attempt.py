@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def new_attempt(lease: Lease | None = None) -> str:
     return secrets.token_hex(4) if lease is None else f"{lease.epoch}-{secrets.token_hex(4)}"
 
 
+@dataclass(frozen=True)
+class Provenance:
+    """What a manifest says of the ranks that wrote it; see `Manifest`."""
+
+    ranks: int
+    torch_version: str
+    parent: int | None = None
+    finite: bool | None = None
+    seconds: dict[str, float] | None = None
+
+
 class Attempt:
     """The folder of one attempt. Every rank may compute `folder`; `create`, `commit` and `abandon` are the first
     rank's. With a `lease` of the run's folder it is committed only while that owns the folder.
@@ -77,9 +89,7 @@ class Attempt:
         shards: dict[str, FileRecord],
         contents: Contents,
         plain: dict[str, bytes],
-        *,
-        ranks: int,
-        torch_version: str,
+        provenance: Provenance,
     ) -> Manifest:
         """Make the checkpoint visible: `shards`, durable already, what they hold, and the files of `plain`.
 
@@ -88,7 +98,7 @@ class Attempt:
         then nothing becomes visible.
         """
         try:
-            return self._commit(shards, contents, plain, ranks, torch_version)
+            return self._commit(shards, contents, plain, provenance)
         except FileNotFoundError:  # the start that took the lease has removed the attempt
             self.check_owner()
             raise
@@ -99,24 +109,34 @@ class Attempt:
             check_lease(self.checkpoints.parent, self.lease)
 
     def _commit(
-        self, shards: dict[str, FileRecord], contents: Contents, plain: dict[str, bytes], ranks: int, torch_version: str
+        self, shards: dict[str, FileRecord], contents: Contents, plain: dict[str, bytes], provenance: Provenance
     ) -> Manifest:
         for name, record in contents.items():
             check_record(name, record, self.folder)
         plain = {CONTENTS: encode_contents(contents), **plain}
         files = shards | {name: write_file(self.folder / name, data) for name, data in plain.items()}
         written = datetime.now(UTC).isoformat(timespec="seconds")
-        versions = {"meshwright": __version__, "torch": torch_version}
-        owner = (None, None) if self.lease is None else (self.lease.run_id, self.lease.epoch)
-        manifest = Manifest(self.step, ranks, self.name, written, versions, dict(sorted(files.items())), *owner)
+        manifest = Manifest(
+            step=self.step,
+            world_size=provenance.ranks,
+            attempt=self.name,
+            written=written,
+            versions={"meshwright": __version__, "torch": provenance.torch_version},
+            files=dict(sorted(files.items())),
+            run_id=None if self.lease is None else self.lease.run_id,
+            epoch=None if self.lease is None else self.lease.epoch,
+            parent=provenance.parent,
+            finite=provenance.finite,
+            seconds=provenance.seconds,
+        )
         data = manifest.encode()
         write_file(self.folder / MANIFEST, data)
         write_file(self.folder / COMMITTED, commit_line(data))
         sync_folder(self.folder)
-        concurrent_span = self.checkpoints / f".replaced-{self.target.name}.{self.name.rpartition('-')[2]}"
+        displaced = self.checkpoints / f".replaced-{self.target.name}.{self.name.rpartition('-')[2]}"
         self.check_owner()
-        publish_folder(self.folder, self.target, concurrent_span)
-        _remove(concurrent_span)
+        publish_folder(self.folder, self.target, displaced)
+        _remove(displaced)
         return manifest
 
     def abandon(self) -> None:

@@ -40,7 +40,7 @@ log = logging.getLogger("meshwright")
 class SaveResult:
     """How the save of `step` ended on this rank: a failure, or (on the first rank) the checkpoint's folder and figures.
 
-    `seconds` has the phases `staging`, `writing` and `commit`; None, as `path`, on other ranks.
+    `seconds` has the phases `staging`, `writing`, `waiting` (for other ranks) and `commit`; None, as `path`, on other ranks.
     """
 
     step: int
@@ -152,7 +152,7 @@ class BackgroundSaver:
     def describe(self, step: int, plain: Callable[[], Mapping[str, bytes]]) -> None:
         """Give the first rank's plain files of the save of `step`, which are made in another thread; other ranks give none.
 
-        Without this call the snapshot is not written.
+        The call says that the step's loss and gradient norm were finite. Without it the snapshot is not written.
         """
         if self._current is not None and self._current.save.step == step:
             self._current.describe(plain)
@@ -231,7 +231,7 @@ class _SaveInFlight:
             if self._given_up:
                 return
             plain = {name: data.decode() for name, data in self._plain().items()}
-            complete = replace(self.save, staging_seconds=staging, plain=plain)
+            complete = replace(self.save, staging_seconds=staging, plain=plain, finite=True)
             self._writer.save(complete, self._committed)
             self._result = self._result or SaveResult(step)
         except Exception as error:

@@ -9,7 +9,7 @@ import torch
 import yaml
 from tokenizers import Tokenizer
 
-from meshwright.checkpoint.attempt import Attempt, new_attempt, recover
+from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt, recover
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.files import room_for
 from meshwright.checkpoint.header import Row
@@ -83,7 +83,7 @@ def import_checkpoint(source: Path, out: Path) -> Path:
         shard = write_shard(
             attempt.folder / _SHARD, table, lambda index: weights.read(rows[table[index].key]).to(torch.float32)
         )
-        attempt.commit({_SHARD: shard}, contents, plain, ranks=1, torch_version=str(torch.__version__))
+        attempt.commit({_SHARD: shard}, contents, plain, Provenance(1, str(torch.__version__)))
     except BaseException:
         attempt.abandon()
         raise

@@ -19,7 +19,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from meshwright.checkpoint.attempt import Attempt, candidates, delete_beyond, new_attempt, recover, remove_stale
+from meshwright.checkpoint.attempt import (
+    Attempt,
+    Provenance,
+    candidates,
+    delete_beyond,
+    new_attempt,
+    recover,
+    remove_stale,
+)
 from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Contents
 from meshwright.checkpoint.files import FileRecord
@@ -101,14 +109,16 @@ class CheckpointStore:
         texts: dict[str, str],
         *,
         overwrite: bool = False,
+        parent: int | None = None,
+        finite: bool | None = None,
     ) -> Saved:
         """Write the checkpoint of `step` and make it visible, whole and durable, or raise and leave nothing visible.
 
         `state` is plain values (JSON) and `texts` are files to keep beside the tensors, such as the resolved
-        configuration; both are taken from the first rank. A step that is there and good is left alone unless
-        `overwrite`. Raises OutOfResources when the disk is or becomes full (earlier checkpoints stay), BadInput for
-        what cannot be stored and for a tensor of which the ranks together hold a part twice, in unlike pieces, or not
-        at all, CommunicationFailure when a rank is lost.
+        configuration; both are taken from the first rank. `parent` and `finite` are the manifest's. A step that is there and good is left
+        alone unless `overwrite`. Raises OutOfResources when the disk is or becomes full (earlier checkpoints stay), BadInput for what
+        cannot be stored and for a tensor of which the ranks together hold a part twice, in unlike pieces, or not at all,
+        CommunicationFailure when a rank is lost.
         """
         started = time.perf_counter()
         doing = f"saving step {step}"
@@ -127,10 +137,9 @@ class CheckpointStore:
                 shards, contents = self._write(doing, attempt, tensors)
 
             def commit() -> int:
-                manifest = attempt.commit(
-                    shards, contents, plain, ranks=self._ranks.size, torch_version=str(torch.__version__)
-                )
-                return manifest.total_bytes
+                seconds = {"writing": time.perf_counter() - started}
+                provenance = Provenance(self._ranks.size, str(torch.__version__), parent, finite, seconds)
+                return attempt.commit(shards, contents, plain, provenance).total_bytes
 
             with self._recorder.span("commit", lane="checkpoint"):
                 size = self._ranks.from_first(doing, commit)

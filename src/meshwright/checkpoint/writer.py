@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.arena import Arena
-from meshwright.checkpoint.attempt import Attempt, delete_beyond, recover, remove_stale
+from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, recover, remove_stale
 from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.header import Row, encode_header
+from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
 from meshwright.spec.failures import as_meshwright_error
@@ -65,6 +66,7 @@ class Setup:
     torch_version: str
     parent: int | None = None
     peer_seconds: float = PEER_SECONDS
+    folder_seconds: float = FOLDER_SECONDS
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Save:
     attempt: str
     generation: int
     staging_seconds: float
+    finite: bool | None = None
     plain: dict[str, str] = field(default_factory=dict)
 
 
@@ -140,7 +143,13 @@ class Writer:
             failure = as_meshwright_error(error, f"saving step {command.step}")
             with suppress(OSError, MeshwrightError):
                 self._discard(self._setup, Discard(command.step, command.attempt))
-            self._reply("failed", step=command.step, message=str(failure), exit_code=failure.exit_code)
+            self._reply(
+                "failed",
+                step=command.step,
+                message=str(failure),
+                exit_code=failure.exit_code,
+                lease_lost=isinstance(error, LeaseLost),
+            )
         finally:
             self.phase = "idle"
 
@@ -153,7 +162,7 @@ class Writer:
             recover(attempt.checkpoints)
             attempt.create()
         else:
-            _wait_for_folder(attempt)
+            _wait_for_folder(attempt, setup.folder_seconds)
         files = self._write(setup, save, attempt.folder)
         writing = time.perf_counter() - began
         if setup.rank:
@@ -164,8 +173,10 @@ class Writer:
         files |= peer_files(attempt, setup.ranks, max(setup.peer_seconds, 10 * writing))
         self.phase = "committing"
         plain = {name: text.encode() for name, text in save.plain.items()}
-        seconds = {"staging": save.staging_seconds, "writing": writing}
-        manifest = attempt.commit(files, self._contents, plain, ranks=setup.ranks, torch_version=setup.torch_version)
+        waiting = time.perf_counter() - began - writing
+        seconds = {"staging": save.staging_seconds, "writing": writing, "waiting": waiting}
+        provenance = Provenance(setup.ranks, setup.torch_version, setup.parent, save.finite, seconds)
+        manifest = attempt.commit(files, self._contents, plain, provenance)
         seconds["commit"] = time.perf_counter() - began - writing
         self._reply("committed", step=save.step, path=str(attempt.target), bytes=manifest.total_bytes, seconds=seconds)
         self.phase = "deleting"
@@ -267,13 +278,13 @@ def decoded_contents(plain: dict[str, Any]) -> Contents:
     }
 
 
-def _wait_for_folder(attempt: Attempt) -> None:
-    deadline, pause = time.monotonic() + FOLDER_SECONDS, POLL_SECONDS[0]
+def _wait_for_folder(attempt: Attempt, seconds: float) -> None:
+    deadline, pause = time.monotonic() + seconds, POLL_SECONDS[0]
     while not attempt.folder.is_dir():
         if time.monotonic() > deadline:
             attempt.check_owner()
             raise BadInput(
-                f"{attempt.folder} did not appear within {FOLDER_SECONDS:.0f} s; the run folder must be on storage that all hosts share"
+                f"{attempt.folder} did not appear within {seconds:.0f} s; the run folder must be on storage that all hosts share"
             )
         time.sleep(pause)
         pause = min(2 * pause, POLL_SECONDS[1])

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.writer import Command, Discard, Save, Setup, encode
+from meshwright.durable.lease import LeaseLost
 from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, OutOfResources
 
 SILENT_SECONDS = 30.0
@@ -81,7 +82,8 @@ class WriterProcess:
             for reply in self._replies():
                 event = reply["event"]
                 if event == "failed" and reply["step"] == save.step:
-                    raise ERROR_CLASS_BY_EXIT_CODE[reply["exit_code"]](reply["message"])
+                    failure = LeaseLost if reply["lease_lost"] else ERROR_CLASS_BY_EXIT_CODE[reply["exit_code"]]
+                    raise failure(reply["message"])
                 if event == "committed":
                     committed(reply)
                 if event in ("done", "deleted") and reply["step"] == save.step:

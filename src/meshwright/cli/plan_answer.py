@@ -20,6 +20,7 @@ from meshwright.launch.prepare import (
 from meshwright.launch.probe import Probe, check_here, measured_answer
 from meshwright.planner.candidate import Answer as SearchAnswer
 from meshwright.planner.candidate import Candidate, untrainable
+from meshwright.planner.checkpoint_cost import checkpoint_cost
 from meshwright.planner.devices import Idle
 from meshwright.planner.explain import limits, reason_against
 from meshwright.planner.finalists import same_layout
@@ -224,6 +225,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         "alternatives": others,
         "search_seconds": answer.search_seconds,
     }
+    if (cost := checkpoint_cost(answer.run, answer.plan)) is not None:
+        body["checkpoint"] = to_plain(cost)
     if over := answer.does_not_fit:
         body["does_not_fit"] = over
     if answer.idle:

@@ -26,6 +26,7 @@ from meshwright.costs.plan_costs import as_nodes
 from meshwright.launch.probe import Probe
 from meshwright.observe import figures
 from meshwright.planner.candidate import untrainable
+from meshwright.planner.checkpoint_cost import checkpoint_cost, checkpoint_sentences
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
@@ -61,6 +62,8 @@ def show(answer: Answer) -> None:
     _mesh(console, answer)
     _memory(console, answer)
     _time(console, answer)
+    cost = checkpoint_cost(answer.run, answer.plan)
+    _sentences(console, "checkpoints", [] if cost is None else checkpoint_sentences(answer.run, cost))
     _sentences(console, "why this plan", answer.plan.why)
     _runner_ups(console, answer)
     _sentences(console, "what limits the step", [limit.text for limit in limits(answer.run, answer.plan)])

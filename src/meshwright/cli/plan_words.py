@@ -17,6 +17,7 @@ from meshwright.spec.layout import Layout, stage_table
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_numbers, layer_range
 from meshwright.spec.plan_name import plan_name
+from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
@@ -76,8 +77,7 @@ def mesh_line(plan: Plan) -> str:
 
 def short_line(plan: Plan) -> str:
     """A short description of a plan: its name, its copy engines, and its layers."""
-    copied = (("gathers", plan.gather_engine), ("tokens", plan.tensor_engine))
-    engines = "".join(f", {name} by copy engines" for name, engine in copied if engine == "copy")
+    engines = "".join(f", {option.cargo} by copy engines" for option in copied_options(plan))
     return f"{plan_name(plan)}{engines}, {layers_line(plan)}"
 
 
@@ -133,10 +133,8 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     low = "" if precision.linear == "compute" else f", linear layers in {precision.linear}"
     low += "" if precision.gather == "compute" else f", gathered in {precision.gather}"
     entries.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
-    if plan.gather_engine == "copy":
-        entries.append(("gathers", "by copy engines"))
-    if plan.tensor_engine == "copy":
-        entries.append(("tokens", "between tensor ranks by copy engines, beside the products"))
+    copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the products"}
+    entries += [(option.cargo, copied[option]) for option in copied_options(plan)]
     entries.append(("compile", "each block" if plan.compile else "no"))
     return entries
 

@@ -26,6 +26,10 @@ LEASE = "lease.json"
 log = logging.getLogger("meshwright")
 
 
+class LeaseLost(BadInput):
+    """The lease of a run's folder is not this job's: another start took over, or the file is missing or damaged."""
+
+
 def take_lease(folder: Path, newest_commit: Callable[[], tuple[str, int] | None] = lambda: None) -> Lease:
     """Write and return this process's lease of a run's folder, whose lock the caller holds.
 
@@ -62,29 +66,32 @@ def read_lease(folder: Path) -> Lease | None:
 
 
 def check_lease(folder: Path, lease: Lease) -> None:
-    """Raise BadInput unless `lease` is the one in the folder, and OutOfResources when the folder is gone."""
+    """Raise LeaseLost unless `lease` is the one in the folder, and OutOfResources when the folder is gone."""
     found = read_lease(folder)
     if found == lease:
         return
     if not folder.is_dir():
         raise missing_path_error(folder)
     if found is None:
-        raise BadInput(f"{folder / LEASE} is missing or damaged; without it this job commits nothing")
-    raise BadInput(
+        raise LeaseLost(f"{folder / LEASE} is missing or damaged; without it this job commits nothing")
+    raise LeaseLost(
         f"{folder} was taken over by process {found.pid} on {found.host} (epoch {found.epoch}; this job has epoch {lease.epoch}); "
         "this job commits nothing more"
     )
 
 
 def release_lease(folder: Path) -> None:
-    """Mark this process's lease as ended, for file systems without locks, where the next start asks whether the owner is alive."""
+    """Mark this process's lease as ended.
+
+    On file systems without locks the next start asks whether the owner is alive.
+    """
     lease = read_lease(folder)
     if lease is not None and lease.pid == os.getpid() and owner_is_alive(lease):
         _write(folder, replace(lease, process_start=0))
 
 
 def owner_is_alive(lease: Lease) -> bool:
-    """Whether the process that took the lease still runs on this host; False when it took it on another host or before a reboot."""
+    """Whether the process that took the lease runs on this host; False for another host or an earlier boot."""
     here = (lease.host, lease.boot_id) == (socket.gethostname(), _boot_id())
     return here and lease.process_start != 0 and _process_start(lease.pid) == lease.process_start
 

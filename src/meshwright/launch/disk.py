@@ -53,7 +53,7 @@ def checkpoints_line(run: RunSpec) -> str | None:
     spec, times = run.checkpoint, []
     if spec.every == "auto":
         times.append(
-            f"{AUTO_FIRST_SECONDS // 60} minutes after the first step, then every {AUTO_SECONDS // 60} minutes"
+            f"{AUTO_FIRST_SECONDS // 60} minutes after the first step, then at least every {AUTO_SECONDS // 60} minutes"
         )
     elif spec.every:
         times.append(f"every {spec.every:,} steps")

@@ -59,15 +59,17 @@ class AdamW:
             self._host = HostAdamW(parts, self._decays, release, coefficients=self._coefficients)
 
     def leave_device(self) -> None:
-        """From now on the master weights of parameters that are away, as they are now, are in host memory alone, if they are to leave."""
+        """Keep the current master weights of host-offloaded parameters in host memory only, if they are offloaded too."""
         if self._host is not None:
             self._host.leave()
 
     def step(
         self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: Aside | None = None
     ) -> None:
-        """One update at `learning_rate` by the gradients times `factor` (scalar, on the device), skipped there when `norm` (scalar) is not
-        finite; gradients are then freed.
+        """One update at `learning_rate` with the gradients times `factor`, skipped on the device if `norm` is not finite.
+
+        `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` makes the spans of
+        copies to and from host memory.
 
         `concurrent_span` makes the spans of copies to and from host memory.
         """

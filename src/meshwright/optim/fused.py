@@ -25,7 +25,10 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Told:
-    """What one step is told. `factor` multiplies every gradient, and where `skip` is 1 nothing is stepped: both scalars on the device."""
+    """Inputs of one step.
+
+    `factor` multiplies every gradient, and `skip` 1 disables the update: both scalars on the device.
+    """
 
     learning_rate: float
     factor: Tensor
@@ -58,10 +61,12 @@ def update(
     weight_decay: float,
     told: Told,
 ) -> None:
-    """One update of contiguous tensors in place, to be called inside `counted`. Gradients may be narrower than the rest, and are of no use
-    afterwards.
+    """One in-place update of contiguous tensors, to be called inside `counted`.
 
-    On CUDA in fp32 one launch of a Triton kernel steps all tensors and clips on the way; elsewhere torch's fused kernel, after clipping.
+    Gradients may be narrower than the rest, and are of no use afterwards.
+
+        On CUDA in fp32 one launch of a Triton kernel steps all tensors and clips on the way; elsewhere torch's fused
+    kernel, after clipping.
     """
     for kind in dict.fromkeys(gradient.dtype for gradient in gradients):
         rows = [row for row, gradient in enumerate(gradients) if gradient.dtype == kind]

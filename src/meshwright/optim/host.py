@@ -1,12 +1,14 @@
-"""AdamW whose state waits in host memory: it comes to the device in chunks, is stepped there by the same kernel as ever, and goes back.
+"""AdamW with its state in host memory: chunks are copied to the device, updated by the usual kernel, and copied back.
 
-Moments, and master weights where weights are gathered in a narrower format, lie in host memory in one line of elements each, parameter
-after parameter. A chunk is a run of that line. While compute steps one chunk, another comes in on one stream and a third leaves on a
-second, so the link is busy both ways at once; as nothing but the gradients' factor ties a chunk to the backward, the first come in beside
-its end, and the last leave beside the next forward. Streams wait for events; the host waits for nothing but a checkpoint's reading.
+Moments, and master weights where weights are gathered in a narrower format, lie in host memory in one line of elements
+each, parameter after parameter. A chunk is a run of that line. While compute steps one chunk, another comes in on one
+stream and a third leaves on a second, so the link is busy both ways at once; as nothing but the gradients' factor ties
+a chunk to the backward, the first come in beside its end, and the last leave beside the next forward. Streams wait for
+events; the host waits for nothing but a checkpoint's reading.
 
 Every element is stepped by the arithmetic of the optimizer that stays on the device, so both give the same bits.
-Method: Ren et al. 2021 (ZeRO-Offload) for what waits where; Maurya et al. 2024 (Deep Optimizer States) for stepping it on the device.
+Method: Ren et al. 2021 (ZeRO-Offload) for what waits where; Maurya et al. 2024 (Deep Optimizer States) for stepping it
+on the device.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ MASTER = "weight"
 STAGED_ON_CPU = 1 << 10
 """On a CPU there is no link to fill; short chunks, so that small models have several and are tested as large ones run."""
 ALIGNED = 64
-"""Elements between the possible beginnings of a part of a chunk: kernels take whole vectors from there, as from a tensor's beginning."""
+"""Alignment of chunk parts in elements, so that kernels read whole vectors from the beginning of each part."""
 
 Aside = Callable[[str, str], AbstractContextManager[None]]
 """The span of a copy from its name and its lane."""
 Release = Callable[[], Tensor]
-"""Lets go of a parameter's master weight on the device; returns what stays there, laid out as this rank's part in a narrower format."""
+"""Frees a parameter's master weight on the device; returns this rank's part in a narrower dtype, which stays."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Chunk:
 
 
 def lay_out(groups: Sequence[tuple[float, Mapping[str, int]]], most: int) -> list[Chunk]:
-    """Chunks of at most `most` elements that hold, by weight decay, parameters of so many elements, each in one piece of the line."""
+    """Chunks of at most `most` elements, by weight decay; each parameter occupies one contiguous range of the line."""
     assert most % ALIGNED == 0
     chunks: list[Chunk] = []
     for weight_decay, sizes in groups:
@@ -152,7 +154,10 @@ class HostAdamW:
                     self._fetch(number + len(self._ring), concurrent_span)
 
     def state(self, kind: str, name: str) -> Tensor:
-        """A moment or the master weight of a parameter, in host memory and laid out as this rank's part; waits until it is up to date."""
+        """A moment or the master weight of a parameter in host memory, in the layout of this rank's part.
+
+        Waits until it is up to date.
+        """
         self._links.finish()
         return self._at(kind, name)
 
@@ -216,7 +221,10 @@ def _span(concurrent_span: Aside | None, name: str, lane: str) -> AbstractContex
 
 
 class _Links:
-    """The two streams of the copies, and who waits for whom at each of the ring's buffers. On a CPU all runs in order and nobody waits."""
+    """The two copy streams, and their synchronisation at each buffer of the ring.
+
+    On a CPU all operations run in order without waiting.
+    """
 
     def __init__(self, device: torch.device, buffers: int) -> None:
         cuda = device.type == "cuda"

@@ -23,6 +23,7 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
+from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engine_fields
 from meshwright.workload.groups import shard_size
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
@@ -68,8 +69,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
         layers=pins.layers or (strategy.layer(strategy.rich),),
         precision=precision_of(run),
-        gather_engine="copy" if points.column("copied")[index] else "kernel",
-        tensor_engine="copy" if points.column("tokens copied")[index] else "kernel",
+        **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
         compile=compiles(run),
     )
     if pins.layers or strategy.rich == strategy.lean:
@@ -207,10 +207,9 @@ def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget:
 def kernel_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     """The plan with kernels in place of each copy engine that no pin asks for."""
     pins = pins_of(run)
-    if plan.gather_engine == "copy" and pins.gather_engine is None:
-        yield replace(plan, gather_engine="kernel")
-    if plan.tensor_engine == "copy" and pins.tensor_engine is None:
-        yield replace(plan, tensor_engine="kernel")
+    for option in copied_options(plan):
+        if option.pin(pins) is None:
+            yield replace(plan, **engine_fields(set(copied_options(plan)) - {option}))
 
 
 def add_kernel_variants(run: RunSpec, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
@@ -302,7 +301,7 @@ def complexity(plan: Plan) -> int:
         (layer.recompute != "none") + 2 * (layer.offload != "none") + (layer.gradients == "whole")
         for layer in plan.layers
     )
-    copied = (plan.gather_engine == "copy") + (plan.tensor_engine == "copy")
+    copied = len(copied_options(plan))
     return 2 * axes + len(plan.layers) + special + plan.layered + copied
 
 

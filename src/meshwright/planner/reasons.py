@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -25,8 +25,9 @@ from meshwright.planner.explain import reason_for, seconds_text, shortfall, why_
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Plan, PlanPins, layer_range
+from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Plan, layer_range
 from meshwright.spec.run import RunSpec
+from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption
 from meshwright.workload.groups import shard_size
 
 CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
@@ -44,14 +45,12 @@ SINGLE_RANK_NAMES = {
 }  # fmt: skip
 """Words for an axis of one rank."""
 GRADIENTS = {"whole": "kept whole between micro-batches", "shard": "reduced after every micro-batch"}
-TRANSPORTS: tuple[
-    tuple[str, Callable[[Plan | PlanPins], object], Callable[[Plan], int], Callable[[RunSpec, Plan], str | None]], ...
-] = (
-    ("gathers", lambda plan: plan.gather_engine, shard_size, kernel_gathers_reason),
-    ("tokens", lambda plan: plan.tensor_engine, lambda plan: plan.axis_size("tensor"), kernel_token_exchange_reason),
-)
-"""Transfers that kernels or copy engines can do: name, the engine in a plan or in pins, the number of ranks, and the reason for kernels
-where that was not decided by seconds."""
+KERNEL_REASONS: Mapping[CopyOption, Callable[[RunSpec, Plan], str | None]] = {
+    GATHERS: kernel_gathers_reason,
+    TOKENS: kernel_token_exchange_reason,
+}
+"""Reasons for kernels in place of copy engines, where that was not decided by seconds."""
+CARGOES = frozenset(option.cargo for option in COPY_OPTIONS)
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
 MAX_COMPARED = 3
 """Most other values of a choice that are compared in its sentence."""
@@ -126,18 +125,23 @@ def _compare_values(
 
 def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> Iterator[str]:
     """Why kernels or copy engines gather weights and exchange tokens, where the search could choose."""
-    for name, engine, ranks, kernel_reason in TRANSPORTS:
-        if ranks(best.plan) == 1 or engine(pins_of(run)) is not None or run.cluster.is_cpu:
+    for option, kernel_reason in KERNEL_REASONS.items():
+        ranks = option.ranks(best.plan)
+        if ranks == 1 or option.pin(pins_of(run)) is not None or run.cluster.is_cpu:
             continue
-        why = kernel_reason(run, best.plan) if engine(best.plan) == "kernel" else None
-        comparable = [candidate for candidate in others if ranks(candidate.plan) == ranks(best.plan)]
-        yield f"{name} by kernels: {why}" if why else _compare_values(best, comparable, name, engine)
+        why = kernel_reason(run, best.plan) if option.engine(best.plan) == "kernel" else None
+        comparable = [candidate for candidate in others if option.ranks(candidate.plan) == ranks]
+        yield (
+            f"{option.cargo} by kernels: {why}"
+            if why
+            else _compare_values(best, comparable, option.cargo, option.engine)
+        )
 
 
 def _value_text(name: str, value: object) -> str:
     if name == "gradients":
         return f"gradients {GRADIENTS[str(value)]}"
-    if name in {transport[0] for transport in TRANSPORTS}:
+    if name in CARGOES:
         return f"{name} by {ENGINES[str(value)]}"
     return SINGLE_RANK_NAMES[name] if name in SINGLE_RANK_NAMES and value == 1 else f"{name} {value}"
 
@@ -145,7 +149,7 @@ def _value_text(name: str, value: object) -> str:
 def _other_value_text(name: str, value: object) -> str:
     if name == "gradients":
         return f"with them {GRADIENTS[str(value)]}"
-    if name in {transport[0] for transport in TRANSPORTS}:
+    if name in CARGOES:
         return f"with {ENGINES[str(value)]}"
     return "without" if name in SINGLE_RANK_NAMES and value == 1 else f"with {value}"
 

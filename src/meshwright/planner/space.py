@@ -23,6 +23,7 @@ from meshwright.spec.fp8_limits import fp8_format_conflict
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_split_error, stage_table
 from meshwright.spec.plan import (
     DATA_AXES,
+    REFUSED_SCHEDULES,
     SHARD_AXES,
     AxisName,
     Offload,
@@ -30,6 +31,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
 )
 from meshwright.spec.run import RunSpec
+from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS
 
 AXES = get_args(AxisName)
 SCHEDULES = get_args(ScheduleName)
@@ -124,7 +126,7 @@ class Points:
 def points(run: RunSpec, *, trainable: bool = False) -> Points:
     """All points of the run that obey its pins; with `trainable` only those that this release can train."""
     meshes = tuple(_meshes(run, trainable))
-    if trainable and pins_of(run).gather_engine == "copy":
+    if trainable and GATHERS.pin(pins_of(run)) == "copy":
         meshes = tuple(mesh for mesh in meshes if not _shards_cross_nodes(run, mesh)) or meshes
     columns_by_point = []
     for index, mesh in enumerate(meshes):
@@ -141,7 +143,7 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
 def with_kernel_engines(run: RunSpec, space: Points) -> Points:
     """The same points with kernels in place of copy engines, except where pinned."""
     pins, none = pins_of(run), np.zeros(len(space.meshes))
-    free = {"copied": pins.gather_engine, "tokens copied": pins.tensor_engine}
+    free = {option.column: option.pin(pins) for option in COPY_OPTIONS}
     return replace(
         space, mesh_columns={**space.mesh_columns, **{name: none for name, pinned in free.items() if pinned is None}}
     )
@@ -168,7 +170,7 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]
 
 def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
     """Whether copy engines gather weights: as pinned, else wherever possible, as they slow compute less than kernels."""
-    pinned = pins_of(run).gather_engine
+    pinned = GATHERS.pin(pins_of(run))
     if mesh.size("shard") * mesh.context == 1 or pinned:
         return pinned == "copy"
     return why_kernel_gathers(run) is None and not _shards_cross_nodes(run, mesh)
@@ -176,7 +178,7 @@ def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
 
 def _copies_tokens(run: RunSpec, mesh: Mesh) -> bool:
     """Whether copy engines exchange tokens between tensor ranks: as pinned, else where that was measured."""
-    pinned, ranks = pins_of(run).tensor_engine, mesh.size("tensor")
+    pinned, ranks = TOKENS.pin(pins_of(run)), mesh.size("tensor")
     if pinned:
         return pinned == "copy"
     leave = mesh.crosses("tensor", run.cluster.ranks_per_node)
@@ -289,9 +291,8 @@ def _layout(sizes: tuple[int, ...], order: tuple[AxisName, ...], per_node: int) 
 def _step_options(
     pipeline: int, sequences: int, layers: int, micro: int | None, schedule: ScheduleName | None, stages: Stages | None
 ) -> list[tuple[int, int, int, int]]:
-    names = [
-        name for name in ((schedule,) if schedule else SCHEDULES) if _stages_in_order(name, pipeline, layers, stages)
-    ]
+    candidates = (schedule,) if schedule else (name for name in SCHEDULES if name not in REFUSED_SCHEDULES)
+    names = [name for name in candidates if _stages_in_order(name, pipeline, layers, stages)]
     options = []
     for size in _micro_batches(sequences, micro):
         micro_batches = sequences // size

@@ -29,6 +29,7 @@ from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
 from meshwright.spec.plan_name import mesh_name
 from meshwright.spec.run import RunSpec
+from meshwright.workload.copy_options import COPY_OPTIONS
 from meshwright.workload.groups import context_size
 
 MAX_SEARCH_SECONDS = 0.5
@@ -261,7 +262,7 @@ def _variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
     """The run with the fields pinned that a change keeps: mesh, schedule, dtypes, engines, offload where all layers share it."""
     pins: dict[str, Any] = {axis: plan.axis_size(axis) for axis in AXES} | vars(plan.precision)
-    pins |= {key: getattr(plan, key) for key in ("gather_engine", "tensor_engine", "compile")}
+    pins |= {key: getattr(plan, key) for key in (*(option.key for option in COPY_OPTIONS), "compile")}
     pins |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     pins |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
     pins |= {"expert": plan.experts.expert} if plan.experts else {}

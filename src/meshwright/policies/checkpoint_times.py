@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS, CheckpointSpec
+from math import sqrt
+
+from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_LEAST_SECONDS, AUTO_SECONDS, CheckpointSpec
 
 
 def due_after_step(spec: CheckpointSpec, step: int, last_step: int) -> bool:
@@ -12,13 +14,24 @@ def due_after_step(spec: CheckpointSpec, step: int, last_step: int) -> bool:
     return isinstance(spec.every, int) and spec.every > 0 and step % spec.every == 0
 
 
-def due_by_clock(spec: CheckpointSpec, seconds: float, written: int) -> bool:
+def due_by_clock(spec: CheckpointSpec, seconds: float, written: int, interval: float = AUTO_SECONDS) -> bool:
     """Whether `checkpoint.every: auto` requires a checkpoint now.
 
     `written` is the number of checkpoints of this start; `seconds` is the time since the last of them, or since the
-    start if there is none.
+    start if there is none. `interval` is the time from one to the next, see `auto_interval`.
     """
-    return spec.every == "auto" and seconds >= (AUTO_SECONDS if written else AUTO_FIRST_SECONDS)
+    return spec.every == "auto" and seconds >= (interval if written else AUTO_FIRST_SECONDS)
+
+
+def auto_interval(cost_seconds: float, save_seconds: float, hosts: int, host_mtbf_hours: float) -> float:
+    """Seconds from one checkpoint to the next under `checkpoint.every: auto`, if one costs training `cost_seconds`.
+
+    It is the Young-Daly interval √(2 · cost · MTBF) of a job on `hosts` (Young 1974; Daly 2006). It is at most
+    `AUTO_SECONDS`, as jobs end for other reasons than their hosts, and at least `AUTO_LEAST_SECONDS` and twice the
+    `save_seconds` until a checkpoint is durable.
+    """
+    young_daly = sqrt(2 * cost_seconds * host_mtbf_hours * 3600 / hosts)
+    return max(2 * save_seconds, min(AUTO_SECONDS, max(AUTO_LEAST_SECONDS, young_daly)))
 
 
 def planned_checkpoints(spec: CheckpointSpec, last_step: int, done: int, step_seconds: float | None) -> int:

@@ -75,8 +75,13 @@ class TrainSpec:
     """A collective that takes longer ends the run with exit code 5."""
 
 
-AUTO_FIRST_SECONDS, AUTO_SECONDS = 600, 1800
-"""`checkpoint.every: auto`: seconds from a start's first step to the first checkpoint, and between checkpoints."""
+AUTO_FIRST_SECONDS, AUTO_SECONDS, AUTO_LEAST_SECONDS = 600, 1800, 60
+"""`checkpoint.every: auto`: seconds from a start's first step to the first checkpoint, and the most and least between
+checkpoints."""
+
+
+ASYNC_BYTES = 32 << 20
+"""`checkpoint.mode: auto` stops training to write smaller states of a rank, which takes less than arranging for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,8 @@ class CheckpointSpec:
 
     every: NotNegative | Literal["auto"] = "auto"
     """Steps between checkpoints; 0 writes only the last one.
-    auto goes by time: 10 minutes after a start, then every 30 minutes."""
+    auto goes by time: 10 minutes after a start, then by the
+    Young-Daly interval of what a checkpoint costs and how often hosts fail, at most 30 minutes."""
     keep: Positive = 3
     """Newest committed checkpoints kept."""
     at_end: bool = True

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.checkpoint.background import BackgroundSaver, RankState, SaveResult, memory_obstacle
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import encode_plain
-from meshwright.policies.checkpoint_times import due_after_step, due_by_clock
-from meshwright.spec.errors import BadInput, MeshwrightError
-from meshwright.spec.job import CheckpointSpec
+from meshwright.durable.lease import LeaseLost
+from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
 from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, StopFlags
 
-ASYNC_BYTES = 32 << 20
-"""`checkpoint.mode: auto` writes smaller states of a rank while training waits, which takes less than arranging for more."""
+COUNTED_STEPS, FEWEST_STEPS = 50, 5
+"""Steps without a save whose median counts as what a step takes: at most, and at least."""
 WAIT_SECONDS = 2.0
 """How long the first rank waits for the end of a save before it tells the other ranks that it still waits."""
 
@@ -32,15 +36,40 @@ class CheckpointTimer:
     Clocks of ranks differ, so the first rank's decides: its answer goes to all ranks with the stop flags.
     """
 
-    def __init__(self, spec: CheckpointSpec) -> None:
-        self._spec, self._since, self._written = spec, time.monotonic(), 0
+    def __init__(self, spec: CheckpointSpec, cluster: ClusterSpec) -> None:
+        self._spec, self._cluster = spec, cluster
+        self._since, self._written = time.monotonic(), 0
+        self._interval: float = AUTO_SECONDS
 
     def due(self) -> bool:
-        return due_by_clock(self._spec, time.monotonic() - self._since, self._written)
+        return due_by_clock(self._spec, time.monotonic() - self._since, self._written, self._interval)
 
     def restart(self) -> None:
-        """Count a checkpoint that was written."""
+        """Count a checkpoint that begins."""
         self._since, self._written = time.monotonic(), self._written + 1
+
+    def measured(self, cost_seconds: float, save_seconds: float) -> None:
+        """Go on by what a checkpoint cost training, and how long it took until it was durable."""
+        self._interval = auto_interval(cost_seconds, save_seconds, self._cluster.nodes, self._cluster.host_mtbf_hours)
+
+
+class SaveCost:
+    """What saves beside training cost it: how much longer the steps beside a save were than those without."""
+
+    def __init__(self) -> None:
+        self._free: deque[float] = deque(maxlen=COUNTED_STEPS)
+        self._beside: list[float] = []
+
+    def step(self, seconds: float, beside: bool) -> None:
+        """A step's time, and whether a save was in flight."""
+        self._beside.append(seconds) if beside else self._free.append(seconds)
+
+    def take(self) -> float | None:
+        """Seconds that the save cost which has ended; None where too few steps ran without one to say it."""
+        beside, self._beside = self._beside, []
+        if len(self._free) < FEWEST_STEPS:
+            return None
+        return max(0.0, sum(beside) - len(beside) * statistics.median(self._free))
 
 
 class Saver:
@@ -54,10 +83,11 @@ class Saver:
         self._session, self._reporter = session, reporter
         self._background, self._ready = background, False
         self._ranks = Ranks(session.world.control)
-        self._timer = CheckpointTimer(session.run.checkpoint)
-        self._began = self._committed = self._read = 0
-        """Steps: of the last save that began, of the last that this start committed, and of the last step line."""
-        self._tokens = session.tokens
+        self._timer = CheckpointTimer(session.run.checkpoint, session.run.cluster)
+        self._cost = SaveCost()
+        self._began = self._reported = self._committed = self._read = 0
+        """Steps: of the last save that began, that was reported, and that this start committed, and of the last step line."""
+        self._tokens, self._parent = session.tokens, session.step or None
         self._skipped = 0
 
     @classmethod
@@ -114,6 +144,9 @@ class Saver:
     def read(self, record: Mapping[str, Any]) -> None:
         """A step's line was read: its token count completes the save that began after the step."""
         self._read, self._tokens = record["step"], record["tokens"]
+        self._cost.step(
+            record["step_seconds"], beside=self._began > 0 and self._reported < self._began < record["step"]
+        )
         if self._background is not None:
             self._background.prepare()
             self._describe()
@@ -138,9 +171,13 @@ class Saver:
         result = self._background.result() if self._background is not None else None
         if result is None:
             return
+        self._reported = result.step
+        cost = self._cost.take()
+        if cost is not None and result.seconds is not None:
+            self._timer.measured(cost, sum(result.seconds.values()))
         if result.failure is None:
             self._report_commit(result)
-        elif isinstance(result.failure, BadInput):
+        elif isinstance(result.failure, LeaseLost):
             self._reporter.fail(result.failure)
         else:
             self._reporter.event(self._session.step, f"no checkpoint of step {result.step}: {result.failure}")
@@ -212,7 +249,7 @@ class Saver:
     def _report_commit(self, result: SaveResult) -> None:
         if result.path is None or result.seconds is None:
             return
-        self._committed = result.step
+        self._reported = self._committed = result.step
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result.seconds.items())
         text = f"checkpoint {result.path.name}: {result.bytes / 1e6:,.0f} MB beside training (seconds: {phases})"
         if self._skipped:
@@ -226,10 +263,12 @@ class Saver:
         self._began = step
         state = run_state(step, session.run.train, session.tokens, session.data.record())
         with session.recorder.span("checkpoint"):
-            saved = session.store.save(step, session.state(), state, _texts(session))
+            saved = session.store.save(step, session.state(), state, _texts(session), parent=self._parent, finite=True)
             session.store.retain(session.run.checkpoint.keep)
+        self._reported = step
         if saved.written:
             seconds = time.perf_counter() - started
+            self._timer.measured(seconds, seconds)
             text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
             self._reporter.checkpoint(step, saved.path, text)
 

@@ -1,0 +1,47 @@
+"""The plan's options that hand transfers to copy engines: one description for the search, its reasons and the plan's text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from meshwright.spec.plan import SHARD_AXES, AxisName, Engine, Plan, PlanPins
+
+
+@dataclass(frozen=True)
+class CopyOption:
+    key: Literal["gather_engine", "tensor_engine"]
+    """The field of a plan and of its pins."""
+    column: str
+    """The column of a search that is 1 where copy engines carry the transfer."""
+    cargo: str
+    """The name of what it transfers."""
+    axes: tuple[AxisName, ...]
+    """Axes between whose ranks it transfers."""
+
+    def engine(self, plan: Plan) -> Engine:
+        return getattr(plan, self.key)
+
+    def ranks(self, plan: Plan) -> int:
+        """Ranks between which it transfers."""
+        return prod(plan.axis_size(axis) for axis in self.axes)
+
+    def pin(self, pins: PlanPins) -> Engine | None:
+        return getattr(pins, self.key)
+
+
+GATHERS = CopyOption("gather_engine", "copied", "gathers", SHARD_AXES)
+TOKENS = CopyOption("tensor_engine", "tokens copied", "tokens", ("tensor",))
+COPY_OPTIONS: Sequence[CopyOption] = (GATHERS, TOKENS)
+
+
+def copied_options(plan: Plan) -> list[CopyOption]:
+    """The options for which `plan` uses copy engines."""
+    return [option for option in COPY_OPTIONS if option.engine(plan) == "copy"]
+
+
+def engine_fields(copied: Collection[CopyOption]) -> dict[str, Any]:
+    """The fields of a plan in which copy engines carry `copied` and kernels everything else."""
+    return {option.key: "copy" if option in copied else "kernel" for option in COPY_OPTIONS}

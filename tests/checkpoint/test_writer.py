@@ -1,0 +1,121 @@
+"""The writer's promises: a save that fails leaves no trace and the next succeeds; writers of several ranks commit all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.checkpoint.manifest import read_manifest, step_name
+from meshwright.checkpoint.writer import Discard, decode, encode
+from meshwright.launch.folder import take_over
+from tests.checkpoint.crash import CALLS, touched
+from tests.checkpoint.toy import newest
+from tests.checkpoint.writers import Writers
+
+WRITES = (*CALLS, "pwrite")
+
+
+def made(run: Path, ranks: int = 1, **options: Any) -> Writers:
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return Writers(run, take_over(run), ranks, **options)
+
+
+def names(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 3), (errno.EROFS, 2), (errno.EIO, 4)])
+def test_what_the_storage_refuses_at_any_call_costs_that_save(tmp_path: Path, number: int, code: int) -> None:
+    writers, calls = made(tmp_path, keep=1000), []
+    assert writers.save(1)["event"] == "committed"
+    with touched(lambda k, name, arguments: calls.append(name), WRITES):
+        writers.save(2)
+    last_commit, failed = 2, 0
+    for k in range(len(calls)):
+
+        def refuse(call: int, name: str, arguments: tuple[Any, ...], k: int = k) -> None:
+            if call == k:
+                raise OSError(number, os.strerror(number))
+
+        step = k + 3
+        with touched(refuse, WRITES):
+            reply = writers.save(step)
+        if reply["event"] == "committed":  # the call came after the commit
+            last_commit = step
+        else:
+            failed += 1
+            assert reply["step"] == step and reply["exit_code"] == code and reply["lease_lost"] is False
+            assert os.strerror(number) in reply["message"]
+        assert newest(tmp_path) in (last_commit, step)
+    assert failed > 10 and writers.save(1000)["event"] == "committed" and newest(tmp_path) == 1000
+    assert not any(name.endswith(".partial") for name in names(tmp_path)), (
+        "what could not be removed, the next retention removed"
+    )
+
+
+def test_writers_of_several_ranks_meet_in_the_folder(tmp_path: Path) -> None:
+    writers = made(tmp_path, 3)
+    assert writers.save(5)["event"] == "committed" and newest(tmp_path) == 5
+    manifest = read_manifest(tmp_path / "checkpoints" / step_name(5))
+    assert manifest.world_size == 3
+    assert set(manifest.files) == {f"tensors-{rank:05d}.safetensors" for rank in range(3)} | {
+        "metadata.json",
+        "state.json",
+    }
+
+
+def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
+    writers = made(tmp_path, 3)
+    writers.save(1)
+    save = writers.stage(2)
+    writers.arenas[2].begin_snapshot()  # as if this rank's writer had been stopped and the next snapshot had begun
+    assert writers.carry_out(save) == {
+        "event": "failed", "step": 2, "exit_code": 3, "lease_lost": False, "message": "saving step 2: rank 2 could not write its part"
+    }  # fmt: skip
+    reply = writers.replies[2].last("failed")
+    assert reply is not None and "the snapshot of step 2 is no longer in host memory" in reply["message"]
+    writers.arenas[2].complete_snapshot()
+    assert names(tmp_path) == {step_name(1)} and newest(tmp_path) == 1
+
+
+def test_a_rank_that_never_reports_ends_the_save_at_the_deadline(tmp_path: Path) -> None:
+    writers = made(tmp_path, 2, peer_seconds=0.2)
+    writers.save(1)
+    writers.writers[0].do(writers.stage(2))
+    reply = writers.replies[0].last("failed")
+    assert reply is not None and reply["message"] == "saving step 2: rank 1 did not write its part within 0 s"
+    assert names(tmp_path) == {step_name(1)}
+
+
+def test_a_discarded_attempt_is_reported_to_the_first_rank(tmp_path: Path) -> None:
+    """What another writer does for one that was killed."""
+    writers = made(tmp_path, 2)
+    save = writers.stage(2)
+    first = threading.Thread(target=writers.writers[0].do, args=(save,))
+    first.start()
+    while not any(name.endswith(".partial") for name in names(tmp_path)):
+        continue
+    writers.writers[1].do(Discard(2, save.attempt))
+    first.join(10)
+    reply = writers.replies[0].last("failed")
+    assert reply is not None and "rank 1 could not write its part" in reply["message"] and names(tmp_path) == set()
+
+
+def test_a_writer_of_an_earlier_start_commits_and_deletes_nothing(tmp_path: Path) -> None:
+    old = made(tmp_path, keep=1)
+    old.save(1)
+    new = made(tmp_path, keep=2)
+    new.save(2)
+    reply = old.save(3)
+    assert reply["lease_lost"] and "was taken over by process" in reply["message"]
+    assert names(tmp_path) == {step_name(1), step_name(2)} and newest(tmp_path) == 2
+
+
+def test_commands_survive_their_lines(tmp_path: Path) -> None:
+    save = made(tmp_path).stage(7)
+    assert decode(encode(save)) == save and b"\n" not in encode(save)[:-1]

@@ -1,0 +1,57 @@
+"""On a real GPU updates wait for the copies of a snapshot group by group, and a run continues from a checkpoint written beside it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.gpu.runs import RUNS_LIMIT, steps, trained
+from tests.gpu.test_offload import BOUND, RUN
+
+from meshwright.checkpoint.arena import Arena
+from meshwright.checkpoint.layout import plan_layout
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.staging import PIN_BYTES, Stager, StagingBuffer
+from meshwright.state.parts import StateParts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
+
+
+def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
+    """Tensors larger than a page-locked part, one of them in host memory; five snapshots into the same arena."""
+    device = torch.device("cuda")
+    sizes = {"a": PIN_BYTES // 4 + 1000, "b": 37, "c": 3 * PIN_BYTES // 8, "d": 100_003}
+    tensors = {name: torch.zeros(size, device="cpu" if name == "d" else device) for name, size in sizes.items()}
+    layout = plan_layout(Ranks(None), {name: StateParts.of_whole(name, tensor) for name, tensor in tensors.items()})
+    arena = Arena.create(layout.bytes)
+    buffer = StagingBuffer(arena, device)
+    buffer.prepare()
+    stager = Stager(layout, buffer, [["a", "b"], ["d"], ["c"]], {name: name for name in sizes})
+    for step in range(1, 6):
+        for tensor in tensors.values():
+            tensor.fill_(step)
+        arena.begin_snapshot()
+        copies = stager.start()
+        for group in copies.groups:
+            copies.wait(group)
+            for name in group:
+                tensors[name].fill_(-step)
+        copies.join()
+        arena.complete_snapshot()
+        assert torch.all(buffer.data.view(torch.float32) == step), step
+    torch.cuda.synchronize()
+    assert all(torch.all(tensor == -5) for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_run_goes_on_from_a_checkpoint_written_beside_it(tmp_path: Path, offload: str) -> None:
+    words = ["checkpoint.every=3", f"plan.offload={offload}"]
+    waited = steps(trained(tmp_path, RUN, "sync", 1, (*words, "checkpoint.mode=sync")))
+    beside = steps(trained(tmp_path, RUN, "run", 1, (*words, "checkpoint.mode=async")))
+    assert [step["loss"] for step in beside] == pytest.approx([step["loss"] for step in waited], rel=BOUND)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    again = steps(trained(tmp_path, RUN, "run", 1, words))
+    assert [step["step"] for step in again] == list(range(1, 7))
+    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in beside], rel=BOUND)

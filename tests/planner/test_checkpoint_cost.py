@@ -1,0 +1,73 @@
+"""What the planner says of checkpoints: closed forms of bytes, copies, stall and interval, and why training waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.load import load_run
+from meshwright.launch.prepare import plan_for
+from meshwright.planner.checkpoint_cost import CheckpointCost, checkpoint_cost, checkpoint_sentences
+from meshwright.spec.model import parameter_count
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+
+
+def planned(tmp_path: Path, *overrides: str) -> tuple[RunSpec, Plan]:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {preset: llama3-1b}\ntrain: {steps: 10, global_batch: 8, seq_len: 8192}\ncluster: {gpu: H100, gpus_per_node: 2}\n"
+    )
+    run = load_run(file, list(overrides))
+    return run, plan_for(run)[0]
+
+
+def cost_of(tmp_path: Path, *overrides: str) -> CheckpointCost:
+    cost = checkpoint_cost(*planned(tmp_path, *overrides))
+    assert cost is not None
+    return cost
+
+
+def test_the_copy_is_hidden_by_a_long_step_and_stalls_behind_a_short_one(tmp_path: Path) -> None:
+    run, plan = planned(tmp_path)
+    assert plan.predicted is not None and plan.predicted.step_seconds is not None
+    cost = checkpoint_cost(run, plan)
+    assert cost is not None and cost.beside_training
+    assert cost.bytes == cost.host_bytes == 12 * parameter_count(run.model)
+    assert cost.copy_seconds == pytest.approx(cost.bytes / 2 / 50e9) and cost.stall_seconds == 0
+    short = replace(plan, predicted=replace(plan.predicted, step_seconds=0.05))
+    stalled = checkpoint_cost(run, short)
+    assert stalled is not None and stalled.stall_seconds is not None
+    assert cost.copy_seconds - 0.05 < stalled.stall_seconds < cost.copy_seconds
+    assert stalled.interval_seconds is not None and cost.interval_seconds is not None
+    assert stalled.interval_seconds >= cost.interval_seconds
+    assert "stalls training" in "\n".join(checkpoint_sentences(run, stalled))
+
+
+def test_the_interval_shrinks_with_the_number_of_hosts(tmp_path: Path) -> None:
+    batch = "train.global_batch=512"
+    few, many = (cost_of(tmp_path, batch, f"cluster.nodes={nodes}") for nodes in (16, 64))
+    assert few.interval_seconds is not None and many.interval_seconds is not None
+    assert 60 <= many.interval_seconds < few.interval_seconds <= 1800
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("checkpoint.mode=sync", "checkpoint.mode is sync"),
+        ("cluster.host_memory_gib=10", "snapshots need 14.8 GB of host memory on each host"),
+    ],
+)
+def test_training_waits_for_a_reason(tmp_path: Path, override: str, reason: str) -> None:
+    cost = cost_of(tmp_path, override)
+    assert not cost.beside_training and cost.host_bytes == 0 and reason in cost.reason
+
+
+def test_a_run_without_checkpoints_has_no_cost(tmp_path: Path) -> None:
+    assert checkpoint_cost(*planned(tmp_path, "checkpoint.every=0")) is None
+    each = cost_of(tmp_path, "checkpoint.every=100")
+    assert each.interval_seconds is not None and each.storage_bytes_per_second == pytest.approx(
+        each.bytes / each.interval_seconds
+    )
