@@ -131,7 +131,7 @@ class PreparedDirectory:
 
     @property
     def order_digest(self) -> str:
-        """Digest that the order of samples follows from: that of all shards in the manifest, also those left out; else of the .idx files.
+        """Digest that the order of samples follows from: of all shards in the manifest, or of the .idx files without one.
 
         It depends neither on the directory's path nor on where its text came from.
         """

@@ -71,7 +71,7 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
 
 
 def _moved(recorded: dict[str, Any], now: dict[str, str | None]) -> dict[str, Any]:
-    """The record of the same content under another path; empty if there is none, or if the order of samples followed from the path."""
+    """The record of the same content under another path; empty if none has it, or if the order followed from the path."""
     return next((entry for entry in recorded.values() if "order" in entry and entry["content"] == now["content"]), {})
 
 
