@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from meshwright.workload.buffers import LAYERS_STAYING
+from meshwright.workload.buffers import DEVICE_LAYERS
 
 ROUNDING = 1 + 1e-9
 """Of sums in one order over those in another."""
@@ -41,7 +41,7 @@ def timetable(
 
     What is moved is on the device while it computes, beside the compute behind its forward, and beside the one before its backward. It may
     be there longer, first come first gone, while all that is there takes no more than the kept visits do at their fullest and the largest
-    `LAYERS_STAYING` of the moved: what the memory account counts (`costs.memory`). One that may be there all the time is left alone.
+    `DEVICE_LAYERS` of the moved: what the memory account counts (`workload.plan_bytes`). One that may be there all the time is left alone.
     """
     if not moved:
         return Timetable({}, {}, moved)
@@ -54,7 +54,7 @@ def timetable(
     near += [_Stay(first[visit], first[visit] + 2, size[visit]) for visit in away]
     near += [_Stay(last[visit] - 1, last[visit] + 1, size[visit]) for visit in away]
     load = _load(places, [*kept, *near])
-    fullest = max(_load(places, kept)) + sum(sorted(size[visit] for visit in moved)[-LAYERS_STAYING:])
+    fullest = max(_load(places, kept)) + sum(sorted(size[visit] for visit in moved)[-DEVICE_LAYERS:])
     room = max(fullest, *load) * ROUNDING
     left = _gone_from(load, room, {visit: _Stay(first[visit] + 2, last[visit] - 1, size[visit]) for visit in away})
     # Backwards in time a copy back is one out.
