@@ -120,14 +120,14 @@ def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, 
 
     took = seconds(step)
     with torch.no_grad():
-        some = x[:256].detach()
-        exact = nn.functional.rms_norm(some.float(), (some.shape[-1],))
+        parts = x[:256].detach()
+        exact = nn.functional.rms_norm(parts.float(), (parts.shape[-1],))
         for layer in model.children():
             exact = exact @ layer.weight.float().t()
             if exact.shape[-1] == SHAPES["gate_up"][1] and len(list(model.children())) > 1:
                 gate, up = exact.chunk(2, dim=-1)
                 exact = nn.functional.silu(gate) * up
-        error = float((model(some).float() - exact).norm() / exact.norm())
+        error = float((model(parts).float() - exact).norm() / exact.norm())
     return {"ms": took * 1e3, "tflops": flops / took / 1e12, "output_error": error}
 
 
@@ -136,18 +136,18 @@ def pieces(tokens: int) -> Iterator[dict[str, Any]]:
     from meshwright.kernels.fp8_triton import round_both, round_turned, turn
     from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
 
-    one = torch.ones((), device="cuda")
+    scale = torch.ones((), device="cuda")
     x = torch.randn(tokens, 14336, device="cuda", dtype=torch.bfloat16)
     wide = torch.randn(tokens, 28672, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(28672, 4096, device="cuda").to(E4M3)
     largest = torch.compile(lambda x: inverse(scale_of(x.abs().amax(dim=1).amax(), E4M3)), fullgraph=True)
     for name, run, size in (
         ("largest magnitude", partial(largest, x), 2 * x.numel()),
-        ("round both ways", partial(round_both, x, one, E4M3), 4 * x.numel()),
-        ("round turned", partial(round_turned, x, one, E4M3), 3 * x.numel()),
+        ("round both ways", partial(round_both, x, scale, E4M3), 4 * x.numel()),
+        ("round turned", partial(round_turned, x, scale, E4M3), 3 * x.numel()),
         ("turn a weight", partial(turn, weight), 2 * weight.numel()),
-        ("swiglu, rounded both ways", partial(round_swiglu, wide, one, E4M3), 6 * x.numel()),
-        ("its gradient, rounded both ways", partial(round_swiglu_gradient, wide, x, one, E5M2), 10 * x.numel()),
+        ("swiglu, rounded both ways", partial(round_swiglu, wide, scale, E4M3), 6 * x.numel()),
+        ("its gradient, rounded both ways", partial(round_swiglu_gradient, wide, x, scale, E5M2), 10 * x.numel()),
     ):
         took = seconds(run)
         yield {"kernel": name, "ms": took * 1e3, "gb_per_s": size / took / 1e9}
@@ -171,10 +171,12 @@ def main() -> None:
     lines = [{"environment": environment()}]
     print(json.dumps(lines[0]))
     for part in (pieces, layers, networks):
-        for row in part(options.tokens):
-            lines.append(row)
+        for figure in part(options.tokens):
+            lines.append(figure)
             print(
-                json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+                json.dumps(
+                    {key: round(value, 4) if isinstance(value, float) else value for key, value in figure.items()}
+                )
             )
     if options.out:
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

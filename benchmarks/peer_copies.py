@@ -1,10 +1,9 @@
-"""Gathers and sums out of peers' memory, for the benchmark of ways to gather (gathers.py).
+"""Gathers and sums by copies from peers' memory, an implementation in the gather benchmark (gathers.py).
 
-The ranks of one host lay what others need into memory that all of them map, and copy what they need out of theirs. Copies are ordered by
-flags in the same memory, written and waited for in stream order: by 4-byte copies to the peers and the driver's stream memory operations
-(CUDA driver API, "Stream Memory Operations"), so neither the host nor a kernel waits. A slot is written again only when every peer has
-taken its last contents. On 2 H200s its gathers were slower than NCCL's copy engines, its sums faster than NCCL's
-(docs/design/gathers.md).
+The ranks of a host write data for others into memory that all of them map, and copy data from the others' memory. Flags in the same memory
+order the copies in stream order: 4-byte copies to the peers set them, and the driver's stream memory operations (CUDA driver API, "Stream
+Memory Operations") wait for them, so neither the host nor a kernel waits. A slot is overwritten only after every peer has copied its
+contents. On 2 H200s its gathers were slower than NCCL's copy engines, and its sums faster than NCCL's.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch import Tensor
 from meshwright.parallel.stream_memory import wait_at_least, write
 
 STAGED = 256 << 20
-"""Bytes of all ranks' numbers that a sum has before it at a time."""
+"""Bytes of all ranks' data that a sum processes at a time."""
 ALIGNED = 256
-"""Bytes: where a slot may begin, so that copies run at full width."""
+"""Alignment of slots in bytes, so that copies run at full width."""
 READY, TAKEN = 0, 1
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(target, source)."""
@@ -36,40 +35,40 @@ class Ring:
         self._uses = 0
 
     def begin(self) -> None:
-        """Take the next slot: the current stream waits until every peer has taken what was in it."""
+        """Advance to the next slot: the current stream waits until every peer has copied its contents."""
         self._uses += 1
         if self._uses > self._slots:
             self.window.hear(self._flags[TAKEN], self._uses - self._slots)
 
     def ready(self) -> None:
-        """Tell peers that this rank's slot is written, and let the current stream wait until theirs are."""
+        """Signal that this rank's slot is written; the current stream waits until those of the peers are."""
         self.window.tell(self._flags[READY], self._uses)
         self.window.hear(self._flags[READY], self._uses)
 
     def taken(self) -> None:
-        """Tell peers that this rank has copied what it needs out of their slots."""
+        """Signal that this rank has copied its data from the peers' slots."""
         self.window.tell(self._flags[TAKEN], self._uses)
 
     def slot(self, owner: int, start: int, like: Tensor) -> Tensor:
-        """As many numbers as `like` has, from number `start` of `owner`'s slot in use."""
+        """A view of `owner`'s current slot from element `start`, with the dtype and number of elements of `like`."""
         size = like.element_size()
         first = self._first + (self._uses - 1) % self._slots * self._size
         return self.window.bytes_of(owner, first + start * size, like.numel() * size).view(like.dtype)
 
 
 class Copies:
-    """Copies out of peers' memory, spread over `streams` streams beside the current one."""
+    """Copies from peers' memory, distributed over `streams` streams in addition to the current one."""
 
     def __init__(self, device: torch.device, streams: int) -> None:
         count = streams if device.type == "cuda" else 0
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(count)]
 
     def run(self, pairs: Pairs) -> None:
-        """Copy every (target, source); the current stream goes on when all are there."""
+        """Copy every (target, source); the current stream waits for all copies."""
         self.join(self.start(pairs))
 
     def start(self, pairs: Pairs) -> list[Event]:
-        """Begin to copy when the current stream comes to here, which goes on; `join` takes what this returns."""
+        """Start the copies after the current stream's work without blocking it; returns events for `join`."""
         if not self._streams:
             for target, source in pairs:
                 target.copy_(source)
@@ -86,13 +85,13 @@ class Copies:
         return stream.record_event()
 
     def join(self, started: Sequence[Event]) -> None:
-        """Let the current stream wait for copies."""
+        """Make the current stream wait for copies."""
         for event in started:
             torch.cuda.current_stream().wait_event(event)
 
 
 def spread(pairs: Pairs, count: int) -> list[Pairs]:
-    """Copies for `count` streams: every so many to each, or a part of every copy where there are fewer copies than streams."""
+    """Distributes copies over `count` streams: in turn, or each copy in parts where there are fewer copies than streams."""
     if len(pairs) >= count:
         return [pairs[number::count] for number in range(count)]
     parts = [[tensor.tensor_split(count) for tensor in pair] for pair in pairs]
@@ -100,7 +99,7 @@ def spread(pairs: Pairs, count: int) -> list[Pairs]:
 
 
 class PeerGather:
-    """An all-gather, through a window: each rank lays its shard down and copies those of the others."""
+    """An all-gather through a window: each rank writes its shard and copies those of the others."""
 
     def __init__(self, ring: Ring, copies: Copies) -> None:
         self._ring, self._copies = ring, copies
@@ -122,7 +121,7 @@ class PeerGather:
 
 
 class PeerReduce:
-    """A reduce-scatter, through a window: each rank copies its part of every peer's gradient, and adds them up in rank order.
+    """A reduce-scatter through a window: each rank copies its part of every peer's gradient, and adds them in rank order.
 
     What is summed is given out by `allocate`, in the window, so that nothing need be copied there.
     """
@@ -143,7 +142,7 @@ class PeerReduce:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, op: Any = None, async_op: bool = False
     ) -> None:
-        """Set `output_tensor` `(n,)` to the sum over ranks of their `input_tensor` `(ranks × n,)`'s part for this one."""
+        """Set `output_tensor` `(n,)` to the sum over ranks of this rank's part of their `input_tensor` `(ranks × n,)`."""
         given, self._given = self._given, None
         assert given is not None and given.data_ptr() == input_tensor.data_ptr(), "only what was given out is summed"
         self._ring.ready()
@@ -160,7 +159,7 @@ class PeerReduce:
         self._ring.taken()
 
     def _start(self, table: Tensor, piece: Tensor, output: Tensor) -> list[Event]:
-        """Begin to copy every rank's numbers for `piece` of `output` into the rows of `table`."""
+        """Start to copy every rank's elements for `piece` of `output` into the rows of `table`."""
         ring, window = self._ring, self._ring.window
         start = window.rank * output.numel() + int(piece.storage_offset() - output.storage_offset())
         started = self._copies.start([(table[p, : len(piece)], ring.slot(p, start, piece)) for p in others(window)])
@@ -169,7 +168,7 @@ class PeerReduce:
 
 
 def others(window: DeviceWindow) -> list[int]:
-    """The peers of a rank, beginning with its neighbour: at any time each rank is read by one other."""
+    """The peers of a rank, starting with its neighbour, so that at any time only one rank reads from each."""
     return [(window.rank + step) % window.ranks for step in range(1, window.ranks)]
 
 

@@ -1,9 +1,8 @@
-"""Holds the planner against layouts that others published: `make published-layouts` (two minutes of one core).
+"""Compares the planner's choice with published layouts: `make published-layouts` (two minutes of one core).
 
-For each run: the published seconds, what this program's own engine is predicted to take in that layout (pinned: tensor, context, pipeline
-and expert ranks, schedule, micro-batch), and what it chooses freely among plans that it can train. Writes
-docs/reference/published-layouts.md.
-Published seconds are another software's; the pinned prediction is this one's, so the two differ by more than a model's error.
+For each run: the published seconds, the prediction for this program in that layout (pinned tensor, context, pipeline and expert ranks,
+schedule, micro-batch), and the plan that the search chooses among trainable ones. Writes docs/reference/published-layouts.md. Published
+seconds are of other software, so they differ from the pinned prediction by more than the error of the cost model.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""`meshwright train` on a cluster whose last ranks are slower: every block they run is drawn out by a calibrated spin.
+"""Runs `meshwright train` on a cluster whose last ranks are slower: a calibrated spin extends each of their blocks.
 
     python benchmarks/slow_group.py --from-rank 2 benchmarks/llama3-8b.yaml --runs runs --fresh name=alike plan.pipeline=2 …
     python benchmarks/slow_group.py --from-rank 2 --slower 1.5 --like alike benchmarks/llama3-8b.yaml --runs runs --fresh plan.pipeline=2 …
 
-It plays a group of older chips on a host of like ones (Holmes's test, arXiv 2312.03549), for benchmarks only. After a block's forward, and
-before its backward, a kernel spins on the compute stream until the block has taken --slower times what one took on that rank in the run
---like (first command), by CUDA events. A chip that may spin has power to spare, and its products go a tenth faster: without --like, a
-block takes --slower times what it takes then, which is less.
+It emulates a group of older chips on a host of equal ones (the test of Holmes, arXiv 2312.03549), for benchmarks only. After a block's
+forward, and before its backward, a kernel spins on the compute stream until the block has taken --slower times its time on that rank in the
+run --like (first command), by CUDA events. A chip that spins is below its power limit, and its products run a tenth faster: without --like,
+a block takes --slower times this shorter time.
 
-The spin is fitted during the first steps: --warm blocks run as they are, then rounds of --round blocks adjust it. What was reached is
-written to RUN/slowed-rank-N.json with the times, and the run goes on spinning by the last round's cycles. Where backward is split,
-all of its spin is in the part that makes the input's gradient; the head and the embedding are not slowed.
+The spin is fitted during the first steps: --warm blocks run unchanged, then rounds of --round blocks adjust it. The ratio that it reached
+is written to RUN/slowed-rank-N.json with the times, and the run continues with the last round's spin. Where backward is split, the spin is
+in the part that computes the input gradient; head and embedding are not slowed.
 
---tcp-links takes NVLink and shared memory from the same ranks: they talk TCP to one another too.
+--tcp-links disables NVLink and shared memory between the slow ranks, so they communicate over TCP too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from meshwright.training.lifecycle import RankLife
 
 FIRST_CYCLES_PER_MS = 1_500_000
 ROUNDS = 3
-"""Adjustments of the spin; one more round measures what they reached."""
+"""Adjustments of the spin; one more round measures the result."""
 
 
 def main() -> None:

@@ -2,16 +2,16 @@
 
     python benchmarks/tensor_overlap.py [--gpus N] [--widths 2,4,8] [--tokens 8192] [--batch 1] [--rows 1024,2048,4096] [--out FILE]
 
-One line for each product of Llama-3-8B and direction, in ms of the slowest rank, medians over rounds of several calls in a row:
+Prints a line for each product of Llama-3-8B and direction, in ms of the slowest rank, medians over rounds of several calls in a row:
 
-  plain      collectives before and behind (`plan.tensor_engine: kernel`)
-  beside     copies by the devices' copy engines, the product in pieces (`copy`), for each number of rows that a piece has at least
-  products   the matrix products alone, uncut: no way can be faster
+  plain      collectives before and after the product (`plan.tensor_engine: kernel`)
+  beside     copies by copy engines that overlap the product in pieces (`copy`), for each minimum number of rows per piece
+  products   the undivided matrix products alone, the lower bound
   exchange   the collectives alone
-  hidden     what part of the exchange's time `beside` takes off `plain`: 100% is `products`
+  hidden     share of the exchange time by which `beside` is faster than `plain`; 100% equals `products`
 
-`--widths` are the numbers of tensor ranks that the matrices are cut for, the number of GPUs left out; on fewer GPUs the exchange is that
-of these few. Results of the two ways are compared. NVLink multicast is left off.
+`--widths` are the numbers of tensor ranks for which the matrices are divided (default: the number of GPUs); on fewer GPUs the exchange is
+between these only. The results of both implementations are compared. NVLink multicast is off.
 """
 
 from __future__ import annotations

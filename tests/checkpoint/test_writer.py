@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.checkpoint import writer as writing
+from meshwright.checkpoint.attempt import await_writers
 from meshwright.checkpoint.manifest import read_manifest, step_name
 from meshwright.checkpoint.writer import Discard, decode, encode
 from meshwright.launch.folder import take_over
@@ -119,3 +124,46 @@ def test_a_writer_of_an_earlier_start_commits_and_deletes_nothing(tmp_path: Path
 def test_commands_survive_their_lines(tmp_path: Path) -> None:
     save = made(tmp_path).stage(7)
     assert decode(encode(save)) == save and b"\n" not in encode(save)[:-1]
+
+
+def test_the_writer_imports_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None\nimport meshwright.checkpoint.writer, meshwright.checkpoint.writer_process"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_a_start_waits_for_a_writer_that_outlived_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it commits is what the new start continues from."""
+    writers = made(tmp_path, keep=5)
+    writers.save(1)
+    inside, go_on = threading.Event(), threading.Event()
+    real = writing.write_blocks
+
+    def slowly(*arguments: Any) -> Any:
+        inside.set()
+        assert go_on.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(writing, "write_blocks", slowly)
+    saving = threading.Thread(target=writers.save, args=(2,))
+    saving.start()
+    assert inside.wait(10)
+    starting = threading.Thread(target=take_over, args=(tmp_path,))
+    starting.start()
+    starting.join(0.2)
+    assert starting.is_alive() and newest(tmp_path) == 1
+    go_on.set()
+    saving.join(10)
+    starting.join(10)
+    assert not starting.is_alive() and newest(tmp_path) == 2
+
+
+def test_a_start_does_not_wait_for_a_writer_that_makes_no_progress(tmp_path: Path) -> None:
+    writers = made(tmp_path)
+    attempt = writers.writers[0]._attempt(writers.writers[0]._setup, writers.stage(2))  # type: ignore[arg-type]
+    attempt.create()
+    with attempt.locked():
+        began = time.monotonic()
+        await_writers(tmp_path / "checkpoints", idle_seconds=0.3)
+        assert 0.3 <= time.monotonic() - began < 5
+    await_writers(tmp_path / "checkpoints", idle_seconds=60)

@@ -143,7 +143,7 @@ def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stages", "schedules"),
     [
-        ("[[0-3,12-15],[4-7,8-11]]", {"zbv", "dualpipe_v"}),
+        ("[[0-3,12-15],[4-7,8-11]]", {"zbv"}),
         ("[[0-8],[9-15]]", {"1f1b", "zb_h1", "breadth_first"}),
     ],
 )

@@ -158,7 +158,7 @@ LOOPS, VEE = "[['0', '2'], ['1', '3']]", "[['0', '3'], ['1', '2']]"
         f"stages: {VEE}",
         f"stages: {LOOPS}",
         f"stages: {VEE}, pipeline: 2",
-        f"stages: {VEE}, schedule: dualpipe_v",
+        f"stages: {VEE}, schedule: zbv",
     ],
 )
 def test_stages_in_any_schedule_s_order_may_be_pinned_without_it(tmp_path: Path, pins: str) -> None:

@@ -426,6 +426,8 @@ def test_a_plan_file_is_checked_as_strictly_as_a_run_file() -> None:
     removed = r"reduce_engine: expected no such key; .*gained nothing, and the reduce-scatter is always used"
     with pytest.raises(BadConfig, match=removed):
         load_plan(write("plan.yaml", f"{PLAN}\nreduce_engine: exchange\n"))
+    with pytest.raises(BadConfig, match=r"schedule\.name: expected .* do not overlap; use zbv, got dualpipe_v"):
+        load_plan(write("plan.yaml", f"{PLAN}\nschedule: {{name: dualpipe_v}}\n"))
     for edit, key, output in (
         (("global_batch: 4", "global_batch: 5"), "global_batch", "a multiple of replicate × shard = 2, got 5 (nearest: 6)"),
         (("micro_batch: 1", "micro_batch: 3"), "micro_batch", "a divisor of the 2 sequences of a rank, got 3 (nearest: 2)"),

@@ -31,20 +31,20 @@ def plan(axis: Any, size: int, times: int = TIMES, schedule: str = "1f1b", **str
 
 
 def added(world: World, plan: Plan) -> tuple[Counter[str], set[torch.dtype]]:
-    """How often gradients were added up in one step, by way; and the formats that whole sums of blocks' products were seen in."""
+    """How often gradients were added up in one step by each way, and the dtypes in which whole sums of blocks' products were seen in."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
-    from meshwright.parallel import fsdp
+    from meshwright.parallel import sharded_unit
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
 
     ways: Counter[str] = Counter()
-    kinds: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
 
-    def told(name: str, function: Any) -> Any:
+    def counting_calls(name: str, function: Any) -> Any:
         def counting(total: Any, *parts: Any) -> Any:
             ways[name] += total.ndim == 2  # neither norms nor biases
-            kinds.update({total.dtype} if isinstance(total, torch.Tensor) else ())
+            dtypes.update({total.dtype} if isinstance(total, torch.Tensor) else ())
             return function(total, *parts)
 
         return counting
@@ -53,11 +53,11 @@ def added(world: World, plan: Plan) -> tuple[Counter[str], set[torch.dtype]]:
     tokens = torch.arange(SEQ).remainder(DEEP.vocab_size)[None]
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
     with (
-        mock.patch.object(fsdp, "add_product", told("product", fsdp.add_product)),
-        mock.patch.object(fsdp, "add", told("pass", fsdp.add)),
+        mock.patch.object(sharded_unit, "add_product", counting_calls("product", sharded_unit.add_product)),
+        mock.patch.object(sharded_unit, "add", counting_calls("pass", sharded_unit.add)),
     ):
         engine.executor.play(engine.training, batches, NullRecorder(), torch.tensor(float(tokens.numel())))
-    return ways, kinds
+    return ways, dtypes
 
 
 SUMMED = PRODUCTS * DEEP.layers * (TIMES - 1)
@@ -77,9 +77,9 @@ ENDS = 2 * (TIMES - 1)
     ids=["whole", "whole, recomputed", "layered", "one rank", "reduced each time", "one micro-batch"],
 )
 def test_products_add_up_what_they_make(pool: Pool, plan: Plan, products: int, passes: int) -> None:
-    for ways, kinds in pool.run(added, plan.ranks, plan):
+    for ways, dtypes in pool.run(added, plan.ranks, plan):
         assert ways == Counter({"product": products, "pass": passes}) - Counter()
-        assert kinds <= {torch.float32}
+        assert dtypes <= {torch.float32}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])

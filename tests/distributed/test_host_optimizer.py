@@ -85,7 +85,7 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
     mesh = build_mesh(chosen, world)
     engine = build_engine(spec, chosen, mesh, loss_chunk=5, seed=0)
     optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
-    optimizer.leave_device()
+    optimizer.release_master_weights()
     share = BATCH // mesh.data_ranks
     left: dict[str, torch.Tensor] = {}
     for step in range(STEPS):

@@ -8,9 +8,10 @@ from tests.docs.pages import PAGES, prose, text_of
 MAX_COLUMNS = 120
 MAX_PAGE_WORDS = 2_500
 MAX_README_WORDS = 1_200
-MAX_TOTAL_WORDS = 40_000
-GENERATED_REFERENCE = "docs/reference/run-file.md"
-NOT_COUNTED = {"docs/log.md", GENERATED_REFERENCE}
+MAX_TOTAL_WORDS = 36_000
+GENERATED = {f"docs/reference/{name}.md" for name in ("run-file", "features", "published-layouts")}
+NOT_COUNTED = {"README.md", "docs/log.md", *GENERATED}
+"""The README has a bound of its own."""
 
 
 def words(page: str) -> int:
@@ -23,7 +24,7 @@ def test_prose_lines_are_short(page: str) -> None:
     assert not [line for line in lines if len(line) > MAX_COLUMNS]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in NOT_COUNTED])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/log.md", "docs/reference/run-file.md")])
 def test_a_page_is_read_in_ten_minutes(page: str) -> None:
     assert words(page) <= MAX_PAGE_WORDS
 

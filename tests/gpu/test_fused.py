@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.optim import fused
-from meshwright.optim.fused import Coefficients, Told, counted, new_count
+from meshwright.optim.fused import Coefficients, StepInputs, counted, new_count
 
 pytestmark = pytest.mark.gpu
 
@@ -37,8 +37,8 @@ def trained(step: Callable[..., None], made: torch.dtype, shift: int, skipped: i
     torch._foreach_add_(counts, [torch.full((), float(row), device="cuda") for row in range(len(counts))])
     for number in range(STEPS):
         factor = torch.full((), 0.3 + number, device="cuda", dtype=torch.float64)
-        told = Told(1e-2, factor, torch.full((), float(number == skipped), device="cuda"))
-        with counted(counts, told.skip):
+        inputs = StepInputs(1e-2, factor, torch.full((), float(number == skipped), device="cuda"))
+        with counted(counts, inputs.skip):
             gradients = drawn(number + 1, made, shift)
             step(
                 weights,
@@ -47,7 +47,7 @@ def trained(step: Callable[..., None], made: torch.dtype, shift: int, skipped: i
                 counts,
                 coefficients=Coefficients((0.9, 0.95), 1e-8),
                 weight_decay=0.1,
-                told=told,
+                inputs=inputs,
             )
     return [weights, *moments]
 
@@ -82,7 +82,7 @@ def test_nothing_is_read_back() -> None:
                 counts,
                 coefficients=Coefficients((0.9, 0.95), 1e-8),
                 weight_decay=0.1,
-                told=Told(1e-2, one, 0 * one),
+                inputs=StepInputs(1e-2, one, 0 * one),
             )
     finally:
         torch.cuda.set_sync_debug_mode("default")

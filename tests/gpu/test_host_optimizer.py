@@ -14,7 +14,7 @@ from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
 from tests.gpu.test_offload import BOUND, RUN, peak
 
 from meshwright.config.load import load_resolved
-from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
 from meshwright.optim.host import MASTER, HostAdamW
 from meshwright.spec.model import parameter_count
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
@@ -40,7 +40,7 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
     counts = [new_count(torch.device("cuda")) for _ in truth]
     release = {name: (lambda copy=copy: copy) for name, copy in here.items()} if masters else {}
     made = HostAdamW(parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON))
-    made.leave()
+    made.release_master_weights()
     if masters:
         for part in parts.values():
             part.fill_(torch.nan)  # nothing reads what has left
@@ -48,13 +48,13 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
         gradients = drawn(step + 1)
         skipped = step == 5
         factor, skip = (torch.full((), value, device="cuda") for value in (0.3, float(skipped)))
-        told = Told(1e-3, factor, skip)
-        made.step(gradients, told)
+        inputs = StepInputs(1e-3, factor, skip)
+        made.step(gradients, inputs)
         with counted(counts, skip):
             both = (list(held[moment].values()) for moment in MOMENTS)
             update(
                 list(truth.values()), list(gradients.values()), *both, counts, coefficients=Coefficients(BETAS, EPSILON),
-                weight_decay=0.1, told=told,
+                weight_decay=0.1, inputs=inputs,
             )  # fmt: skip
     for name, weight in truth.items():
         for moment in MOMENTS:
@@ -77,10 +77,10 @@ def test_chunks_come_while_others_leave() -> None:
         spans.append((lane, begun, ended))
 
     gradient, one = torch.ones_like(parts["weight"]), torch.ones((), device="cuda")
-    made.step({"weight": gradient}, Told(1e-3, one, 0 * one))
+    made.step({"weight": gradient}, StepInputs(1e-3, one, 0 * one))
     torch.cuda.synchronize()
     start.record()
-    made.step({"weight": gradient}, Told(1e-3, one, 0 * one), concurrent_span)
+    made.step({"weight": gradient}, StepInputs(1e-3, one, 0 * one), concurrent_span)
     torch.cuda.synchronize()
     seen = {
         wanted: [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.optim.clip import clip_factor, gradient_norm
-from meshwright.optim.fused import Coefficients, Told, counted, new_count, update
+from meshwright.optim.fused import Coefficients, StepInputs, counted, new_count, update
 
 SHAPES = [(33, 7), (5,), (0, 4), (64, 64)]
 BETAS, EPSILON, RATE, DECAY = (0.9, 0.95), 1e-8, 1e-2, 0.1
@@ -33,8 +33,8 @@ def trained(
     for step in range(STEPS):
         gradients = [gradient.to(dtype) if wide else gradient for gradient in drawn(step + 1, made)]
         norm = gradient_norm(gradients, None, torch.device("cpu")) * (torch.inf if step == skipped else 1)
-        told = Told(RATE, clip_factor(norm, limit) * error, (~norm.isfinite()).float())
-        with counted(counts, told.skip):
+        inputs = StepInputs(RATE, clip_factor(norm, limit) * error, (~norm.isfinite()).float())
+        with counted(counts, inputs.skip):
             update(
                 weights,
                 gradients,
@@ -42,7 +42,7 @@ def trained(
                 counts,
                 coefficients=Coefficients(BETAS, EPSILON),
                 weight_decay=DECAY,
-                told=told,
+                inputs=inputs,
             )
     return weights
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.optim.fused import MOMENTS, Coefficients, Told
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs
 from meshwright.optim.host import ALIGNED, MASTER, HostAdamW, lay_out
 
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
@@ -83,7 +83,7 @@ def away(dtype: torch.dtype, chunk: int, masters: bool) -> tuple[HostAdamW, dict
     decays = {name: 0.0 if name in NO_DECAY else DECAY for name in weights}
     releases = {name: release(name) for name in weights} if masters else {}
     made = HostAdamW(weights, decays, releases, coefficients=Coefficients(BETAS, EPSILON), chunk=chunk)
-    made.leave()
+    made.release_master_weights()
     return made, here
 
 
@@ -103,7 +103,7 @@ def differing(made: HostAdamW, here: dict[str, torch.Tensor], dtype: torch.dtype
 def run(made: HostAdamW, dtype: torch.dtype, skipped: int | None = None) -> None:
     for step in range(STEPS):
         skip = torch.tensor(float(step == skipped))
-        made.step(gradients(step, dtype), Told(RATE, torch.ones(()), skip))
+        made.step(gradients(step, dtype), StepInputs(RATE, torch.ones(()), skip))
 
 
 @pytest.mark.parametrize("chunk", [ALIGNED, 5 * ALIGNED, 1 << 20])
@@ -130,15 +130,15 @@ def test_a_chunk_that_does_not_come_back_is_noticed(monkeypatch: pytest.MonkeyPa
 def test_copies_are_told_to_whoever_draws_them() -> None:
     from contextlib import nullcontext
 
-    told: list[tuple[str, str]] = []
+    inputs: list[tuple[str, str]] = []
 
     def concurrent_span(name: str, lane: str) -> Any:
-        told.append((name, lane))
+        inputs.append((name, lane))
         return nullcontext()
 
     made, _ = away(torch.float32, 1 << 20, True)
-    made.step(gradients(0, torch.float32), Told(RATE, torch.ones(()), torch.zeros(())), concurrent_span)
-    assert sorted(told) == [(f"optimizer {n}", lane) for n in range(2) for lane in ("fetch", "offload")]
+    made.step(gradients(0, torch.float32), StepInputs(RATE, torch.ones(()), torch.zeros(())), concurrent_span)
+    assert sorted(inputs) == [(f"optimizer {n}", lane) for n in range(2) for lane in ("fetch", "offload")]
 
 
 def test_the_host_holds_all_of_it() -> None:

@@ -36,7 +36,7 @@ def step(model: Decoder, optimizer: AdamW) -> None:
 def test_every_weight_and_moment_is_listed_with_the_memory_it_is_in() -> None:
     model, optimizer = made(0)
     before = {parts.name: parts.memory for parts in optimizer.state()}
-    optimizer.leave_device()
+    optimizer.release_master_weights()
     state = {parts.name: parts for parts in optimizer.state()}
     names = [name for name, _ in model.named_parameters()]
     kinds = ["model", *(f"optimizer.{moment}" for moment in MOMENTS)]
@@ -52,8 +52,8 @@ def test_every_weight_and_moment_is_listed_with_the_memory_it_is_in() -> None:
 def test_state_that_is_copied_from_one_optimizer_to_another_is_stepped_alike() -> None:
     for releases in (True, False):
         (model, optimizer), (other, restored) = made(0, releases=releases), made(1, releases=releases)
-        optimizer.leave_device()
-        restored.leave_device()
+        optimizer.release_master_weights()
+        restored.release_master_weights()
         step(model, optimizer)
         for theirs, ours in zip(optimizer.state(), restored.state(), strict=True):
             assert theirs.name == ours.name

@@ -83,7 +83,6 @@ def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], messag
     ("words", "message"),
     [
         ("zbv plan.stages=[[0-7],[8-15]]", "exactly 2 stages per rank, got 1; nearest: 2; plan.stages lists them"),
-        ("dualpipe_v plan.stages=[[0-3,12-15],[4-7,8-11]] plan.micro_batch=8", "got 1; .*; micro-batches are train.global_"),
     ],
 )  # fmt: skip
 def test_a_schedule_that_cannot_be_made_says_which_number_is_wrong(words: str, message: str) -> None:

@@ -38,8 +38,8 @@ def run(
     )
 
 
-def chosen(asked: RunSpec, *, trainable: bool = True) -> Plan:
-    return search(asked, trainable=trainable).best.plan
+def chosen(question: RunSpec, *, trainable: bool = True) -> Plan:
+    return search(question, trainable=trainable).best.plan
 
 
 def test_8b_on_one_node_keeps_everything() -> None:
@@ -76,7 +76,7 @@ def test_everything_predicted_adds_up() -> None:
         assert predicted.low_seconds < predicted.step_seconds < predicted.high_seconds
         assert predicted.tokens_per_second == pytest.approx(16 * 8192 / predicted.step_seconds)
         assert sum(predicted.memory_bytes.values()) == predicted.memory_peak_bytes
-    seconds = [one.seconds for one in answer.others if one.simulated]
+    seconds = [candidate.seconds for candidate in answer.others if candidate.simulated]
     assert seconds == sorted(seconds)
 
 
@@ -125,29 +125,29 @@ def test_what_fits_by_the_exact_account_is_found(memory: float) -> None:
         f"model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.emulate_nodes=2 cluster.memory_gib={memory}"
     )
     pins = "train.seq_len=4096 train.global_batch=64 plan.shard=4 plan.micro_batch=8 plan.recompute=full"
-    asked = load_run(None, f"{words} {pins}".split())
-    assert peak_bytes(search(asked, trainable=True).best.plan) <= HEADROOM * memory * 2**30
+    question = load_run(None, f"{words} {pins}".split())
+    assert peak_bytes(search(question, trainable=True).best.plan) <= HEADROOM * memory * 2**30
 
 
 def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the closed form rejects every plan, the exact memory account decides."""
-    asked = run("llama3-1b", batch=8, seq=2048)
+    question = run("llama3-1b", batch=8, seq=2048)
     monkeypatch.setattr("meshwright.planner.search.MARGINS", (1e-6,))
-    result = search(asked, trainable=True).best.plan
-    assert fits(asked, result, memory_budget(asked, None))
-    tight = replace(asked, cluster=replace(asked.cluster, memory_gib=4))
+    result = search(question, trainable=True).best.plan
+    assert fits(question, result, memory_budget(question, None))
+    tight = replace(question, cluster=replace(question.cluster, memory_gib=4))
     with pytest.raises(OutOfResources, match=r"a rank needs [\d.]+ GB, [\d.]+ GB over the 3.9 that may be used"):
         search(tight, trainable=True)
 
 
 def test_training_is_offered_only_what_it_can_do() -> None:
     # What splits the backward has the smaller bubble, and does not go with activations in host memory.
-    asked = run(plan=PlanPins(pipeline=2, offload="activations"))
-    wide, narrow = search(asked, trainable=False), search(asked)
-    assert all(untrainable(one.plan) is None for one in (narrow.best, *narrow.others))
-    assert any(untrainable(one.plan) for one in (wide.best, *wide.others))
+    question = run(plan=PlanPins(pipeline=2, offload="activations"))
+    wide, narrow = search(question, trainable=False), search(question)
+    assert all(untrainable(candidate.plan) is None for candidate in (narrow.best, *narrow.others))
+    assert any(untrainable(candidate.plan) for candidate in (wide.best, *wide.others))
     assert wide.best.seconds <= narrow.best.seconds * 1.02
-    answer, faster = with_untrainable(asked, narrow)
+    answer, faster = with_untrainable(question, narrow)
     assert answer.best.seconds <= narrow.best.seconds
     assert faster is None or (faster.seconds < narrow.best.seconds and untrainable(faster.plan))
 
@@ -168,26 +168,26 @@ LONG = (
 )
 def test_a_pin_beside_a_free_offload_stays_trainable(pins: str) -> None:
     """Offloaded activations are the fastest here, and cannot be combined with the pin."""
-    asked = load_run(None, [*LONG.split(), *pins.split()])
-    assert untrainable(search(asked, trainable=False).best.plan)
-    answer = search(asked, trainable=True)
-    assert all(untrainable(one.plan) is None for one in (answer.best, *answer.others))
+    question = load_run(None, [*LONG.split(), *pins.split()])
+    assert untrainable(search(question, trainable=False).best.plan)
+    answer = search(question, trainable=True)
+    assert all(untrainable(candidate.plan) is None for candidate in (answer.best, *answer.others))
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
 def test_what_is_named_where_nothing_fits_is_trainable(schedule: str) -> None:
-    asked = load_run(None, [*LONG.split(), f"plan.schedule={schedule}"])
-    chosen, strategy = smallest(asked, points(asked, trainable=True), 3)
+    question = load_run(None, [*LONG.split(), f"plan.schedule={schedule}"])
+    chosen, strategy = smallest(question, points(question, trainable=True), 3)
     assert len(chosen) and strategy.lean.offload == ("optimizer" if schedule == "zbv" else "both")
 
 
 def test_pinned_layers_get_a_schedule_that_can_train_them() -> None:
     layers = (LayerStrategy(range="all", recompute="full", offload="activations"),)
-    asked = run(plan=PlanPins(pipeline=2, layers=layers))
-    wide, narrow = search(asked, trainable=False), search(asked)
-    assert any(untrainable(one.plan) for one in (wide.best, *wide.others))
-    for one in (narrow.best, *narrow.others):
-        assert one.plan.layers == layers and untrainable(one.plan) is None
+    question = run(plan=PlanPins(pipeline=2, layers=layers))
+    wide, narrow = search(question, trainable=False), search(question)
+    assert any(untrainable(candidate.plan) for candidate in (wide.best, *wide.others))
+    for candidate in (narrow.best, *narrow.others):
+        assert candidate.plan.layers == layers and untrainable(candidate.plan) is None
 
 
 def test_of_equals_the_simplest_is_taken() -> None:
@@ -205,16 +205,16 @@ def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp
     """The search is compared with a simulation of every plan of a small space."""
     network = NetworkSpec(fabric="tcp", port_gb_per_s=1.0) if tcp else None
     cluster = ClusterSpec(gpu="A100", nodes=2, gpus_per_node=2, memory_gib=40, network=network)
-    asked = run("llama3-1b", batch=batch, cluster=cluster, seq=2048)
-    asked = replace(asked, model=replace(asked.model, layers=layers))
-    space, budget = points(asked, trainable=True), memory_budget(asked, None)
+    question = run("llama3-1b", batch=batch, cluster=cluster, seq=2048)
+    question = replace(question, model=replace(question.model, layers=layers))
+    space, budget = points(question, trainable=True), memory_budget(question, None)
     ends = [End(reshard, "none") for reshard in (False, True)]
     plans = [
-        plan_at(asked, space, index, Strategy(end, end, gradients), budget)
+        plan_at(question, space, index, Strategy(end, end, gradients), budget)
         for index in range(len(space)) for end in ends for gradients in ("shard", "whole")
     ]  # fmt: skip
-    fastest = min(step_seconds(reprice(asked, plan)) for plan in plans if fits(asked, plan, budget))
-    assert search(asked, trainable=True).best.seconds <= fastest * (1 + ALIKE) * 1.001
+    fastest = min(step_seconds(reprice(question, plan)) for plan in plans if fits(question, plan, budget))
+    assert search(question, trainable=True).best.seconds <= fastest * (1 + ALIKE) * 1.001
 
 
 def step_seconds(plan: Plan) -> float:

@@ -29,21 +29,21 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "asked", [run(), run(ranks=12, batch=24), run("llama3-1b", seq=65536), run("qwen3-30b-a3b", seq=4096)]
+    "question", [run(), run(ranks=12, batch=24), run("llama3-1b", seq=65536), run("qwen3-30b-a3b", seq=4096)]
 )
-def test_every_point_can_be_made(asked: RunSpec) -> None:
-    space = points(asked)
+def test_every_point_can_be_made(question: RunSpec) -> None:
+    space = points(question)
     assert len(space) > 100
     for index in range(len(space)):
         mesh = space.meshes[space.mesh[index]]
         micro, many, name = int(space.micro[index]), int(space.accumulate[index]), SCHEDULES[space.schedule[index]]
-        assert prod(mesh.sizes) == asked.cluster.ranks
-        assert mesh.data * micro * many == asked.train.global_batch
+        assert prod(mesh.sizes) == question.cluster.ranks
+        assert mesh.data * micro * many == question.train.global_batch
         assert refusal(name, mesh.size("pipeline"), many, int(space.virtual[index])) is None
-        assert mesh.size("pipeline") * int(space.virtual[index]) <= asked.model.layers
-        assert asked.model.heads % (mesh.size("tensor") * mesh.size("context_ulysses")) == 0
-        assert mesh.size("tensor") * mesh.size("context_ulysses") <= asked.cluster.gpus_per_node
-        assert asked.train.seq_len // mesh.context >= 512
+        assert mesh.size("pipeline") * int(space.virtual[index]) <= question.model.layers
+        assert question.model.heads % (mesh.size("tensor") * mesh.size("context_ulysses")) == 0
+        assert mesh.size("tensor") * mesh.size("context_ulysses") <= question.cluster.gpus_per_node
+        assert question.train.seq_len // mesh.context >= 512
 
 
 def test_all_axes_and_schedules_are_there() -> None:
@@ -108,12 +108,12 @@ def test_a_pin_reaches_beyond_what_is_worth_trying() -> None:
 
 
 def test_the_largest_question_is_a_matter_of_thousands() -> None:
-    asked = replace(run("llama3-405b", batch=2048), cluster=ClusterSpec(gpu="H100", nodes=2048, gpus_per_node=8))
-    assert 10_000 < len(points(asked)) < 200_000
+    question = replace(run("llama3-405b", batch=2048), cluster=ClusterSpec(gpu="H100", nodes=2048, gpus_per_node=8))
+    assert 10_000 < len(points(question)) < 200_000
 
 
 def test_links_that_leave_a_host_widen_what_is_tried() -> None:
     rack = replace(run("llama3-70b", batch=16), cluster=ClusterSpec(gpu="GB200", nodes=4, gpus_per_node=4))
     split = replace(rack, cluster=replace(rack.cluster, network=NetworkSpec(domain=4)))
-    widest = [max(mesh.size("tensor") for mesh in points(asked).meshes) for asked in (rack, split)]
+    widest = [max(mesh.size("tensor") for mesh in points(question).meshes) for question in (rack, split)]
     assert widest == [16, 4]

@@ -109,11 +109,11 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
             layer = LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=offload)
             layout = layouts(run, space, layer)
             ends[reshard, mode] = closed_form_seconds(priced, layout), peak_rank_bytes(run, layout)
-        for (one, first), (other, second) in product(ends.items(), ends.items()):
+        for (first_end, first), (second_end, second) in product(ends.items(), ends.items()):
             # Layers differ in one thing at a time; a line is the same from either end.
-            if (one[0] != other[0]) + (one[1] != other[1]) > 1 or one[0] > other[0]:
+            if (first_end[0] != second_end[0]) + (first_end[1] != second_end[1]) > 1 or first_end[0] > second_end[0]:
                 continue
-            legal = sharded | ((not one[0] and not other[0]) | (pins.reshard is not None))
+            legal = sharded | ((not first_end[0] and not second_end[0]) | (pins.reshard is not None))
             if gradients == "whole":
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
             shares = np.arange(layers + 1)[:, None] / layers
@@ -125,8 +125,8 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
         here: Offload = "none" if offload == "activations" else "optimizer"
         for reshard, mode in product(reshards, modes):
             kept, offloading = (
-                LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=one)
-                for one in (here, offload)
+                LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=value)
+                for value in (here, offload)
             )
             rich, lean = layouts(run, space, kept), layouts(run, space, offloading)
             legal = sharded | (not reshard) | (pins.reshard is not None)

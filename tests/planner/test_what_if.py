@@ -128,11 +128,11 @@ def test_fp8_is_offered_to_layers_that_have_no_format_of_their_own() -> None:
 def test_the_planner_takes_fp8_only_when_asked() -> None:
     chosen = search(ask(*PINS)).best.plan.precision
     assert (chosen.linear, chosen.gather) == ("compute", "compute")
-    asked = {
+    dtypes_by_words = {
         ("plan.linear=fp8_tensorwise",): ("fp8_tensorwise", "fp8"),
         ("plan.linear=fp8_tensorwise", "plan.gather=compute"): ("fp8_tensorwise", "compute"),
         ("plan.linear=fp8_rowwise",): ("fp8_rowwise", "compute"),
     }
-    for words, expected in asked.items():
+    for words, expected in dtypes_by_words.items():
         precision = search(ask(*PINS, *words)).best.plan.precision
         assert (precision.linear, precision.gather) == expected

@@ -36,7 +36,7 @@ class Convention:
     refused: bool = False
     """Whether such records cannot be priced."""
     attention_counted_in_full: bool = False
-    """Whether the source's FLOP/s count 6 FLOPs a parameter and token, and all attention scores (Chowdhery et al. 2022, appendix B)."""
+    """Whether the source counts 6 FLOPs per parameter and token and full attention (Chowdhery et al. 2022, appendix B)."""
 
     def applies_to(self, record: Text) -> bool:
         """Whether the convention holds for `record`."""

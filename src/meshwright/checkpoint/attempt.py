@@ -10,12 +10,15 @@ A crash at any point leaves either no `step-` folder or a complete one. Torch-fr
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +46,9 @@ from meshwright.spec.run import Lease
 _PARTIAL = re.compile(r"\.(step-\d{8,12})\.(?:(\d+)-)?([0-9a-f]+)\.partial")
 _DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
 _REPLACED = re.compile(r"\.replaced-(step-\d{8,12})\.[0-9a-f]+")
+
+IDLE_SECONDS, AWAIT_POLL_SECONDS = 10.0, 0.05
+"""How long a start waits for the writer of an earlier one that makes no progress, and between two looks at it."""
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +89,17 @@ class Attempt:
             self.checkpoints.mkdir()
             sync_folder(self.checkpoints.parent)
         self.folder.mkdir()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold a lock on the folder, which `await_writers` looks for, for the length of a `with` block; none where there are no locks."""
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(descriptor)
 
     def commit(
         self,
@@ -181,6 +198,42 @@ def delete_beyond(checkpoints: Path, keep: int, protected: Path | None) -> list[
         rename(path, hidden)
         _remove(hidden)
     return doomed
+
+
+def await_writers(checkpoints: Path, idle_seconds: float = IDLE_SECONDS) -> None:
+    """Wait while a process that outlived its job still writes an attempt here and makes progress; what it commits is not lost.
+
+    A process that writes nothing for `idle_seconds` was stopped, or its storage hangs: nobody waits for it.
+    """
+    for folder, _ in _matching(checkpoints, _PARTIAL):
+        before, since = -1, time.monotonic()
+        while _is_locked(folder) and time.monotonic() - since < idle_seconds:
+            written = _bytes_in(folder)
+            if written != before:
+                before, since = written, time.monotonic()
+            time.sleep(AWAIT_POLL_SECONDS)
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:  # committed or abandoned meanwhile
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_in(folder: Path) -> int:
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return sum(entry.stat().st_size for entry in entries)
+    return 0
 
 
 def remove_stale(checkpoints: Path, epoch: int | None = None) -> None:

@@ -154,31 +154,21 @@ class Writer:
             self.phase = "idle"
 
     def _save(self, setup: Setup, save: Save) -> None:
-        began = time.perf_counter()
         attempt = self._attempt(setup, save)
         self.phase = "writing"
-        if setup.rank == 0:
-            attempt.check_owner()
-            recover(attempt.checkpoints)
-            attempt.create()
-        else:
-            _wait_for_folder(attempt, setup.folder_seconds)
-        files = self._write(setup, save, attempt.folder)
-        writing = time.perf_counter() - began
         if setup.rank:
-            write_durable(attempt.folder / done_name(setup.rank), json.dumps({n: asdict(r) for n, r in files.items()}))
-            self._reply("done", step=save.step, seconds=writing)
+            began = time.perf_counter()
+            _wait_for_folder(attempt, setup.folder_seconds)
+            files = self._write(setup, save, attempt.folder)
+            entries = {name: asdict(record) for name, record in files.items()}
+            write_durable(attempt.folder / done_name(setup.rank), json.dumps(entries))
+            self._reply("done", step=save.step, seconds=time.perf_counter() - began)
             return
-        self.phase = "waiting"
-        files |= peer_files(attempt, setup.ranks, max(setup.peer_seconds, 10 * writing))
-        self.phase = "committing"
-        plain = {name: text.encode() for name, text in save.plain.items()}
-        waiting = time.perf_counter() - began - writing
-        seconds = {"staging": save.staging_seconds, "writing": writing, "waiting": waiting}
-        provenance = Provenance(setup.ranks, setup.torch_version, setup.parent, save.finite, seconds)
-        manifest = attempt.commit(files, self._contents, plain, provenance)
-        seconds["commit"] = time.perf_counter() - began - writing
-        self._reply("committed", step=save.step, path=str(attempt.target), bytes=manifest.total_bytes, seconds=seconds)
+        attempt.check_owner()
+        recover(attempt.checkpoints)
+        attempt.create()
+        with attempt.locked():
+            self._write_and_commit(setup, save, attempt)
         self.phase = "deleting"
         try:
             attempt.check_owner()
@@ -187,6 +177,22 @@ class Writer:
         except (OSError, MeshwrightError) as error:
             log.warning("old checkpoints were not deleted: %s", as_meshwright_error(error))
         self._reply("deleted", step=save.step)
+
+    def _write_and_commit(self, setup: Setup, save: Save, attempt: Attempt) -> None:
+        """Write the first rank's part, wait for the others' and make the checkpoint visible."""
+        times = [time.perf_counter()]
+        files = self._write(setup, save, attempt.folder)
+        times.append(time.perf_counter())
+        self.phase = "waiting"
+        files |= peer_files(attempt, setup.ranks, max(setup.peer_seconds, 10 * (times[1] - times[0])))
+        times.append(time.perf_counter())
+        self.phase = "committing"
+        plain = {name: text.encode() for name, text in save.plain.items()}
+        seconds = {"staging": save.staging_seconds, "writing": times[1] - times[0], "waiting": times[2] - times[1]}
+        provenance = Provenance(setup.ranks, setup.torch_version, setup.parent, save.finite, seconds)
+        size = attempt.commit(files, self._contents, plain, provenance).total_bytes
+        seconds = {**seconds, "commit": time.perf_counter() - times[2]}
+        self._reply("committed", step=save.step, path=str(attempt.target), bytes=size, seconds=seconds)
 
     def _write(self, setup: Setup, save: Save, folder: Path) -> dict[str, FileRecord]:
         if not setup.rows:

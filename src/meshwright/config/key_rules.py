@@ -26,7 +26,15 @@ from meshwright.spec.layout import (
     tensor_split_error,
 )
 from meshwright.spec.model import ModelSpec, parameter_count
-from meshwright.spec.plan import CONTEXT_AXES, DATA_AXES, ScheduleName, SchedulePlan, layer_numbers, layer_range
+from meshwright.spec.plan import (
+    CONTEXT_AXES,
+    DATA_AXES,
+    REFUSED_SCHEDULES,
+    ScheduleName,
+    SchedulePlan,
+    layer_numbers,
+    layer_range,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 MOST_LETTERS = 200
@@ -61,6 +69,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _global_batch,
         _pins,
         _layers,
+        _schedule,
         _stages,
         number_formats,
         fp8_products,
@@ -351,6 +360,11 @@ def _global_batch(run: RunValues) -> Iterator[Mistake]:
     elif batch and batch % unit:
         product = " × ".join(f"{key} {size}" for key, size in pinned.items())
         yield run.mistake("train.global_batch", f"a multiple of {unit} ({product})", str(-(-batch // unit) * unit))
+
+
+def _schedule(run: RunValues) -> Iterator[Mistake]:
+    if expected := REFUSED_SCHEDULES.get(run("plan.schedule")):
+        yield run.mistake("plan.schedule", expected, "zbv")
 
 
 def _stages(run: RunValues) -> Iterator[Mistake]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
-from meshwright.spec.plan import DATA_AXES, SHARD_AXES
+from meshwright.spec.plan import DATA_AXES, REFUSED_SCHEDULES, SHARD_AXES
 
 
 def plan_rules(plan: Document) -> list[Mistake]:
@@ -18,6 +18,9 @@ def plan_rules(plan: Document) -> list[Mistake]:
         if axis["axis"] in seen:
             mistakes.append(plan.mistake(("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
         seen.add(axis["axis"])
+    name = plan.get(("schedule", "name"))
+    if name in REFUSED_SCHEDULES:
+        mistakes.append(plan.mistake(("schedule", "name"), REFUSED_SCHEDULES[name], name, "zbv"))
     return [*mistakes, *_batch_sum(plan), *_fold(plan)]
 
 

@@ -81,14 +81,17 @@ def check_lease(folder: Path, lease: Lease) -> None:
 
 
 def release_lease(folder: Path) -> None:
-    """Mark this process's lease as ended, for file systems without locks, where the next start asks whether the owner is alive."""
+    """Mark this process's lease as ended.
+
+    On file systems without locks the next start asks whether the owner is alive.
+    """
     lease = read_lease(folder)
     if lease is not None and lease.pid == os.getpid() and owner_is_alive(lease):
         _write(folder, replace(lease, process_start=0))
 
 
 def owner_is_alive(lease: Lease) -> bool:
-    """Whether the process that took the lease still runs on this host; False when it took it on another host or before a reboot."""
+    """Whether the process that took the lease runs on this host; False for another host or an earlier boot."""
     here = (lease.host, lease.boot_id) == (socket.gethostname(), _boot_id())
     return here and lease.process_start != 0 and _process_start(lease.pid) == lease.process_start
 

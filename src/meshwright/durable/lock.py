@@ -75,7 +75,10 @@ def _acquire(path: Path, wait: bool, instead: str) -> tuple[TextIO, bool]:
 
 
 def _open(path: Path) -> TextIO:
-    """Open the lock file, made when missing with its folder; another process may remove the folder in between, which it leaves empty."""
+    """Open the lock file; create it and its folder if they are missing.
+
+    Another process may remove the empty folder in between.
+    """
     for _ in range(OPEN_ATTEMPTS):
         with suppress(FileNotFoundError):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Which program makes machine code of Triton's kernels: the ptxas of the CUDA that torch was built for, where torch brings it.
+"""Selects the assembler (ptxas) of Triton kernels: that of torch's CUDA, if torch comes with one.
 
-Triton has one of its own, for Hopper of CUDA 12, which gets kernels wrong that a later one gets right (Triton issues 11111 and 11581).
-torch's compiler sets torch's for the rest of a process, but only once it compiles something itself: where all graphs come from its cache,
-or nothing is compiled, the same kernel would be another program.
+Triton has one of its own, for Hopper of CUDA 12, which gets kernels wrong that a later one gets right (Triton issues
+11111 and 11581). torch's compiler sets torch's for the rest of a process, but only once it compiles something itself:
+where all graphs come from its cache, or nothing is compiled, the same kernel would be another program.
 """
 
 from __future__ import annotations

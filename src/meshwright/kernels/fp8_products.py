@@ -33,8 +33,10 @@ ALIGNED = 16
 _SMALLEST = 2.0**-100
 """Taken for the largest magnitude of zeros."""
 _CARRY = 0x1FFFFF
-"""Added to the bits of an fp32 number, goes over into its exponent when the mantissa is above 1.75: the largest number of both formats is
-1.75 times a power of two."""
+"""Added to the bits of an fp32 number, it carries into the exponent if the mantissa is above 1.75.
+
+The largest number of both formats is 1.75 times a power of two.
+"""
 _EXPONENT = 0x7F800000
 _TOP = {E4M3: 8, E5M2: 15}
 """Exponent of the largest number of each format: 448 and 57344."""
@@ -193,7 +195,10 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_turned(weight: Tensor, scale: Tensor, scaling: Scaling, came_low: bool, after: Tensor) -> Low:
-    """Wᵀ in fp8: turned where it came so, else rounded once more from the weight, whose fp8 copy would have stayed since the forward.
+    """Wᵀ in fp8, transposed from the fp8 weight or rounded from the weight.
+
+    A separate fp8 copy would be kept from forward to backward. `after` depends on the gradient, which keeps a compiler from
+    computing Wᵀ in the forward (`fp8_triton`).
 
     `after` is made of the gradient, and keeps a compiler from making Wᵀ in the forward (`fp8_triton`).
     """

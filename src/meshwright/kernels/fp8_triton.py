@@ -1,10 +1,15 @@
-"""The Triton kernels that round to fp8 and turn matrices, for `kernels.fp8_products`; imported only where there is a CUDA device.
+"""Triton kernels that round to fp8 and transpose matrices, for `kernels.fp8_products`; imported only with a CUDA device.
 
-`after` of those that turn is read by none of them: what is made of a weight alone a compiler would make in the forward and keep until the
-backward, as it does not repeat a kernel of ours. A gradient in `after` leaves it to the backward.
+`after` is an argument of the transposing kernels that none of them reads. A compiler would run a kernel that depends
+only on a weight in the forward and keep its result until the backward, as it does not repeat custom kernels. A gradient
+in `after` moves it to the backward. Each kernel reads its input once. Bytes per element: bf16 rounded both straight and
+transposed 2 + 1 + 1, transposed only 2 + 1, an fp8 matrix transposed 1 + 1, a master weight rounded straight 4 + 1.
 
-Each reads its input once. Bytes an element: bf16 to both ways round 2 + 1 + 1, to the turned one alone 2 + 1, an fp8 matrix turned 1 + 1,
-a master weight rounded as it lies 4 + 1.
+`after` of those that turn is read by none of them: what is made of a weight alone a compiler would make in the forward
+and keep until the backward, as it does not repeat a kernel of ours. A gradient in `after` leaves it to the backward.
+
+Each reads its input once. Bytes an element: bf16 to both ways round 2 + 1 + 1, to the turned one alone 2 + 1, an fp8
+matrix turned 1 + 1, a master weight rounded as it lies 4 + 1.
 """
 
 from __future__ import annotations

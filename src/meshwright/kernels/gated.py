@@ -35,7 +35,10 @@ def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, plain: bool = False) 
 
 
 def miscompiled(device: torch.device) -> str | None:
-    """Which kernel turns a matrix into other bytes than it writes it straight, on a small one, or None: assemblers have got them wrong."""
+    """Name of the kernel whose transposed output differs from its straight output on a small matrix; None if all agree.
+
+    Some assemblers have compiled these kernels incorrectly.
+    """
     draw = torch.Generator().manual_seed(0)
     projected = torch.randn(256, 192, generator=draw).to(device, torch.bfloat16)
     slope = projected[:, :96].contiguous()

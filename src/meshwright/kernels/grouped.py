@@ -1,8 +1,8 @@
-"""Products of rows with the matrix of their group, as a mixture of experts needs them: sorting, the grouped product, and the way back.
+"""Grouped matrix products for mixtures of experts: sorting of rows, products by group, and the inverse sorting.
 
-Rows are sorted so that each expert's lie together; `offsets` say where each group ends. Group sizes are never read by the host on the
-fast path, so that it runs ahead of the device. Groups may be empty and as uneven as they like: nothing is dropped or padded
-(MegaBlocks, Gale et al. 2023).
+Rows are sorted so that each expert's lie together; `offsets` say where each group ends. Group sizes are never read by
+the host on the fast path, so that it runs ahead of the device. Groups may be empty and as uneven as they like: nothing
+is dropped or padded (MegaBlocks, Gale et al. 2023).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def grouped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) 
 
 @cache
 def _leaves_empty_groups(device: torch.device) -> bool:
-    """Whether the product leaves an empty group's weight gradient as memory was: so on Blackwell (pytorch issue 172439), not on Hopper."""
+    """Whether the product does not write an empty group's weight gradient: true on Blackwell (pytorch issue 172439)."""
     return torch.cuda.get_device_capability(device)[0] >= 10
 
 
@@ -152,7 +152,10 @@ GROUPED_OPERATOR = torch.ops.meshwright.grouped_linear.default
 
 
 class _ToGroups(torch.autograd.Function):
-    """Both directions read rows by number. Left to autograd, each backward would be a sum by atomics, in bf16 and in any order."""
+    """Row permutation whose forward and backward both gather rows by index.
+
+    Autograd's own backward would sum by atomics, in bf16 and in no fixed order.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor) -> Tensor:

@@ -54,10 +54,13 @@ class Linear(nn.Linear):
 
 
 def split_backward(block: nn.Module) -> None:
-    """Hand the weight gradients of every Linear in the block to its `gradient_sink`. Wraps `block.forward`; call it after compilation.
+    """Pass the weight gradients of every Linear in the block to its `gradient_sink`.
 
-    `forward` takes x `(…, features)` first. Every Linear inside runs once and sees the same leading dimensions, the last of them
-    multiplied by `spread`. Weight gradients no longer pass through autograd's accumulation, so hooks on them do not fire.
+    Wraps `block.forward`; call it after compilation.
+
+        `forward` takes x `(…, features)` first. Every Linear inside runs once and sees the same leading dimensions, the
+    last of them     multiplied by `spread`. Weight gradients no longer pass through autograd's accumulation, so hooks on
+    them do not fire.
     """
     forward = block.forward
     linears = [module for module in block.modules() if isinstance(module, Linear)]

@@ -90,7 +90,7 @@ def aligned(weight: Tensor) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
-    """Logits `(tokens, rows of weight)`; those from `vocab` on are minus infinity: of no weight in a softmax, zero in its slope."""
+    """Logits `(tokens, rows of weight)`; columns from `vocab` on are minus infinity, with weight and gradient 0."""
     logits = hidden @ weight.t()
     if vocab < weight.shape[0]:
         logits[:, vocab:] = -torch.inf

@@ -1,7 +1,12 @@
-"""The Triton kernel behind `kernels.loss`; imported only where there is a CUDA device, as CPU builds of torch come without Triton.
+"""The Triton kernel of `kernels.loss`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-6 bytes a logit in bf16: read for the log-sum, read again and written over for the slope. On an H200 it runs at the speed of its memory,
-0.78 ms for 4,096 tokens of 128,256 logits; that few rows at a time would keep the second reading in the L2 cache did not come true there.
+6 bytes per logit in bf16: read for the log-sum, read again and overwritten for the gradient. On an H200 it runs at
+memory bandwidth, 0.78 ms for 4,096 tokens of 128,256 logits; processing fewer rows at a time did not keep the second
+read in the L2 cache.
+
+6 bytes a logit in bf16: read for the log-sum, read again and written over for the slope. On an H200 it runs at the
+speed of its memory, 0.78 ms for 4,096 tokens of 128,256 logits; that few rows at a time would keep the second reading
+in the L2 cache did not come true there.
 """
 
 from __future__ import annotations
@@ -21,7 +26,10 @@ LOWEST = tl.constexpr(-1e30)
 
 
 def slope_in_place(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of each row of logits `(tokens, vocab)` in fp32, 0 where the target is negative; its gradient replaces the logits."""
+    """Cross-entropy of each row of logits `(tokens, vocab)` in fp32, 0 for a negative target.
+
+    The gradient replaces the logits.
+    """
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _slope[(rows,)](logits, targets, losses, columns, logits.stride(0), BLOCK, num_warps=WARPS)

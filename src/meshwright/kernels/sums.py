@@ -13,7 +13,10 @@ FEW = 1 << 16
 
 
 def add(total: Tensor, part: Tensor, *, plain: bool = False) -> None:
-    """total += part of the same shape, in total's format. On CUDA one pass of a Triton kernel; elsewhere, and with `plain`, torch's."""
+    """total += part, of the same shape, in total's dtype.
+
+    On CUDA one pass of a Triton kernel; elsewhere, and with `plain`, torch's operator.
+    """
     if not plain and total.dtype != part.dtype and _is_fast(total, part):
         from meshwright.kernels.sums_triton import fused_add
 

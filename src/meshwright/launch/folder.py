@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
-from meshwright.checkpoint.attempt import remove_stale
+from meshwright.checkpoint.attempt import await_writers, remove_stale
 from meshwright.checkpoint.manifest import step_name, steps_in
 from meshwright.checkpoint.verify import newest_commit, newest_step, run_id_of, verify
 from meshwright.config.load import differences, load_resolved
@@ -64,6 +64,7 @@ def take_over(folder: Path) -> Lease:
     A process of an earlier start that still runs then commits no checkpoint.
     """
     checkpoints = folder / "checkpoints"
+    await_writers(checkpoints)
     lease = take_lease(folder, lambda: newest_commit(checkpoints))
     remove_stale(checkpoints, lease.epoch)
     return lease

@@ -80,8 +80,10 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What training minimises, as two sums: the tokens' losses as `forward` gives them, and the balance losses of all sequences and
-        layers with experts (`models.moe`; 0 for a dense model).
+        """The two sums of the training loss: token losses and balance losses.
+
+        Token losses are as in `forward`; balance losses are those of all sequences and layers with experts (`models.moe`; 0 for
+        a dense model).
         """
         x, balance = self._through_blocks(tokens, positions, documents)
         return self.finished(x, targets), balance

@@ -29,8 +29,11 @@ class Family:
     ends: Mapping[str, str]
     """Modules outside the layers: ours → theirs."""
     modules: Mapping[str, tuple[str, ...]]
-    """Modules of a layer: ours → theirs, one for each block of a fused weight, or one that is fused alike. Names of a weight that stacks
-    a layer's experts have `{expert}` for the number."""
+    """Module names of a layer: ours → Hugging Face's, one name for each block of a fused weight.
+
+    A weight that is fused in both has one name. Names of a weight that stacks a layer's experts have `{expert}` for the
+    number.
+    """
     transposed: frozenset[str] = frozenset()
     """Our modules whose weight they store as (in, out)."""
     unused: tuple[str, ...] = ()

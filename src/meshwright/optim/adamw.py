@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019) on one rank's shards.
 
 The moments exist from the start, so a checkpoint always has the same tensors. A step whose gradient norm is not finite is skipped on
-the device itself: no value is fetched to decide it. Parameters whose state waits in host memory are stepped by `optim.host`.
+the device itself: the host reads no value to decide it. `optim.host` updates parameters whose state is in host memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
-from meshwright.optim.host import MASTER, Aside, HostAdamW, Release
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
+from meshwright.optim.host import MASTER, HostAdamW, Release, SpanFactory
 from meshwright.optim.shards import local
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
@@ -26,10 +26,11 @@ SNAPSHOT_GROUPS = 32
 
 
 class AdamW:
-    """Optimizer of a (sharded) model; weight decay applies to the parameters whose table row says so.
+    """Optimizer of a (sharded) model; weight decay applies to the parameters whose specification has `decay`.
 
-    `away` names the parameters whose state is in host memory, with how their master weights leave the device (None: they stay). These
-    leave with `leave_device`, once the weights have their values. `weights` says what this rank holds of each parameter.
+    `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
+    to None if the master weight stays. Call `release_master_weights` once the weights have their values. `weights` has this rank's pieces
+    of each parameter.
     """
 
     def __init__(
@@ -38,54 +39,54 @@ class AdamW:
         spec: ModelSpec,
         train: TrainSpec,
         weights: Mapping[str, StateParts],
-        away: Mapping[str, Release | None] = MappingProxyType({}),
+        host_offloaded: Mapping[str, Release | None] = MappingProxyType({}),
     ) -> None:
         self._parameters = dict(model.named_parameters())
         self._weights = dict(weights)
         self._parts = {name: held.local for name, held in weights.items()}
-        decayed = {row.name for row in parameters(spec) if row.decay}
+        decayed = {parameter.name for parameter in parameters(spec) if parameter.decay}
         self._decays = {name: train.weight_decay if name in decayed else 0.0 for name in self._parts}
         self._coefficients = Coefficients((train.beta1, train.beta2), train.epsilon)
-        self._here = {name: part for name, part in self._parts.items() if name not in away}
+        self._on_device = {name: part for name, part in self._parts.items() if name not in host_offloaded}
         self._moments = {
-            moment: {name: torch.zeros_like(part) for name, part in self._here.items()} for moment in MOMENTS
+            moment: {name: torch.zeros_like(part) for name, part in self._on_device.items()} for moment in MOMENTS
         }
-        self._counts = {name: new_count(part.device) for name, part in self._here.items()}
+        self._counts = {name: new_count(part.device) for name, part in self._on_device.items()}
         self._copies: SnapshotCopies | None = None
         self._host: HostAdamW | None = None
-        if away:
-            parts = {name: self._parts[name] for name in away}
-            release = {name: leave for name, leave in away.items() if leave is not None}
+        if host_offloaded:
+            parts = {name: self._parts[name] for name in host_offloaded}
+            release = {name: function for name, function in host_offloaded.items() if function is not None}
             self._host = HostAdamW(parts, self._decays, release, coefficients=self._coefficients)
 
-    def leave_device(self) -> None:
-        """From now on the master weights of parameters that are away, as they are now, are in host memory alone, if they are to leave."""
+    def release_master_weights(self) -> None:
+        """Keep the current master weights of host-offloaded parameters in host memory only, if they are offloaded too."""
         if self._host is not None:
-            self._host.leave()
+            self._host.release_master_weights()
 
     def step(
-        self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: Aside | None = None
+        self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: SpanFactory | None = None
     ) -> None:
-        """One update at `learning_rate` by the gradients times `factor` (scalar, on the device), skipped there when `norm` (scalar) is not
-        finite; gradients are then freed.
+        """One update at `learning_rate` with the gradients times `factor`, skipped on the device if `norm` is not finite.
 
-        `concurrent_span` makes the spans of copies to and from host memory.
+        `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` makes the spans of copies to and
+        from host memory.
         """
-        told = Told(learning_rate, factor, (~norm.isfinite()).float())
+        inputs = StepInputs(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
             name: local(parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
         }
         copies, self._copies = self._copies, None
         if self._host is not None:
-            away = {name: gradient for name, gradient in gradients.items() if name not in self._here}
-            self._host.step(away, told, concurrent_span, copies)
-        here = {name: gradients[name] for name in self._here if name in gradients}
+            offloaded = {name: gradient for name, gradient in gradients.items() if name not in self._on_device}
+            self._host.step(offloaded, inputs, concurrent_span, copies)
+        on_device = {name: gradients[name] for name in self._on_device if name in gradients}
         if copies is None:
-            self._step_here(here, told)
+            self._step_on_device(on_device, inputs)
         else:
             for group in copies.groups:
                 copies.wait(group)
-                self._step_here({name: here[name] for name in group if name in here}, told)
+                self._step_on_device({name: on_device[name] for name in group if name in on_device}, inputs)
         self.zero_grad()
 
     def protect(self, copies: SnapshotCopies) -> None:
@@ -94,7 +95,7 @@ class AdamW:
 
     def snapshot_groups(self, limit: int = SNAPSHOT_GROUPS) -> list[list[str]]:
         """The parameters in the order of their update, in at most `limit` groups of about the same size for `protect`."""
-        names = [*(name for name in self._parts if name not in self._here), *self._here]
+        names = [*(name for name in self._parts if name not in self._on_device), *self._on_device]
         most = sum(part.numel() for part in self._parts.values()) / limit
         groups: list[list[str]] = [[]]
         size = 0
@@ -115,16 +116,16 @@ class AdamW:
         if self._host is not None:
             self._host.finish_copies()
 
-    def _step_here(self, gradients: Mapping[str, torch.Tensor], told: Told) -> None:
-        held = (self._here, gradients, *(self._moments[moment] for moment in MOMENTS), self._counts)
-        with counted([self._counts[name] for name in gradients], told.skip):
+    def _step_on_device(self, gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
+        tensors_by_name = (self._on_device, gradients, *(self._moments[moment] for moment in MOMENTS), self._counts)
+        with counted([self._counts[name] for name in gradients], inputs.skip):
             for weight_decay in dict.fromkeys(self._decays[name] for name in gradients):
                 names = [name for name in gradients if self._decays[name] == weight_decay]
                 update(
-                    *([tensors[name] for name in names] for tensors in held),
+                    *([tensors[name] for name in names] for tensors in tensors_by_name),
                     coefficients=self._coefficients,
                     weight_decay=weight_decay,
-                    told=told,
+                    inputs=inputs,
                 )
 
     def zero_grad(self) -> None:
@@ -143,23 +144,23 @@ class AdamW:
 
     def _weight(self, name: str) -> StateParts:
         weight = self._weights[name]
-        if name in self._here or self._host is None or not self._host.keeps_masters:
+        if name in self._on_device or self._host is None or not self._host.keeps_masters:
             return weight
         return replace(weight, local=self._host.state(MASTER, name), memory="host")
 
     def _moment(self, moment: str, name: str) -> StateParts:
         weight, called = self._weights[name], moment_name(moment, name)
-        if self._host is None or name in self._here:
+        if self._host is None or name in self._on_device:
             return replace(weight, name=called, local=self._moments[moment][name])
         return replace(weight, name=called, local=self._host.state(moment, name), memory="host")
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of state in host memory."""
         return 0 if self._host is None else self._host.host_bytes
 
     def set_steps(self, steps: int) -> None:
-        """Tell the bias correction how many updates the moments have seen."""
+        """Set the number of updates that the bias correction assumes for the moments."""
         if self._host is not None:
             self._host.set_steps(steps)
         for count in self._counts.values():

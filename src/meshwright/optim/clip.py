@@ -26,8 +26,11 @@ def gradient_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None
 
 
 def clip_factor(norm: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """What brings gradients of this norm to at most `limit`, fp64 scalar; 1 where there is no limit and where the norm is not finite: the
-    optimizer then skips the step. It multiplies them in the update, which saves a pass over them."""
+    """Factor (fp64 scalar) that scales gradients of this norm to at most `limit`.
+
+    1 without a limit and for a norm that is not finite: the optimizer then skips the step. The update multiplies the
+    gradients by it, which saves a pass over them.
+    """
     if limit is None:
         return torch.ones_like(norm)
     return torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)

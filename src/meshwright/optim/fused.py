@@ -1,6 +1,6 @@
-"""AdamW's update (Loshchilov & Hutter 2019), one call for many tensors of one format and device.
+"""AdamW's update (Loshchilov & Hutter 2019), one call for many tensors of one dtype and device.
 
-The one place that steps: state that stays on the device and state that comes in chunks are stepped by the same arithmetic.
+The only update: state that stays on the device and state that is copied in by chunks are updated by the same arithmetic.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What is the same for all parameters and steps."""
+    """Coefficients that are the same for all parameters and steps."""
 
     betas: tuple[float, float]
     epsilon: float
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one step is told. `factor` multiplies every gradient, and where `skip` is 1 nothing is stepped: both scalars on the device."""
+class StepInputs:
+    """Inputs of one step.
+
+    `factor` multiplies every gradient, and `skip` 1 disables the update: both scalars on the device.
+    """
 
     learning_rate: float
     factor: Tensor
@@ -33,13 +36,13 @@ class Told:
 
 
 def new_count(device: torch.device) -> Tensor:
-    """The number of updates that a parameter has seen, on the device, as the kernel wants it."""
+    """A parameter's number of updates, on the device, as the kernel reads it."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
 @contextmanager
 def counted(counts: list[Tensor], skip: Tensor) -> Iterator[None]:
-    """Around one update of the parameters that have these counts; one that is skipped does not count."""
+    """Count one update of the parameters that have these counts; a skipped update is not counted."""
     if counts:
         torch._foreach_add_(counts, 1)
     yield
@@ -56,43 +59,43 @@ def update(
     *,
     coefficients: Coefficients,
     weight_decay: float,
-    told: Told,
+    inputs: StepInputs,
 ) -> None:
-    """One update of contiguous tensors in place, to be called inside `counted`. Gradients may be narrower than the rest, and are of no use
-    afterwards.
+    """One in-place update of contiguous tensors, to be called inside `counted`.
 
-    On CUDA in fp32 one launch of a Triton kernel steps all tensors and clips on the way; elsewhere torch's fused kernel, after clipping.
+    Gradients may have a narrower dtype than the other tensors; their values are overwritten. On CUDA in fp32 one launch of a Triton kernel
+    clips and updates all tensors; elsewhere torch's fused kernel runs after clipping.
     """
-    for kind in dict.fromkeys(gradient.dtype for gradient in gradients):
-        rows = [row for row, gradient in enumerate(gradients) if gradient.dtype == kind]
-        held = ([tensors[row] for row in rows] for tensors in (weights, gradients, first, second, counts))
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        indices = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        selected = ([tensors[index] for index in indices] for tensors in (weights, gradients, first, second, counts))
         step = _fast if weights[0].is_cuda and weights[0].dtype == torch.float32 else _plain
-        step(*held, coefficients=coefficients, weight_decay=weight_decay, told=told)
+        step(*selected, coefficients=coefficients, weight_decay=weight_decay, inputs=inputs)
 
 
 def _fast(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
-    coefficients: Coefficients, weight_decay: float, told: Told,
+    coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
 ) -> None:  # fmt: skip
     from meshwright.optim.fused_triton import fused_update
 
     beta1, beta2 = coefficients.betas
     steps = torch.stack(counts).double()
-    rates = torch.stack([told.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()])
+    rates = torch.stack([inputs.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()])
     fused_update(
-        weights, gradients, first, second, rates.float(), factor=told.factor.float(), skip=told.skip, betas=coefficients.betas,
-        epsilon=coefficients.epsilon, kept=1 - told.learning_rate * weight_decay,
+        weights, gradients, first, second, rates.float(), factor=inputs.factor.float(), skip=inputs.skip, betas=coefficients.betas,
+        epsilon=coefficients.epsilon, kept=1 - inputs.learning_rate * weight_decay,
     )  # fmt: skip
 
 
 def _plain(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
-    coefficients: Coefficients, weight_decay: float, told: Told,
+    coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
 ) -> None:  # fmt: skip
-    kind = weights[0].dtype
-    wide = [gradient.to(kind) for gradient in gradients]
-    torch._foreach_mul_(wide, told.factor.to(kind))
+    dtype = weights[0].dtype
+    wide = [gradient.to(dtype) for gradient in gradients]
+    torch._foreach_mul_(wide, inputs.factor.to(dtype))
     torch._fused_adamw_(
-        weights, wide, first, second, [], counts, lr=told.learning_rate, beta1=coefficients.betas[0], beta2=coefficients.betas[1],
-        weight_decay=weight_decay, eps=coefficients.epsilon, amsgrad=False, maximize=False, found_inf=told.skip,
+        weights, wide, first, second, [], counts, lr=inputs.learning_rate, beta1=coefficients.betas[0], beta2=coefficients.betas[1],
+        weight_decay=weight_decay, eps=coefficients.epsilon, amsgrad=False, maximize=False, found_inf=inputs.skip,
     )  # fmt: skip

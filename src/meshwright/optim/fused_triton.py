@@ -1,7 +1,11 @@
-"""The Triton kernel of `fused.update`; imported only where there is a CUDA device, as CPU builds of torch come without Triton.
+"""The Triton kernel of `fused.update`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-One launch steps tensors of any number and size: a table on the device tells their addresses, and the blocks of all of them are dealt out
-to programs that stay, so that a run of small tensors costs no launches and leaves no multiprocessor idle.
+One launch updates tensors of any number and size: a table on the device holds their addresses, and persistent programs
+process their blocks, so that many small tensors cost no launches and leave no multiprocessor idle.
+
+One launch steps tensors of any number and size: a table on the device tells their addresses, and the blocks of all of
+them are dealt out to programs that stay, so that a run of small tensors costs no launches and leaves no multiprocessor
+idle.
 """
 
 from __future__ import annotations
@@ -26,8 +30,11 @@ def fused_update(
     weights: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], rates: Tensor, *,
     factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, kept: float,
 ) -> None:  # fmt: skip
-    """See `fused.update`. `rates` (2, tensors) holds the learning rate over the first bias correction and the root of the second's
-    inverse, `kept` what weight decay leaves of a weight; all tensors are contiguous, all gradients of one format, all else fp32."""
+    """See `fused.update`. All tensors are contiguous, all gradients have one dtype, all others are fp32.
+
+    `rates` (2, tensors) holds the learning rate over the first bias correction, and the inverse root of the second. `kept`
+    is the factor of a weight after weight decay.
+    """
     device = rates.device
     blocks = [triton.cdiv(weight.numel(), BLOCK) for weight in weights]
     programs = min(sum(blocks), PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,12 +1,13 @@
-"""AdamW whose state waits in host memory: it comes to the device in chunks, is stepped there by the same kernel as ever, and goes back.
+"""AdamW with its state in host memory: chunks are copied to the device, updated by the usual kernel, and copied back.
 
-Moments, and master weights where weights are gathered in a narrower format, lie in host memory in one line of elements each, parameter
-after parameter. A chunk is a run of that line. While compute steps one chunk, another comes in on one stream and a third leaves on a
-second, so the link is busy both ways at once; as nothing but the gradients' factor ties a chunk to the backward, the first come in beside
-its end, and the last leave beside the next forward. Streams wait for events; the host waits for nothing but a checkpoint's reading.
+Moments, and master weights where weights are gathered in a narrower dtype, are flat buffers in host memory, parameter after parameter. A
+chunk is a range of these buffers. While the device updates one chunk, one stream copies the next chunk in and another copies the last one
+out, so both directions of the link are busy. A chunk depends on the backward only through the gradients' factor, so the first copies in
+overlap the end of the backward, and the last copies out overlap the next forward. Streams wait for events; the host waits only when a
+checkpoint reads the state.
 
-Every element is stepped by the arithmetic of the optimizer that stays on the device, so both give the same bits.
-Method: Ren et al. 2021 (ZeRO-Offload) for what waits where; Maurya et al. 2024 (Deep Optimizer States) for stepping it on the device.
+The update uses the arithmetic of the optimizer on the device, so both give the same bits. Method: Ren et al. 2021 (ZeRO-Offload) for the
+location of the state; Maurya et al. 2024 (Deep Optimizer States) for the update on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.pinned import pinned
-from meshwright.optim.fused import MOMENTS, Coefficients, Told, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
@@ -28,17 +29,17 @@ MASTER = "weight"
 STAGED_ON_CPU = 1 << 10
 """On a CPU there is no link to fill; short chunks, so that small models have several and are tested as large ones run."""
 ALIGNED = 64
-"""Elements between the possible beginnings of a part of a chunk: kernels take whole vectors from there, as from a tensor's beginning."""
+"""Alignment of chunk parts in elements, so that kernels read whole vectors from the beginning of each part."""
 
-Aside = Callable[[str, str], AbstractContextManager[None]]
-"""The span of a copy from its name and its lane."""
+SpanFactory = Callable[[str, str], AbstractContextManager[None]]
+"""Makes the profiler span of a copy from its name and its lane."""
 Release = Callable[[], Tensor]
-"""Lets go of a parameter's master weight on the device; returns what stays there, laid out as this rank's part in a narrower format."""
+"""Frees a parameter's master weight on the device; returns this rank's part in a narrower dtype, which stays."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`count` elements of the parameter `name`, from its element `first` on, which lie at `at` of their chunk."""
+    """`count` elements of the parameter `name`, from its element `first` on, at offset `at` of their chunk."""
 
     name: str
     first: int
@@ -48,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chunk:
-    """`size` elements from `start` of the line on, all with one weight decay."""
+    """`size` elements from offset `start` of the host buffers, all with one weight decay."""
 
     start: int
     size: int
@@ -57,7 +58,7 @@ class Chunk:
 
 
 def lay_out(groups: Sequence[tuple[float, Mapping[str, int]]], most: int) -> list[Chunk]:
-    """Chunks of at most `most` elements that hold, by weight decay, parameters of so many elements, each in one piece of the line."""
+    """Chunks of at most `most` elements, by weight decay; each parameter occupies one contiguous range of the host buffers."""
     assert most % ALIGNED == 0
     chunks: list[Chunk] = []
     for weight_decay, sizes in groups:
@@ -83,10 +84,10 @@ def _chunk(before: Sequence[Chunk], size: int, weight_decay: float, segments: Se
 
 
 class HostAdamW:
-    """Steps the `parts` of one rank, all of one format and device, whose state is in host memory.
+    """Updates the `parts` of one rank, all of one dtype and device, whose state is in host memory.
 
-    `decays` has each one's weight decay, `release` how its master weight leaves the device, for all or for none of them; they leave with
-    `leave`. Raises OutOfResources when the host's memory cannot be pinned.
+    `decays` has the weight decay of each; `release` the function that releases its master weight, for all of them or for none. Raises
+    OutOfResources when host memory cannot be pinned.
     """
 
     def __init__(
@@ -102,62 +103,65 @@ class HostAdamW:
         self._parts, self._release, self._coefficients = dict(parts), dict(release), coefficients
         like = next(iter(parts.values()))
         self._device = like.device
-        self._kinds = (*MOMENTS, MASTER) if release else MOMENTS
+        self._state_names = (*MOMENTS, MASTER) if release else MOMENTS
         groups = [
             (decay, {name: part.numel() for name, part in parts.items() if decays[name] == decay})
             for decay in sorted(set(decays.values()), reverse=True)
         ]
         usual = STAGED_ELEMENTS if self._device.type == "cuda" else STAGED_ON_CPU
         self._chunks = lay_out(groups, chunk or usual)
-        length = sum(one.size for one in self._chunks)
-        cuda, size = self._device.type == "cuda", len(self._kinds) * length
+        length = sum(entry.size for entry in self._chunks)
+        cuda, size = self._device.type == "cuda", len(self._state_names) * length
         line = pinned(self, size * like.itemsize, "the optimizer").view(like.dtype) if cuda else like.new_zeros(size)
-        self._line = line.view(len(self._kinds), length)
-        widest = max((one.size for one in self._chunks), default=0)
-        self._ring = torch.zeros(STAGING_BUFFERS, len(self._kinds), widest, dtype=like.dtype, device=self._device)
-        self._places = {s.name: one.start + s.at for one in self._chunks for s in one.segments if not s.first}
+        self._line = line.view(len(self._state_names), length)
+        widest = max((entry.size for entry in self._chunks), default=0)
+        self._ring = torch.zeros(STAGING_BUFFERS, len(self._state_names), widest, dtype=like.dtype, device=self._device)
+        self._starts = {s.name: entry.start + s.at for entry in self._chunks for s in entry.segments if not s.first}
         self._counts = {name: new_count(self._device) for name in parts}
-        self._here: dict[str, Tensor] = {}
+        self._resident: dict[str, Tensor] = {}
         self._links = _Links(self._device, len(self._ring))
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of state in host memory."""
         return self._line.nbytes
 
-    def leave(self) -> None:
-        """Take the master weights, as they are now, to the host; nothing where they stay."""
+    def release_master_weights(self) -> None:
+        """Copy the current master weights to host memory and free them on the device; nothing where they stay."""
         for name, release in self._release.items():
             self._at(MASTER, name).copy_(self._parts[name])
-            self._here[name] = release().view(-1)
+            self._resident[name] = release().view(-1)
 
     def step(
         self,
         gradients: Mapping[str, Tensor],
-        told: Told,
-        concurrent_span: Aside | None = None,
+        inputs: StepInputs,
+        concurrent_span: SpanFactory | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
         """One update of the parameters that have a gradient; each chunk waits for the `copies` of its parameters' state, if any."""
         self._links.begin()
         for number in range(min(len(self._ring), len(self._chunks))):
             self._fetch(number, concurrent_span)
-        with counted([self._counts[name] for name in gradients], told.skip):
+        with counted([self._counts[name] for name in gradients], inputs.skip):
             for number, chunk in enumerate(self._chunks):
                 if copies is not None:
                     copies.wait(segment.name for segment in chunk.segments)
-                self._update(number, chunk, gradients, told)
+                self._update(number, chunk, gradients, inputs)
                 self._send(number, concurrent_span)
                 if number + len(self._ring) < len(self._chunks):
                     self._fetch(number + len(self._ring), concurrent_span)
 
-    def state(self, kind: str, name: str) -> Tensor:
-        """A moment or the master weight of a parameter, in host memory and laid out as this rank's part; waits until it is up to date."""
+    def state(self, state_name: str, name: str) -> Tensor:
+        """A moment or the master weight of a parameter in host memory, in the layout of this rank's part.
+
+        Waits until it is up to date.
+        """
         self._links.finish()
-        return self._at(kind, name)
+        return self._at(state_name, name)
 
     def finish_copies(self) -> None:
-        """Return when all that was sent to the host has arrived."""
+        """Return when every copy to the host has ended."""
         self._links.finish()
 
     def set_steps(self, steps: int) -> None:
@@ -167,56 +171,60 @@ class HostAdamW:
     @property
     def keeps_masters(self) -> bool:
         """Whether master weights are in host memory."""
-        return bool(self._here)
+        return bool(self._resident)
 
-    def _at(self, kind: str, name: str) -> Tensor:
+    def _at(self, state: str, name: str) -> Tensor:
         part = self._parts[name]
-        start = self._places.get(name, 0)  # an empty shard has no place
-        return self._line[self._kinds.index(kind), start : start + part.numel()].view(part.shape)
+        start = self._starts.get(name, 0)  # an empty shard has no segment
+        return self._line[self._state_names.index(state), start : start + part.numel()].view(part.shape)
 
-    def _fetch(self, number: int, concurrent_span: Aside | None) -> None:
+    def _fetch(self, number: int, concurrent_span: SpanFactory | None) -> None:
         chunk = self._chunks[number]
         with self._links.coming(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
-            for kind, line in enumerate(self._line):
-                self._staged(number, kind).copy_(line[chunk.start : chunk.start + chunk.size], non_blocking=True)
+            for state, line in enumerate(self._line):
+                self._staged(number, state).copy_(line[chunk.start : chunk.start + chunk.size], non_blocking=True)
 
-    def _send(self, number: int, concurrent_span: Aside | None) -> None:
+    def _send(self, number: int, concurrent_span: SpanFactory | None) -> None:
         chunk = self._chunks[number]
         with self._links.leaving(number, _span(concurrent_span, f"optimizer {number}", "offload")):
-            for kind, line in enumerate(self._line):
-                line[chunk.start : chunk.start + chunk.size].copy_(self._staged(number, kind), non_blocking=True)
+            for state, line in enumerate(self._line):
+                line[chunk.start : chunk.start + chunk.size].copy_(self._staged(number, state), non_blocking=True)
 
-    def _staged(self, number: int, kind: int) -> Tensor:
-        return self._ring[number % len(self._ring), kind, : self._chunks[number].size]
+    def _staged(self, number: int, state: int) -> Tensor:
+        return self._ring[number % len(self._ring), state, : self._chunks[number].size]
 
-    def _update(self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], told: Told) -> None:
+    def _update(self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
         self._links.arrived(number)
-        rows = [segment for segment in chunk.segments if segment.name in gradients]
-        if not rows:
+        segments = [segment for segment in chunk.segments if segment.name in gradients]
+        if not segments:
             return
         first, second, *masters = (
-            [self._staged(number, kind)[row.at : row.at + row.count] for row in rows]
-            for kind in range(len(self._kinds))
+            [self._staged(number, state)[segment.at : segment.at + segment.count] for segment in segments]
+            for state in range(len(self._state_names))
         )
-        weights = masters[0] if masters else [_run(self._parts[row.name], row) for row in rows]
+        weights = masters[0] if masters else [_elements(self._parts[segment.name], segment) for segment in segments]
         update(
-            weights, [_run(gradients[row.name], row) for row in rows], first, second, [self._counts[row.name] for row in rows],
-            coefficients=self._coefficients, weight_decay=chunk.weight_decay, told=told,
+            weights, [_elements(gradients[segment.name], segment) for segment in segments], first, second,
+            [self._counts[segment.name] for segment in segments],
+            coefficients=self._coefficients, weight_decay=chunk.weight_decay, inputs=inputs,
         )  # fmt: skip
         if masters:
-            torch._foreach_copy_([_run(self._here[row.name], row) for row in rows], weights)
+            torch._foreach_copy_([_elements(self._resident[segment.name], segment) for segment in segments], weights)
 
 
-def _run(whole: Tensor, segment: Segment) -> Tensor:
+def _elements(whole: Tensor, segment: Segment) -> Tensor:
     return whole.view(-1)[segment.first : segment.first + segment.count]
 
 
-def _span(concurrent_span: Aside | None, name: str, lane: str) -> AbstractContextManager[None] | None:
+def _span(concurrent_span: SpanFactory | None, name: str, lane: str) -> AbstractContextManager[None] | None:
     return None if concurrent_span is None else concurrent_span(name, lane)
 
 
 class _Links:
-    """The two streams of the copies, and who waits for whom at each of the ring's buffers. On a CPU all runs in order and nobody waits."""
+    """The two copy streams, and their synchronisation at each buffer of the ring.
+
+    On a CPU all operations run in order without waiting.
+    """
 
     def __init__(self, device: torch.device, buffers: int) -> None:
         cuda = device.type == "cuda"
@@ -227,30 +235,30 @@ class _Links:
             self._in.wait_stream(torch.cuda.current_stream(device))  # the ring was made there
 
     def begin(self) -> None:
-        """A step begins: what the last one sent must be on the host before it is fetched again."""
+        """Start a step: copies in wait for the last step's copies out."""
         if self._in is not None and self._out is not None:
             self._in.wait_stream(self._out)
 
     def coming(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Around the copies to the device of chunk `number`, behind those from its buffer."""
+        """Context of the copies to the device of chunk `number`, after the copies out of its buffer."""
         buffer = number % len(self._left)
         if self._in is not None and self._left[buffer] is not None:
             self._in.wait_event(self._left[buffer])
         return _on(self._in, span, self._came, buffer)
 
     def arrived(self, number: int) -> None:
-        """Let compute wait for chunk `number`."""
+        """Make the compute stream wait for chunk `number`."""
         if self._in is not None:
             torch.cuda.current_stream(self._in.device).wait_event(self._came[number % len(self._came)])
 
     def leaving(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Around the copies from the device of chunk `number`, behind what compute was given until now."""
+        """Context of the copies from the device of chunk `number`, after what the compute stream has been given so far."""
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._out.device))
         return _on(self._out, span, self._left, number % len(self._left))
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until every copy to the host has ended."""
         if self._out is not None:
             self._out.synchronize()
 
@@ -258,7 +266,7 @@ class _Links:
 def _on(
     stream: torch.cuda.Stream | None, span: AbstractContextManager[None] | None, events: list[Any], buffer: int
 ) -> AbstractContextManager[Any]:
-    """On `stream`, whose event behind the copies is kept in `events`; `span` around them."""
+    """Run copies on `stream` inside `span`, and record an event after them in `events`."""
     stack = ExitStack()
     if stream is not None:
         stack.enter_context(torch.cuda.stream(stream))

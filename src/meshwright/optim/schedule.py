@@ -8,7 +8,7 @@ from meshwright.spec.job import TrainSpec
 
 
 def learning_rate(train: TrainSpec, step: int) -> float:
-    """Learning rate of step `step` (counted from 1): linear warm-up, then cosine, linear, or warm-up–stable–decay (Hu et al. 2024)."""
+    """Learning rate of step `step` (from 1): linear warm-up, then cosine, linear, or warm-up–stable–decay (Hu et al. 2024)."""
     return train.learning_rate * _fraction(train, step)
 
 

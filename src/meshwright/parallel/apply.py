@@ -1,7 +1,11 @@
-"""The order in which a Plan is applied to a model: cut, divide over tensor ranks, then context ranks, spread experts, formats, recompute,
-compile, split the backward, shard, materialise, initialise.
+"""Applies a Plan to a model; the only place that fixes the order of the steps.
 
-This is the one place that fixes it. The model never learns of any of it: a block's `forward` is wrapped, its name and parameters stay.
+Cut into stages, divide over tensor ranks, then context ranks, distribute experts, number formats, recompute, compile,
+split the backward, shard, materialise, initialise. Model code has no part in it: a block's `forward` is wrapped, its
+name and parameters stay.
+
+This is the one place that fixes it. The model never learns of any of it: a block's `forward` is wrapped, its name and
+parameters stay.
 """
 
 from __future__ import annotations
@@ -44,8 +48,11 @@ from meshwright.state.parts import StateParts, weight_name
 from meshwright.workload.dtypes import accumulated_by_products
 
 COMPILER: dict[str, Any] = {"unroll_reductions_threshold": 17}
-"""How blocks are compiled. Sums over a token's experts, up to 16, are written out as additions, which torch does below 8 by itself: as a
-reduction over 8 copies a kernel read single numbers of rows far apart, at 0.7 TB/s on an H200 where a copy of them makes 4.2."""
+"""Compiler options of blocks.
+
+Sums over a token's experts, up to 16, are unrolled to additions, which torch does below 8 by default: as a reduction
+over 8 copies a kernel read single numbers of distant rows, at 0.7 TB/s on an H200, where a copy reaches 4.2.
+"""
 
 
 @dataclass

@@ -22,8 +22,10 @@ from meshwright.kernels.norm import accumulate_dtype
 from meshwright.parallel.peers import Peers
 
 PIECE_ROWS = 2048
-"""Rows that a piece of a product should have at least, so that its tiles fill a device; a piece takes the tokens of several ranks where
-one's are fewer."""
+"""Minimum rows of a piece of a product, so that its tiles fill a device.
+
+A piece takes the tokens of several ranks if one rank has fewer.
+"""
 
 
 def gathered_products(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
@@ -84,9 +86,13 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def pieces(peers: Peers, rows: int) -> list[range]:
-    """The ranks whose tokens are multiplied together, this rank's own piece first, then round; `rows` tokens of a sequence are one rank's.
+    """Groups of ranks whose tokens are multiplied together, beginning with this rank's own piece; a rank has `rows` tokens.
 
-    The smallest number of ranks that divides them and has rows enough; at least two pieces, so that one can travel beside another.
+    The smallest number of ranks that divides them and has enough rows; at least two pieces, so that one can be transferred
+    while another is multiplied.
+
+    The smallest number of ranks that divides them and has rows enough; at least two pieces, so that one can travel beside
+    another.
     """
     sizes = [size for size in range(1, peers.ranks) if peers.ranks % size == 0]
     size = next((size for size in sizes if size * rows >= PIECE_ROWS), sizes[-1])
@@ -96,7 +102,7 @@ def pieces(peers: Peers, rows: int) -> list[range]:
 
 
 def in_turn(peers: Peers, ranks: range) -> Iterator[int]:
-    """The peers among `ranks`, so that at any time each is asked by one other: from this rank's own place in its piece on, round."""
+    """The peers among `ranks` in cyclic order from this rank's position, so that every rank serves one peer at a time."""
     for step in range(len(ranks)):
         peer = ranks[(peers.rank + step) % len(ranks)]
         if peer != peers.rank:
@@ -167,7 +173,7 @@ class _Sums:
         return self._own.new_empty((len(ranks) * self._part, self._own.shape[2]))
 
     def add(self, sequence: int, ranks: range, product: Tensor) -> None:
-        """This rank's summand of one sequence, `(ranks × part, width)` for the tokens of these ranks; peers' parts go on their way."""
+        """This rank's summand of a sequence, `(ranks × part, width)` for the tokens of `ranks`; starts the copies to peers."""
         parts = dict(zip(ranks, product.split(self._part), strict=True))
         self._collecting.send({peer: parts[peer] for peer in in_turn(self._peers, ranks)}, sequence)
         own = parts.get(self._peers.rank)

@@ -37,7 +37,7 @@ class Transfer:
 
 @dataclass
 class OnHost:
-    """How long a message took under Gloo, where a receiver knows only when it has waited for it and a sender never: `MessageTransfer`."""
+    """`MessageTransfer` under Gloo: the receiver knows the duration after waiting, the sender does not."""
 
     receives: bool
     timed_from_posting = True
@@ -98,7 +98,7 @@ class Channels:
         self._timed = False
 
     def connect(self, sender: int, receiver: int, group: dist.ProcessGroup) -> None:
-        """Let messages from one pipeline rank to another go over `group`, and send a first one; nothing where this rank is neither."""
+        """Send messages from one pipeline rank to another over `group`, and a first one now; no effect on other ranks."""
         if self._mesh.coordinate("pipeline") == sender:
             self._outgoing[receiver] = group
             _send(torch.tensor([sender], device=self._mesh.device), group).wait()
@@ -118,7 +118,10 @@ class Channels:
         return _transfer(message, dist.irecv(message, group=group, group_src=1 - group.rank()), receives=True)
 
     def time_messages(self) -> None:
-        """From now on every transfer's `travel` can tell its time. It costs NCCL one more event a message, and cannot be taken back."""
+        """Measure the time of every later transfer.
+
+        It costs NCCL one more event per message, and cannot be disabled again.
+        """
         if not self._timed and self._mesh.device.type == "cuda":
             for group in {*self._outgoing.values(), *self._incoming.values()}:
                 group._enable_collectives_timing()  # type: ignore[attr-defined]
@@ -126,9 +129,13 @@ class Channels:
 
 
 def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:
-    """`pairs` divided into lists in which no rank occurs twice, few of them: 4 for a line of ranks or an even ring, 6 for an odd ring.
+    """`pairs` divided into few lists in which no rank occurs twice.
 
-    Pairs of one distance round the ring are divided by themselves, each taking the first list that has neither of its ranks.
+    4 lists for a line of ranks or an even ring, 6 for an odd ring. Pairs of one distance are divided separately, each into
+    the first list with neither of its ranks.
+
+    Pairs of one distance round the ring are divided by themselves, each taking the first list that has neither of its
+    ranks.
     """
     by_distance: dict[int, list[list[Pair]]] = {}
     for pair in sorted(set(pairs)):

@@ -1,12 +1,14 @@
-"""Context parallelism, put into a decoder from outside: every rank has a part of every sequence, and attention alone notices.
+"""Context parallelism for a decoder: every rank has a part of every sequence, and only attention is changed.
 
-Two axes, which multiply. Along `context_ulysses` ranks exchange heads for tokens around attention: each then has all tokens of a part of
-the heads (Jacobs et al. 2023). Along `context_ring` keys and values come to the queries: they travel round the ring while attention is
-computed (parallel/ring.py); where a mask cuts sequences into documents, whose pieces are small, they are gathered at once (Grattafiori et
-al. 2024, §3.3.2). With both, the exchange makes whole what a ring rank has. Who holds which tokens: `spec.layout.local_tokens`.
+Two axes, which multiply. Along `context_ulysses` ranks exchange heads for tokens around attention: each then has all
+tokens of a part of the heads (Jacobs et al. 2023). Along `context_ring` keys and values come to the queries: they
+travel round the ring while attention is computed (parallel/ring.py); where a mask cuts sequences into documents, whose
+pieces are small, they are gathered at once (Grattafiori et al. 2024, §3.3.2). With both, the exchange makes whole what
+a ring rank has. Who holds which tokens: `spec.layout.local_tokens`.
 
-Weights know nothing of it: a context rank shards them, and its gradients are summed, as a data rank's are (`Mesh.shards`). Of a mixture
-of experts only the balance loss asks for whole sequences (`parallel.experts.count_whole_sequences`).
+Weights know nothing of it: a context rank shards them, and its gradients are summed, as a data rank's are
+(`Mesh.shards`). Of a mixture of experts only the balance loss asks for whole sequences
+(`parallel.experts.count_whole_sequences`).
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class _Step:
         return action.op in ops
 
     def reduced_next(self) -> set[int]:
-        """Indices of actions whose weight gradients are reduced before their unit makes more: the reduction reads them as they are."""
+        """Indices of actions whose gradients are reduced before their unit computes more; the reduction reads them in place."""
         indices: set[int] = set()
         latest: dict[ShardedUnit, int] = {}
         for index, action in enumerate(self.rank_actions):

@@ -1,13 +1,15 @@
-"""Expert parallelism, put into a decoder from outside: the experts of a layer lie spread over ranks, and tokens travel to them.
+"""Expert parallelism for a decoder: the experts of a layer are distributed over ranks, and tokens are sent to them.
 
 Each rank of a group holds a part of a layer's experts, whole ones. Its tokens, sorted by expert as the model sorts
-them, go to the ranks that hold their experts by one all-to-all, pass them there, and come back by another to where they were; backward
-does the same with gradients (GShard, Lepikhin et al. 2021). Every row arrives (dropless), so what an expert's weights gather is the sum
-over the whole group: only ranks that hold the same experts have something left to add up. Context and tensor ranks, each of which has a
-part of every sequence's tokens, take part: context ranks as shards do, tensor ranks by holding different experts always.
+them, go to the ranks that hold their experts by one all-to-all, pass them there, and come back by another to where they
+were; backward does the same with gradients (GShard, Lepikhin et al. 2021). Every row arrives (dropless), so what an
+expert's weights gather is the sum over the whole group: only ranks that hold the same experts have something left to
+add up. Context and tensor ranks, each of which has a part of every sequence's tokens, take part: context ranks as
+shards do, tensor ranks by holding different experts always.
 
-How many rows go where only the router knows. The counts travel first, and the host reads them, once a layer and forward: the sizes of
-messages are its to say. Recompute keeps them beside the router's choice and so sends the same rows again.
+How many rows go where only the router knows. The counts travel first, and the host reads them, once a layer and
+forward: the sizes of messages are its to say. Recompute keeps them beside the router's choice and so sends the same
+rows again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ ALL_TO_ALL = dist.all_to_all_single
 
 
 def spread_experts(model: Decoder, mesh: Mesh) -> None:
-    """Let tokens travel to the experts of a model of which this rank has been left its part; nothing to do where each rank has them all.
+    """Exchange tokens between the ranks that hold a layer's experts; no effect if each rank has all of them.
 
     Raises BadInput where the ranks do not divide the experts.
     """
@@ -46,7 +48,9 @@ def spread_experts(model: Decoder, mesh: Mesh) -> None:
 
 
 def count_whole_sequences(model: Decoder, mesh: Mesh) -> None:
-    """Let routers of a model of which context and tensor ranks have parts of the sequences add up how often whole ones chose each expert.
+    """Sum the expert counts of whole sequences over context and tensor ranks, for the balance loss.
+
+    With these counts the balance losses of a sequence's parts add up to that of the sequence.
 
     A balance loss is a whole sequence's: with these counts the losses of its parts add up to it.
     """
@@ -60,7 +64,7 @@ def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
 
 
 class SpreadExperts(Experts):
-    """Some experts of a layer, for the tokens of all `ranks` ranks of a group, by its name, that hold the layer's experts together."""
+    """This rank's experts of a layer, for the tokens of all `ranks` ranks of the named group that holds the others."""
 
     def __init__(self, whole: Experts, group: str, ranks: int) -> None:
         nn.Module.__init__(self)
@@ -121,7 +125,9 @@ def _(loads: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("meshwright::exchanged_rows", mutates_args=())
 def exchanged_rows(rows: Tensor, splits: Tensor, count: int | None, back: bool, group: str) -> Tensor:
-    """The rows `(count, width)` that come for those `(rows, width)` that go: by `splits` to the ranks that hold experts, or `back` again.
+    """The rows `(count, width)` received in exchange for the rows `(rows, width)` sent.
+
+    `splits` sends them to the ranks that hold experts, or `back` again. `count` is None if only the splits determine it.
 
     `count` is None where only the splits know it.
     """

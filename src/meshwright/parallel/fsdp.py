@@ -1,11 +1,14 @@
-"""Adapter over FSDP2: gathers, frees and reduces the parameters of one unit when it is told to. The only file that uses FSDP2's internals.
+"""Adapter over FSDP2 that gathers, frees and reduces the parameters of one unit; the only user of FSDP2's internals.
 
-FSDP2's parameter groups hold the shards, the gathered weights and the streams. Its hooks are removed: the executor calls each operation,
-because hooks cannot express a schedule that keeps parameters over several micro-batches or splits the backward.
+The only file that uses FSDP2's internals.
 
-Gradients are summed, never averaged: the loss is already divided by the step's valid tokens over all ranks, so the sum is the gradient of
-the global mean for any number of ranks. (FSDP2 divides by default, and on Gloo a factor of 1 needs the plain sum.)
-Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO).
+FSDP2's parameter groups hold the shards, the gathered weights and the streams. Its hooks are removed: the executor
+calls each operation, because hooks cannot express a schedule that keeps parameters over several micro-batches or splits
+the backward.
+
+Gradients are summed, never averaged: the loss is already divided by the step's valid tokens over all ranks, so the sum
+is the gradient of the global mean for any number of ranks. (FSDP2 divides by default, and on Gloo a factor of 1 needs
+the plain sum.) Method: Zhao et al. 2023 (FSDP), Rajbhandari et al. 2020 (ZeRO).
 """
 
 from __future__ import annotations
@@ -92,9 +95,12 @@ class ParameterGroup:
             self._group.reshard()
 
     def reduce_scatter(self, span: Span | None = None) -> None:
-        """Start to sum the whole gradients over ranks and add each rank's part to the gradient of its shard. `span` as in `gather`.
+        """Start the reduction of the whole gradients and add the result to the gradient of each shard.
 
-        Takes the sums given to `ShardedParameter.set_gradient_sum`, else the gradients of the gathered weights, and frees them.
+        `span` as in `gather`.
+
+                Takes the sums given to `ShardedParameter.set_gradient_sum`, else the gradients of the gathered weights, and
+        frees them.
         """
         packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
         with self._output_memory(), packed, _in_span(self._group, "_reduce_scatter_comm", span):
@@ -102,12 +108,13 @@ class ParameterGroup:
         self._group._training_state = TrainingState.IDLE
 
     def _output_memory(self) -> AbstractContextManager[None]:
-        """Allocates a reduction's output on the compute stream where the output becomes the gradient, else on the reduction's stream.
+        """Allocates a reduction's output on the compute stream if it becomes the gradient, else on the reduction's stream.
 
-        FSDP2 allocates all outputs on the reduction's stream, whose memory no other stream reuses: memory freed by activations cannot hold
-        gradients, which costs 4 bytes for each parameter that a rank owns. An output that is only added to an earlier gradient stays on
-        the reduction's stream: compute would overwrite it before it is added. (The reduction waits for compute after this allocation, and
-        compute waits for the reduction before the gradient is freed, so neither stream sees stale contents.)
+                FSDP2 allocates all outputs on the reduction's stream, whose memory no other stream reuses: memory freed by
+        activations cannot hold         gradients, which costs 4 bytes for each parameter that a rank owns. An output that is
+        only added to an earlier gradient stays on         the reduction's stream: compute would overwrite it before it is
+        added. (The reduction waits for compute after this allocation, and         compute waits for the reduction before the
+        gradient is freed, so neither stream sees stale contents.)
         """
         group = self._group
         added = any(parameter.shard.grad is not None for parameter in self.parameters)

@@ -26,11 +26,11 @@ from meshwright.kernels.pinned import pinned
 from meshwright.parallel.timetable import Visit, timetable
 
 LEAST_BYTES = 1 << 20
-"""Smaller storages stay on a GPU: their copies would cost more launches than they free memory. On a CPU all go, to be tested."""
+"""Smaller storages stay on a GPU: copying them costs more launches than it saves memory. On a CPU, for tests, all move."""
 
 
 class HostMemory:
-    """Buffers in host memory, pinned where a GPU copies to them, used again by later visits and steps; and the streams of the copies."""
+    """Reusable buffers in host memory, pinned for GPU copies, and the streams of the copies."""
 
     def __init__(self, device: torch.device, least_bytes: int | None = None) -> None:
         self.device, cuda = device, device.type == "cuda"

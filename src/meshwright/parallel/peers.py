@@ -30,8 +30,10 @@ ALIGNED = 256
 
 
 def open_peers(mesh: Mesh, axis: str, what: str) -> Peers:
-    """The ranks along `axis`, of which there are several, as peers that exchange tokens beside compute; found by their group's name
-    (`peers_of`) for as long as the caller keeps what this returns.
+    """Peers for the ranks along `axis` (several), which exchange tokens beside compute.
+
+    Operators find them by their group's name (`peers_of`) while the caller keeps the result. Raises BadInput, naming
+    `what`, if the ranks are on several nodes or their devices cannot map each other's memory.
 
     Raises BadInput, naming `what` was asked for, where they leave a node or their devices cannot map each other's memory.
     """
@@ -252,7 +254,7 @@ class _Pushing(Collecting):
 
 
 class _Window:
-    """Slots of `size` bytes in memory that the devices of a group map, and a flag of each rank. Collective; waits for the device."""
+    """Slots of `size` bytes that all devices of a group map, and a flag of each rank. Collective; waits for the device."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
         # Sets up no multicast, which nothing here needs.

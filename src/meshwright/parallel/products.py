@@ -1,15 +1,17 @@
-"""Matrix products whose tokens are gathered before, or summed and scattered behind: what tensor parallelism makes of a linear layer.
+"""Matrix products of tensor-parallel linear layers, with an all-gather before or a reduce-scatter after.
 
-Between products a tensor rank has its part of every sequence; inside, all tokens and its part of the features (Shoeybi et al. 2019,
-Korthikanti et al. 2022). Each product is one operator together with its collectives, so that a compiled block stays one graph and the
-compiler neither moves nor keeps what was gathered. Backward gathers the tokens anew: a block then leaves a rank its own part of the
-sequence only. In backward a collective runs beside the product that does not wait for it. Where the ranks' group has peers
-(`parallel.peers`), an operator has its asynchronous twin do the work (`parallel.async_tensor`).
+Between products a tensor rank has its part of every sequence; inside, all tokens and its part of the features (Shoeybi
+et al. 2019, Korthikanti et al. 2022). Each product is one operator together with its collectives, so that a compiled
+block stays one graph and the compiler neither moves nor keeps what was gathered. Backward gathers the tokens anew: a
+block then leaves a rank its own part of the sequence only. In backward a collective runs beside the product that does
+not wait for it. Where the ranks' group has peers (`parallel.peers`), an operator has its asynchronous twin do the work
+(`parallel.async_tensor`).
 
-Products of one input share its gather, and products that are added up share their scatter: operators take as many as there are.
+Products of one input share its gather, and products that are added up share their scatter: operators take as many as
+there are.
 
-Shapes: x `(batch, seq / ranks, in)` becomes `(batch, seq, out)` behind a gathered product; behind a scattered one `(batch, seq, in)`
-becomes `(batch, seq / ranks, out)`.
+Shapes: x `(batch, seq / ranks, in)` becomes `(batch, seq, out)` behind a gathered product; behind a scattered one
+`(batch, seq, in)` becomes `(batch, seq / ranks, out)`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class GroupedLinear(Linear):
-    """A part of a linear layer, whose weight and bias it takes over; the other parts are with the tensor ranks of `group`, by its name.
+    """This tensor rank's part of a linear layer; takes over its weight and bias. `group` names the tensor ranks.
+
+    `peers` are kept alive for the group's operators.
 
     `peers` are kept open for the group's operators.
     """
@@ -87,8 +91,10 @@ def scattered(linears: Sequence[GroupedLinear], xs: Sequence[Tensor]) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Of x and of each product's weight, bias, output tap and input tap. With taps (`kernels.linear`) their gradients are dY and the
-    gathered tokens, in place of the weight's."""
+    """Gradients of x and of each product's weight, bias, output tap and input tap.
+
+    With taps (`kernels.linear`) the taps get dY and the gathered tokens, in place of the weight's gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int, *parts: Any) -> tuple[Tensor, ...]:

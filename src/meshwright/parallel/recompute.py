@@ -35,7 +35,7 @@ def recomputing(forward: Forward, mode: Recompute, chooses: bool = False) -> For
 
 
 def _tells(record: logging.LogRecord) -> bool:
-    """False for what every rank's compiler says of blocks that choose what they keep: that they must not work in place. None does."""
+    """Disables the compiler's check that selectively recomputed blocks contain no in-place operations; they contain none."""
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 

@@ -19,7 +19,7 @@ RETRY_SECONDS = 0.2
 
 
 def raise_file_limit(ranks: int) -> None:
-    """Raise this process's soft limit of open files to the hard one. Raises OutOfResources where that is too low for so many ranks."""
+    """Raise the soft limit of open files to the hard limit. Raises OutOfResources if that is too low for so many ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,8 +1,13 @@
-"""Causal attention over a ring of ranks that each have two chunks of the sequence (Liu et al. 2023; zigzag chunks, Zhu 2024).
+"""Causal ring attention; each rank has two chunks of the sequence (Liu et al. 2023; zigzag order, Zhu 2024).
 
-Keys and values travel from rank to rank, each turn's while the attention of the turn before is computed, so that no rank ever has more than
-two ranks' of them. Backward sends them round once more, and behind them the sums of their gradients, which come home with the last turn.
-Forward and backward are one operator each: a compiled block stays one graph.
+Keys and values are sent from rank to rank while attention with the previous ones is computed, so that no rank holds
+those of more than two ranks. Backward sends them round again, followed by the sums of their gradients, which reach
+their owner in the last turn. Forward and backward are one operator each, so a compiled block stays one graph.
+
+Keys and values travel from rank to rank, each turn's while the attention of the turn before is computed, so that no
+rank ever has more than two ranks' of them. Backward sends them round once more, and behind them the sums of their
+gradients, which come home with the last turn. Forward and backward are one operator each: a compiled block stays one
+graph.
 
 Shapes: q `(batch, seq / ranks, heads, head_dim)`, k and v `(batch, seq / ranks, kv_heads, head_dim)`.
 """

@@ -33,7 +33,9 @@ class Routing:
         self.sums[layer, 1:] += routed.load
 
     def figures(self) -> torch.Tensor:
-        """Of sums over all ranks: [mean balance loss, tokens of the busiest expert over the mean of its layer, where that is most].
+        """[mean balance loss, tokens of the busiest expert over its layer's mean, in the worst layer] from sums over all ranks.
+
+        Both are 1 if every expert has the same number of tokens.
 
         Both are 1 when every expert has as many tokens as any other.
         """

@@ -225,7 +225,7 @@ class ShardedUnit:
 
     @property
     def reduced_event(self) -> Any:
-        """That of the last group, whose reduction starts after the others': on their stream, or on one that has waited for compute."""
+        """The event of the last group, whose reduction starts after the others on the same stream."""
         return self.groups[-1].reduced_event
 
     @property

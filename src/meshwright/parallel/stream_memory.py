@@ -1,5 +1,6 @@
-"""Words in device memory that a stream writes and waits for in its order, with neither the host nor a kernel (CUDA driver API, "Stream
-Memory Operations"): how devices that map each other's memory tell each other how far they have come.
+"""Flags in device memory that a stream writes and waits for, without host or kernel.
+
+They synchronise devices that map each other's memory (CUDA driver API, "Stream Memory Operations").
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def write(word: Tensor, value: int) -> None:
 
 
 def wait_at_least(words: Sequence[Tensor], value: int) -> None:
-    """Let the current stream wait until each of `words`, int32 `(1,)` on this device, is at least `value`, compared round the wrap.
+    """Make the current stream wait until each of `words` is at least `value`, compared with wrap-around.
+
+    `words` are int32 `(1,)` on this device. Raises RuntimeError, as `write` does, if the driver rejects the call.
 
     Raises RuntimeError, as `write` does, where the driver refuses.
     """

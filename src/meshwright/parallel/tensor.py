@@ -34,10 +34,13 @@ PRODUCTS = {"rows": GatheredLinear, "columns": ScatteredLinear}
 
 
 def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kernel") -> None:
-    """Let each module compute this tensor rank's part, which a model without memory was left; nothing to do on one tensor rank.
+    """Make each module compute this tensor rank's part; no effect on one tensor rank.
 
-    `engine` is what moves tokens around the blocks' products. Raises BadInput when that many ranks cannot divide the model, or copy
-    engines cannot reach from each to each.
+    The model's memory is not allocated yet. `engine` moves the tokens of the blocks' products. Raises BadInput if the ranks
+    cannot divide the model, or copy engines cannot reach all peers.
+
+    `engine` is what moves tokens around the blocks' products. Raises BadInput when that many ranks cannot divide the model,
+    or copy engines cannot reach from each to each.
     """
     group, part = mesh.group("tensor"), mesh.part("tensor")
     if group is None:
@@ -86,10 +89,13 @@ def _divide_heads(attention: Attention, ranks: int) -> None:
 
 
 class CopySums:
-    """Adds up the gradients of what neighbours along the tensor axis hold alike, once a step, in one message for each number of holders.
+    """Sums the gradients of parameters that neighbouring tensor ranks hold in common, once a step.
 
-    They are summed as they are stored, after their reduction over shards, and every holder gets the same bits. `boxes` says by name what
-    of each parameter the rank holds.
+    One message for each number of copies. Gradients are summed as stored, after their reduction over shards, and every copy
+    gets the same bits. `boxes` has by name the rank's boxes of each parameter.
+
+    They are summed as they are stored, after their reduction over shards, and every holder gets the same bits. `boxes` says
+    by name what of each parameter the rank holds.
     """
 
     def __init__(self, model: Decoder, boxes: Mapping[str, Sequence[Box]], mesh: Mesh) -> None:

@@ -1,6 +1,7 @@
-"""One weight at both ends of a pipeline: the ranks of the first and the last stage hold equal copies and add their gradients.
+"""Tied embedding of a pipeline: first and last stage hold equal copies and sum their gradients.
 
-The sum runs once a step, before the norm. Both copies then take the same update and stay equal; the norm counts the first one only.
+The sum runs once a step, before the norm. Both copies then take the same update and stay equal; the norm counts the
+first one only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""When activations leave the device and come back: for a copy out compute waits when others need the memory and no sooner, and a copy back
-sets out as soon as there is room.
+"""Computes when activations are offloaded and copied back.
 
-So where some layers are moved and others are kept, the link has the whole forward, and the whole backward, for the few; where all are
-moved, each copy has the compute of one other layer. A visit that need not make room for others is not moved.
+Compute waits for a copy out only when another layer needs the memory, and a copy back starts as soon as there is space.
+So where some layers are moved and others are kept, the link has the whole forward, and the whole backward, for the few;
+where all are moved, each copy has the compute of one other layer. A visit that need not free memory is not moved.
+
+So where some layers are moved and others are kept, the link has the whole forward, and the whole backward, for the few;
+where all are moved, each copy has the compute of one other layer. A visit that need not make room for others is not
+moved.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ Visit = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Timetable:
-    """By place among a step's forwards and backwards, which visits have left the device when that begins, and which set out back then."""
+    """By position among a step's forwards and backwards: visits that have left the device, and visits whose copy back starts."""
 
     left: Mapping[int, Sequence[Visit]]
     back: Mapping[int, Sequence[Visit]]
@@ -36,12 +40,13 @@ class Timetable:
 def timetable(
     computes: tuple[tuple[Visit, ...], ...], keeps: tuple[tuple[Visit, float], ...], moved: frozenset[Visit]
 ) -> Timetable:
-    """`computes` are the visits of a rank's forwards and backwards in order: a visit with a backward occurs twice. `keeps` says how much
-    each leaves on the device in between, in any unit, and `moved` which of them the plan moves.
+    """The copy positions of the `moved` visits, for the forwards and backwards `computes` in order.
 
-    What is moved is on the device while it computes, beside the compute behind its forward, and beside the one before its backward. It may
-    be there longer, first come first gone, while all that is there takes no more than the kept visits do at their fullest and the largest
-    `DEVICE_LAYERS` of the moved: what the memory account counts (`workload.plan_bytes`). One that may be there all the time is left alone.
+    A visit with a backward occurs twice in `computes`. `keeps` is the memory that each leaves on the device in between, in
+    any unit. A moved visit is on the device while it computes, during the compute after its forward, and during the compute
+    before its backward. It may stay longer, the oldest leaving first, while the total does not exceed the maximum of the
+    kept visits plus the largest `DEVICE_LAYERS` of the moved, which is what the memory account counts. A visit that may
+    stay all the time is not moved.
     """
     if not moved:
         return Timetable({}, {}, moved)
@@ -88,8 +93,10 @@ def _load(places: int, stays: Iterable[_Stay]) -> list[float]:
 
 
 def _gone_from(load: list[float], room: float, lingering: Mapping[Visit, _Stay]) -> dict[Visit, int]:
-    """By visit, the place from which it is gone: at the end of its stay, or where `load` and all that linger are more than `room`, of whom
-    those that came first go first. What they take is added to `load`."""
+    """By visit, the position from which it is off the device: the end of its stay, or when memory exceeds `room`.
+
+    The oldest leave first. Their memory is added to `load`.
+    """
     gone: dict[Visit, int] = {}
     there: dict[Visit, float] = {}
     starts = _by_place({visit: stay.start for visit, stay in lingering.items()})

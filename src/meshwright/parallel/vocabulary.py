@@ -1,7 +1,9 @@
-"""Embedding, head and loss with the vocabulary divided over tensor ranks (Shoeybi et al. 2019, §3), a chunk of tokens at a time.
+"""Embedding, head and loss with the vocabulary divided over tensor ranks (Shoeybi et al. 2019, §3), in token chunks.
 
-A rank sees every token and its own rows of the vocabulary. Logits are not exchanged in training: a chunk's cross-entropy needs each
-rank's log-sum and the target's logit, two numbers a token.
+2019, §3), a chunk of tokens at a time.
+
+A rank sees every token and its own rows of the vocabulary. Logits are not exchanged in training: a chunk's
+cross-entropy needs each rank's log-sum and the target's logit, two numbers a token.
 """
 
 from __future__ import annotations

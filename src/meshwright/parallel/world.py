@@ -155,8 +155,10 @@ def _ranks_per_node(environment: RankEnvironment, control: dist.ProcessGroup) ->
 
 
 def block_size(nodes: Sequence[int]) -> int:
-    """Ranks on each node, from what every rank calls its node; where these are not as many on each, the largest number that divides all:
-    6, 6 and 4 ranks on three nodes are laid out as eight nodes of 2.
+    """Ranks per node, from the node names of all ranks.
+
+    If nodes have different numbers of ranks, the largest common divisor: 6, 6 and 4 ranks on three nodes are laid out as
+    eight nodes of 2. Raises BadInput if the ranks of a node are not consecutive, which the layout assumes.
 
     Raises BadInput when the ranks of a node are not consecutive, on which all of the layout rests.
     """

@@ -159,7 +159,7 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
     rank = max(range(len(bytes_by_rank)), key=lambda index: needs[index] - limits[index])
     need, usable = needs[rank], limits[rank]
     by_category = sorted(bytes_by_rank[rank].items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in by_category[:3])
+    largest = ", ".join(f"{category} {size / 1e9:.1f}" for category, size in by_category[:3])
     where = f"pipeline rank {rank}" if len(bytes_by_rank) > 1 else "a rank"
     if need <= usable:
         return f"{where} needs {need / 1e9:.1f} GB of the {usable / 1e9:.1f} that may be used ({largest} GB)"
@@ -223,7 +223,7 @@ def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit
         # Where the plan without the setting fits, memory does not force it.
         bytes_by_rank = memory_of(run.model, run.train, roomy, cpu=run.cluster.is_cpu)
         usable = usable_by_rank(run, plan, HEADROOM * budget)
-        if all(sum(kinds.values()) <= limit for kinds, limit in zip(bytes_by_rank, usable, strict=True)):
+        if all(sum(rank_bytes.values()) <= limit for rank_bytes, limit in zip(bytes_by_rank, usable, strict=True)):
             continue
         roomy_prediction = reprice(run, roomy).predicted
         assert roomy_prediction is not None and roomy_prediction.step_seconds is not None

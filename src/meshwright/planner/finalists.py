@@ -129,11 +129,11 @@ def most_promising_first(
         if count >= least and promised[index] >= fastest * (1 + ALIKE):
             return
         tried[index] = True
-        taken = seconds(index)
-        if taken < inf:
-            family_ratio[family[index]] = taken / guess[index]
-            wide_ratio[wide[index]] = min(1.0, taken / guess[index])
-            fastest, count = min(fastest, taken), count + 1
+        measured = seconds(index)
+        if measured < inf:
+            family_ratio[family[index]] = measured / guess[index]
+            wide_ratio[wide[index]] = min(1.0, measured / guess[index])
+            fastest, count = min(fastest, measured), count + 1
             yield index
         elif np.isnan(family_ratio[family[index]]):
             family_ratio[family[index]] = 1.0

@@ -23,6 +23,7 @@ from meshwright.spec.fp8_limits import fp8_format_conflict
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_split_error, stage_table
 from meshwright.spec.plan import (
     DATA_AXES,
+    REFUSED_SCHEDULES,
     SHARD_AXES,
     AxisName,
     Offload,
@@ -290,9 +291,8 @@ def _layout(sizes: tuple[int, ...], order: tuple[AxisName, ...], per_node: int) 
 def _step_options(
     pipeline: int, sequences: int, layers: int, micro: int | None, schedule: ScheduleName | None, stages: Stages | None
 ) -> list[tuple[int, int, int, int]]:
-    names = [
-        name for name in ((schedule,) if schedule else SCHEDULES) if _stages_in_order(name, pipeline, layers, stages)
-    ]
+    candidates = (schedule,) if schedule else (name for name in SCHEDULES if name not in REFUSED_SCHEDULES)
+    names = [name for name in candidates if _stages_in_order(name, pipeline, layers, stages)]
     options = []
     for size in _micro_batches(sequences, micro):
         micro_batches = sequences // size

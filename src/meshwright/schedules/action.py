@@ -87,7 +87,7 @@ class Action(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The op, then stage, micro-batch and unit: `backward_input 3.2/1`. The name of its span in measured and predicted timelines."""
+        """Op, stage, micro-batch and unit, as in `backward_input 3.2/1`; the span's name in timelines."""
         if self.pair:
             return " & ".join(part.label for part in self.pair)
         if self.stage < 0:

@@ -48,7 +48,7 @@ Counts = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def fullest_moments(order: ComputeOrder) -> Counts:
-    """The moments of which `peak_in_flight` finds one, whatever a forward of each stage leaves: no other has more of any stage alive."""
+    """Candidate moments of `peak_in_flight`, for any size of a stage's activations: no other moment has more of any stage."""
     return tuple(map(_fullest, *order))
 
 

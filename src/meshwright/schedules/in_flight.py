@@ -1,4 +1,4 @@
-"""How many micro-batches a rank holds at once, in closed form for arrays of schedules: `peak_in_flight` without playing anything."""
+"""Micro-batches in flight on a rank, in closed form for arrays of schedules."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Numbers = npt.ArrayLike
 def in_flight(
     schedule: Numbers, ranks: Numbers, micro_batches: Numbers, virtual: Numbers, rank: Numbers = 0
 ) -> np.ndarray:
-    """Most micro-batches whose forwards a pipeline rank holds, in units of all stages of the rank (a share of them counts as a share).
+    """Maximum micro-batches in flight on a pipeline rank, in units of all stages of the rank.
 
-    `schedule` counts in `NAMES`, `virtual` is stages of a rank; arguments broadcast. On one rank every schedule but gpipe and breadth_first
-    runs micro-batches one by one. As in `peak_in_flight`, what a split backward keeps counts whole until its weight half.
+        `schedule` counts in `NAMES`, `virtual` is stages of a rank; arguments broadcast. On one rank every schedule but
+    gpipe and breadth_first     runs micro-batches one by one. As in `peak_in_flight`, what a split backward keeps counts
+    whole until its weight half.
     """
     number, p, m, v, r = np.broadcast_arrays(
         schedule, *(np.asarray(x, float) for x in (ranks, micro_batches, virtual, rank))

@@ -11,9 +11,9 @@ from meshwright.schedules.schedule import ComputeOrder, Placement, Schedule, eva
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> ComputeOrder:
-    """1F1B over smaller stages: a group of micro-batches visits the rank's stages in turn (Narayanan et al., arXiv 2104.04473 §2.2).
+    """Interleaved 1F1B: a group of micro-batches visits the rank's stages in turn (Narayanan et al., arXiv 2104.04473 §2.2).
 
-    The paper asks for micro-batches in groups of `ranks`. Where they do not divide, groups are as even as can be and
+        The paper asks for micro-batches in groups of `ranks`. Where they do not divide, groups are as even as can be and
     none smaller than `ranks` (one group when there are fewer micro-batches than ranks).
     """
     groups = groups_of(ranks, micro_batches)

@@ -1,6 +1,7 @@
-"""Schedules written as phrases: `F0 I1 W1` is a forward of the rank's first stage, then both halves of a backward of its second stage.
+"""Schedules as phrases: `F0 I1 W1` is a forward of the first stage, then both backward halves of the second.
 
-A word takes the next micro-batch of its direction and stage, so a phrase reads like one rank of the schedule's timeline.
+A word takes the next micro-batch of its direction and stage, so a phrase reads like one rank of the schedule's
+timeline.
 """
 
 from __future__ import annotations

@@ -9,11 +9,17 @@ from typing import Literal
 from meshwright.schedules.action import COMPUTE, Action
 
 Gather = Literal["never", "step", "stretch"]
-"""When a unit's parameters are gathered. never: every rank has them whole. step: gathered at the first use and kept until the last (FSDP
-without resharding, ZeRO-2). stretch: freed after every run of consecutive uses and gathered again (FSDP with resharding, ZeRO-3)."""
+"""When a unit's parameters are gathered.
+
+never: every rank has them whole. step: gathered at the first use and kept until the last (FSDP without resharding,
+ZeRO-2). stretch: freed after every run of consecutive uses and gathered again (FSDP with resharding, ZeRO-3).
+"""
 Reduce = Literal["never", "once", "stretch"]
-"""When a unit's gradients are reduced. never: there is one replica. once: after the unit's last backward of the step; the rank keeps the
-whole gradient until then. stretch: after every run of consecutive backwards; the rank keeps only its shard of the gradient in between."""
+"""When a unit's gradients are reduced.
+
+never: there is one replica. once: after the unit's last backward of the step; the rank keeps the whole gradient until
+then. stretch: after every run of consecutive backwards; the rank keeps only its shard of the gradient in between.
+"""
 
 Unit = tuple[int, int]
 """(stage, unit)."""
@@ -22,7 +28,10 @@ Unit = tuple[int, int]
 def with_collectives(
     actions: Sequence[Action], gather: Sequence[Sequence[Gather]], reduce: Sequence[Sequence[Reduce]]
 ) -> tuple[Action, ...]:
-    """`actions` with unshard, reshard and reduce_grad inserted. Sends precede them, because another rank waits for the payload."""
+    """`actions` with unshard, reshard and reduce_grad inserted.
+
+    Sends precede them, because another rank waits for the payload.
+    """
     before, after = _gathers(actions, gather)
     for index, unit in _reductions(actions, reduce):
         after[index].append(Action("reduce_grad", unit[0], unit=unit[1]))

@@ -1,4 +1,4 @@
-"""Schedules that place two stages on each rank in a V, so that the rank that starts a micro-batch also ends it: ZBV, DualPipeV.
+"""Schedules with two stages per rank in a V, so that the first rank also has the last stage: ZBV, DualPipeV.
 
 Word 0 of a phrase is the rank's stage on the way down, word 1 the one on the way up. Both are written for as many
 micro-batches as fill the pipeline; with fewer, those that do not exist are struck out, which keeps the order sound.

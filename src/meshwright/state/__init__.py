@@ -1,1 +1,1 @@
-"""The tensors of training state that a rank holds: what they are called, where in the whole their pieces lie, and in which memory."""
+"""Tensors of training state on a rank: their names, the position of their pieces in the whole, and their memory."""

@@ -15,6 +15,8 @@ class SnapshotCopies(Protocol):
         ...
 
     def wait(self, parameters: Iterable[str]) -> None:
-        """Order what follows behind the copies of these parameters' state: work on the current stream behind copies from the device, the
-        caller itself behind copies from host memory."""
+        """Order later work after the copies of these parameters' state.
+
+        Work on the current stream waits for copies from the device, the caller itself for copies from host memory.
+        """
         ...

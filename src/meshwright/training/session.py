@@ -99,7 +99,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     )
     if not _resume(session):
         load_initial(engine.weights, run.model, run.model.init)
-    optimizer.leave_device()
+    optimizer.release_master_weights()
     clock.end("load")
     if world.leads:
         _write_environment(folder)

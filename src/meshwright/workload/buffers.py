@@ -1,7 +1,7 @@
 """Numbers and sizes of the engine's buffers for transfers."""
 
 UNITS_IN_FLIGHT = 2
-"""FSDP units whose gathered weights exist at once if they are freed after use: the computing unit and the next one."""
+"""FSDP units with gathered weights at once, if these are freed after use: the computing unit and the next one."""
 RECEIVES_AHEAD = 2
 """Buffers of receives that are posted before their compute, one in each direction."""
 DEVICE_LAYERS = 2
