@@ -5,8 +5,8 @@ UNITS_IN_FLIGHT = 2
 RECEIVES_AHEAD = 2
 """Buffers of receives that are posted before their compute, one in each direction."""
 DEVICE_LAYERS = 2
-"""Layers with activations on the device if activations are offloaded: the layer that computes and the layer that is copied. A pipeline needs
-one more, because it copies one layer to the host while it copies another back."""
+"""Layers with activations on the device if activations are offloaded: the computing layer and the copied layer. A pipeline needs one
+more, because it copies one layer to the host while it copies another back."""
 BLOCK_SLOTS = 2
 """Blocks that fit into the window of copy engines (parallel/copy_engine.py) beside one end of the model: the next two units."""
 STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 3
