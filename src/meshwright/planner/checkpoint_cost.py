@@ -52,14 +52,17 @@ class CheckpointCost:
     """What all ranks write on average."""
 
 
-def checkpoint_cost(run: RunSpec, plan: Plan) -> CheckpointCost | None:
-    """The cost of the run's checkpoints, or None for a run that writes none but the last."""
+def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None) -> CheckpointCost | None:
+    """The cost of the run's checkpoints, or None for a run that writes none but the last.
+
+    A step takes `step_seconds`, or what the plan predicts where that is None.
+    """
     spec, cluster = run.checkpoint, as_nodes(run.cluster)
     if not spec.every:
         return None
     whole = parameter_count(run.model) * STATE_BYTES
     rank_bytes = whole / plan.ranks
-    step = plan.predicted.step_seconds if plan.predicted is not None else None
+    step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
     interval = step * spec.every if step is not None and spec.every != "auto" else None
     reason = _reason_to_wait(run, plan, spec, rank_bytes)
     if reason:
