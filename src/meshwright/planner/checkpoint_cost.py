@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
-from meshwright.costs.plan_costs import as_nodes, number
+from meshwright.costs.plan_costs import as_nodes, number, products
 from meshwright.planner.candidate import host_budget
 from meshwright.policies.checkpoint_times import auto_interval
 from meshwright.simulator.step_simulation import host_bytes
@@ -70,7 +70,7 @@ def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None)
     in_host = any(layer.offload != "none" for layer in plan.layers)
     copy = stall = cost = None
     if step is not None and not cluster.is_cpu:
-        machine = machine_of(cluster)
+        machine = machine_of(cluster, products(plan.precision, cluster))
         copy = rank_bytes / (HOST_COPY_RATE if in_host else number(host_rate(machine)))
         update = whole / STATE_BYTES / plan.ranks * UPDATE_BYTES / number(machine.hbm)
         stall = max(0.0, copy - (step - update))
