@@ -28,8 +28,11 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import shard_size
 
 HEADROOM = 0.91
-"""Share of a device's memory that a plan may fill. An allocator at its limit frees and requests blocks in every step: on H200s a run that
-needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
+"""Share of a device's memory that a plan may fill.
+
+The remainder is for fragmentation, as an allocator at its limit frees and allocates again. On H200s a run that needed
+0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21).
+"""
 
 HOST_HEADROOM = 0.8
 """Share of a host's memory that a plan may fill; the ranks' processes need the other part."""

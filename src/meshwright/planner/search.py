@@ -49,8 +49,10 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 POINTS_PER_FAMILY, REACH = 4, 1.15
-"""Points of each family that the sweep returns, and the factor on the fastest time up to which it does at first. The factor covers how much
-the deviation of the closed form differs between families; it grows where the estimates turn out slower."""
+"""Points per family that the sweep returns, and their initial limit relative to the fastest.
+
+It covers the difference in error of the closed form between families. The limit grows if estimates are slower.
+"""
 MIN_ESTIMATES, MAX_PER_FAMILY = 24, 8
 """Fewest plans that are estimated by whole stages, and the most of them in one family."""
 MAX_EFFORT, ACTIONS_PER_EFFORT = 240.0, 400.0

@@ -11,7 +11,7 @@ def context_size(plan: Plan) -> int:
 
 
 def shard_size(plan: Plan) -> int:
-    """Ranks that parameters, gradients and optimizer are split over: the shard axis and, as they hold the same weights, context ranks."""
+    """Ranks over which parameters, gradients and optimizer are sharded: the shard axis and context ranks."""
     return plan.axis_size("shard") * context_size(plan)
 
 

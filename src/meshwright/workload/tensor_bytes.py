@@ -1,9 +1,10 @@
-"""Bytes of pipeline ranks by kind, as arithmetic on arrays: what the exact account of a Plan (`memory`) and the closed form for many
-layouts at once (`footprint`) share. The executor, FSDP2 and the kernels decide which tensors are alive
-(docs/design/cost-model.md, "Memory").
+"""Bytes of pipeline ranks by category, as array arithmetic shared by the exact account of a Plan and the closed form.
 
-A rank is fullest at one of three moments: in the head (logits and the head's gradients), in the first block's backward while all
-activations are alive (gradients on their way), or when backward has ended (every gradient's sum, and copies that travel).
+The executor, FSDP2 and the kernels decide which tensors are alive (docs/design/cost-model.md, "Memory").
+
+A rank is fullest at one of three moments: in the head (logits and the head's gradients), in the first block's backward
+while all activations are alive (gradients on their way), or when backward has ended (every gradient's sum, and copies
+that travel).
 """
 
 from __future__ import annotations
@@ -79,12 +80,14 @@ class Held:
     last: Array
     """Parameters of the unit gathered last, whose buffer stays until the next gather."""
     sums: Array
-    """Bytes of gradients that earlier micro-batches left when activations are most; 0 with one micro-batch and in layered order."""
+    """Bytes of earlier micro-batches' gradients when activations are at their maximum.
+
+    0 with one micro-batch and in layered order.
+    """
     reduces: Array
     """1 when units reduce their gradients in a backward that finds all activations alive."""
     away: Array
-    """Share of the parameters whose optimizer is in host memory: of those the shard stays as it is gathered, the gradients' sum, and room
-    for the chunks that are stepped."""
+    """Memory of parameters with offloaded optimizer, as a share: shard, gradient sum, and chunks being updated."""
     layers: Array
     alive: Array
     """Bytes that forwards under way left for their backwards."""
@@ -99,7 +102,7 @@ class Held:
     stays: Array
     """1 when gradients stay as they are made (`spec.layout.gradients_final_in_backward`)."""
     piled: Array
-    """Micro-batches whose gradients wait between two units: all of them in layered order, the head's also where all forwards come first."""
+    """Micro-batches with gradients between two units: all in layered order; the head's also if all forwards come first."""
     piled_head: Array
     messages: Array
     """Of one micro-batch that go out to other ranks, both directions; negative without a pipeline."""
@@ -165,8 +168,10 @@ def _in_the_head(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
 
 
 def _first_backward(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
-    """A block's gradients are made while the buffers of the reduction before are there: the head's, or a block's; on a pipeline's first
-    rank, whose backward of the micro-batch before ended with the embedding, that one's."""
+    """Bytes of reduction buffers that coexist with a block's gradients: the head's, or a block's.
+
+    On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
+    """
     # A unit that both ends share waits, summed in the format of the reduction, for the embedding's part.
     waits = np.where(held.head >= held.ends, 0.0, 1 / held.shards)
     before = np.where((held.head > 0) | (held.messages < 0), 0.0, held.ends)
