@@ -2,7 +2,7 @@
 
 A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device. The
 link has the forwards of all layers for the copies of those that are moved, and their backwards (`parallel.timetable`): only what is
-longer than that shows. What is copied is what fused blocks keep (`workload.activations.kept_per_token`): residuals and norms' outputs,
+longer than that shows. What is copied is what fused blocks keep (`workload.activations.saved_elements`): residuals and norms' outputs,
 the joined projection with turned queries and keys, attention's output, the feed-forward's halves and their product; with selective
 recompute residuals and what products and attention gave; with full recompute the layer's input alone, with all_but_attention also what
 attention gave.
@@ -18,16 +18,12 @@ from meshwright.workload.layouts import ALL_BUT_ATTENTION, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
 
 HOST_SHARE, SHARERS = 0.4, 8
-"""Share of the host link per device while all devices of the node copy, and the number of devices then.
-
-Measured on 8×H200: 20 of 50 GB/s, limited by host memory. Fewer devices get more, up to the whole link: a guess.
-"""
+"""Share of its host link that a device gets while all of its node copy (measured on 8×H200: 20 of 50 GB/s, host memory is the limit), and
+how many devices share the host then. Fewer get more, up to the whole link: a guess."""
 
 BOTH_WAYS, BOTH_WAYS_ALONE = 0.26, 0.87
-"""The same in each direction while copies run in both, and the maximum of a single device.
-
-Measured on 8×H200: 13 of 50 GB/s each way when all copy; 43.5 of 50 GB/s alone.
-"""
+"""The same in each direction while copies run in both (measured on 8×H200: 13 of 50 GB/s each way when all copy), and the most that a
+lone device gets (43.5 of 50 GB/s)."""
 
 
 def host_share(devices: Array) -> Array:
@@ -62,33 +58,28 @@ def copied_bytes(shape: Shape, layout: Layouts) -> Array:
     return 2.0 * tokens * elements / layout.tensor
 
 
-def waiting_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
-    """Bytes of host memory per device: offloaded activations in flight, and the state of its `owned` parameters."""
+def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
+    """Bytes of host memory that one device takes: activations of the micro-batches that its schedule holds, and the state of its `owned`
+    parameters."""
     activations = shape.layers / layout.pipeline * layout.in_flight * copied_bytes(shape, layout)
     return layout.offload_activations * activations + layout.offload * owned * layout.state_bytes
 
 
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
-    """Exposed seconds of the copies of one micro-batch if every layer were offloaded.
-
-    `forward` and `backward` are the compute seconds over all layers; each layer is hidden as if `offload_activations` of
-    them were offloaded.
-    """
+    """Seconds of copies of one micro-batch that compute (`forward`, `backward`, over all layers) does not hide, were every layer moved and
+    each hidden as where `offload_activations` of them are."""
     each = shape.layers * copied_bytes(shape, layout) / host_rate(machine)
     moved = np.asarray(layout.offload_activations)
-    late = late_copies(moved * each, forward, backward)
+    late = exposed_copy_seconds(moved * each, forward, backward)
     return np.where(moved > 0, sum(late) / np.maximum(moved, 1e-9), 0.0)
 
 
-def late_copies(copied: Array, forward: Array, backward: Array) -> tuple[Array, Array]:
+def exposed_copy_seconds(copied: Array, forward: Array, backward: Array) -> tuple[Array, Array]:
     """Seconds by which copies that take `copied` each way are longer than the forwards and the backwards beside them."""
     return np.maximum(0.0, copied - forward), np.maximum(0.0, copied - backward)
 
 
 def host_optimizer(machine: Machine, owned: Array, state_bytes: Array, sweep: Array) -> Array:
-    """Seconds of an optimizer with the state of `owned` parameters in host memory.
-
-    `state_bytes` of each are copied to the device and back, in both directions at once, and updated there, which takes
-    `sweep` by itself, chunk by chunk during other chunks' copies.
-    """
+    """Seconds of an optimizer whose state of `owned` parameters is in host memory: `state_bytes` of each come to the device and go back,
+    both ways at once, and are stepped there, which takes `sweep` by itself, chunk by chunk beside other chunks' copies."""
     return np.maximum(owned * state_bytes / rate_both_ways(machine), sweep)

@@ -42,7 +42,7 @@ from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
-from meshwright.workload.dtypes import summed_by_products
+from meshwright.workload.dtypes import accumulated_by_products
 
 COMPILER: dict[str, Any] = {"unroll_reductions_threshold": 17}
 """Compiler options of blocks.
@@ -117,7 +117,7 @@ def build_engine(
     multiply_low(model, plan, mesh.device)
     wrap_blocks(model, plan)
     for number, block in model.layers.items():
-        if entry_of(plan.schedule.name).splits_backward or summed_by_products(plan, int(number), spec.layers):
+        if entry_of(plan.schedule.name).splits_backward or accumulated_by_products(plan, int(number), spec.layers):
             split_backward(block)
     units = make_units(model, table[pipeline_rank], plan, mesh)
     model.to_empty(device=mesh.device)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from meshwright.workload.buffers import LAYERS_STAYING
+from meshwright.workload.buffers import DEVICE_LAYERS
 
 ROUNDING = 1 + 1e-9
 """Of sums in one order over those in another."""
@@ -41,7 +41,7 @@ def timetable(
     A visit with a backward occurs twice in `computes`. `keeps` is the memory that each leaves on the device in between, in
     any unit. A moved visit is on the device while it computes, during the compute after its forward, and during the compute
     before its backward. It may stay longer, the oldest leaving first, while the total does not exceed the maximum of the
-    kept visits plus the largest `LAYERS_STAYING` of the moved, which is what the memory account counts. A visit that may
+    kept visits plus the largest `DEVICE_LAYERS` of the moved, which is what the memory account counts. A visit that may
     stay all the time is not moved.
     """
     if not moved:
@@ -55,7 +55,7 @@ def timetable(
     near += [_Stay(first[visit], first[visit] + 2, size[visit]) for visit in away]
     near += [_Stay(last[visit] - 1, last[visit] + 1, size[visit]) for visit in away]
     load = _load(length, [*kept, *near])
-    fullest = max(_load(length, kept)) + sum(sorted(size[visit] for visit in moved)[-LAYERS_STAYING:])
+    fullest = max(_load(length, kept)) + sum(sorted(size[visit] for visit in moved)[-DEVICE_LAYERS:])
     room = max(fullest, *load) * ROUNDING
     left = _gone_from(load, room, {visit: _Stay(first[visit] + 2, last[visit] - 1, size[visit]) for visit in away})
     # Backwards in time a copy back is one out.

@@ -22,7 +22,7 @@ def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
 
 
 def state_bytes(precision: Precision) -> float:
-    """Bytes of a parameter's state in host memory: two moments, and the master weight unless it stays on the device."""
+    """Bytes of a parameter's state where its optimizer is in host memory: two moments, and the master weight unless that stays."""
     return (8.0 if precision.stored == "fp64" else 4.0) * (2 + (precision.resident != precision.stored))
 
 
@@ -31,12 +31,14 @@ def low_share(precision: Precision, linear: Linear) -> float:
     return 1.0 if linear == "compute" else 1 / bytes_of(precision.compute)
 
 
-def added_up(plan: Plan, strategy: LayerStrategy) -> bool:
+def accumulates_before_reduction(plan: Plan, strategy: LayerStrategy) -> bool:
     """Whether a rank adds several micro-batches' gradients up, in the format of the sum, before they are summed over shards."""
     return plan.batch.accumulate > 1 and (plan.layered or strategy.gradients == "whole")
 
 
-def summed_by_products(plan: Plan, layer: int, layers: int) -> bool:
-    """Whether the products of weight gradients accumulate onto those of earlier micro-batches."""
-    summed = added_up(plan, plan.strategy(layer, layers)) or (plan.batch.accumulate > 1 and shard_size(plan) == 1)
+def accumulated_by_products(plan: Plan, layer: int, layers: int) -> bool:
+    """Whether the products that make the weight gradients of a block's linear layers add them to those of earlier micro-batches."""
+    summed = accumulates_before_reduction(plan, plan.strategy(layer, layers)) or (
+        plan.batch.accumulate > 1 and shard_size(plan) == 1
+    )
     return summed and plan.linear(layer, layers) == "compute"
