@@ -39,13 +39,13 @@ def activation_bytes(
 
 
 def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
-    """By layer, elements of one token that a forward leaves for its backward, on the device or in host memory."""
+    """By layer, the elements of one token that a forward saves for its backward, on the device or in host memory."""
     per_token = elements_per_token(model, plan)
     return [per_token(layer)[0] for layer in range(model.layers)]
 
 
 def elements_per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[float, float]]:
-    """Says how many elements of one token a block keeps, and how many its backward holds beside them; counted once for blocks alike."""
+    """A function of a layer: elements of one token that its forward saves, and temporary elements of its backward."""
     spread, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
     known = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
 
@@ -62,12 +62,12 @@ def elements_per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[fl
 
 
 def tokens_of(train: TrainSpec, plan: Plan) -> float:
-    """Tokens of a micro-batch that one rank keeps activations of: context ranks split the sequence, tensor ranks what lies between."""
+    """Tokens of a micro-batch whose activations one rank stores: context and tensor ranks share them."""
     return plan.batch.micro_batch * train.seq_len / (context_size(plan) * plan.axis_size("tensor"))
 
 
 def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
-    """Elements that autograd keeps of block `layer` for one token; inputs of products count `low`."""
+    """Elements of one token that autograd saves in block `layer`; inputs of products count `low`."""
     query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = query + 2 * kv
     if recompute in RECOMPUTES_PRODUCTS:
@@ -86,16 +86,20 @@ def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: floa
 
 
 def exchanged_expert_elements(model: ModelSpec, layer: int, recompute: Recompute, ranks: int) -> float:
-    """Elements of one token that are kept besides where its experts are on `ranks` ranks: selective recompute does not ask for rows twice,
-    and keeps what the experts gave as it left and as it arrived."""
+    """Further elements of one token that are saved if its experts are on `ranks` ranks.
+
+    Selective recompute does not exchange tokens twice: it saves the experts' outputs as they were sent and as they were received.
+    """
     again = recompute == "selective" and ranks > 1
     return 2 * _copied(model, layer) if again else 0.0
 
 
 def backward_elements(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
-    """Elements of one token that a block's backward holds over what its forward kept: gradients of the feed-forward's wide half and of the
-    stream beyond what it has let go, and what is computed again. Of an expert's input and output one is there: with the gradient of the
-    output the output goes, and then the input is gathered again."""
+    """Temporary elements of one token in a block's backward, beside what its forward saved.
+
+    They are the gradients of the feed-forward's wide half and of the residual stream, and recomputed activations. An expert's input and
+    output do not exist at once: the backward frees the output before it gathers the input again.
+    """
     wide, _, _ = _feed_forward(model, layer)
     made = wide + model.hidden
     if recompute == "none":
@@ -105,7 +109,7 @@ def backward_elements(model: ModelSpec, layer: int, recompute: Recompute, low: f
 
 
 def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
-    """Elements of the block at work that other ranks sent: its gathered input with the gradient; queries, keys and values."""
+    """Elements of one token that the computing block received: its gathered input with the gradient; queries, keys and values."""
     gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     return gathered + np.where(np.asarray(context) > 1, heads, 0)
