@@ -39,15 +39,17 @@ HOST_HEADROOM = 0.8
 HOST_GIB_PER_DEVICE = 256.0
 """Host memory per device where the cluster does not state it: a guess (DGX A100 to B200 have 1 to 4 TB for 8 devices)."""
 COPY_GENERATIONS = ("hopper",)
-"""Device generations on which copy engines were measured, for weights and for tokens; a search uses copy engines on no other."""
+"""Device generations with measured copy engines, for weights and for tokens; a search uses them on no other."""
 COPY_TENSOR_RANKS = 2
 """Most tensor ranks between which copy engines exchange tokens faster than kernels; between four they took a fifth longer."""
 
 
 OFFLOAD_PENALTY, OFFLOAD_PENALTY_UNMEASURED, MEASURED_DEVICES = 1.01, 1.03, 2
-"""Factors on the predicted seconds of a plan that offloads activations, and devices of one host up to which such plans were measured. Of
-two plans that cannot be told apart, the one without offload has no host memory to pin in its first step. On more devices or hosts the
-prediction is less certain, as the network may share the devices' host links."""
+"""Factors on the predicted seconds of a plan with offloaded activations, and the devices per host measured.
+
+Of two plans that cannot be told apart, the one without offload has no host memory to pin in its first step. On more
+devices or hosts the prediction is less certain, as the network may share the devices' host links.
+"""
 
 
 @dataclass(frozen=True)
