@@ -1,7 +1,7 @@
 """Writes the examples of the planner's output on the pages, by running the commands above them.
 
 A ```console output block holds what the nearest bash block above it prints on stdout, or on stderr where the command refuses.
-`python -m tests.docs.examples` writes all of them; figures change whenever constants are fitted.
+`python -m tests.docs.examples [PAGE…]` writes those of all pages or of some; figures change whenever constants are fitted.
 
 Options behind `output` shorten the block. Empty lines separate sections. A section is named by the beginning of its title, with dashes for
 spaces; `head` is the first. `only=head,mesh` omits the others. `cut=runner-ups:2,where-the-numbers:2+1` keeps the first two entries of one
@@ -124,6 +124,8 @@ if __name__ == "__main__":
     outputs: dict[str, str] = {}
     pages: dict[str, dict[Block, str]] = {}
     for command, block in examples():
+        if sys.argv[1:] and block.page not in sys.argv[1:]:
+            continue
         if command.location not in outputs:
             print(command.location, flush=True)
             outputs[command.location] = printed(command)
