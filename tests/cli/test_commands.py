@@ -367,4 +367,4 @@ def test_a_checkpoint_records_the_content_and_tokenizer_of_its_corpus(tiny: Path
     state = json.loads((finished / "checkpoints" / "step-00000006" / "state.json").read_bytes())
     assert state["data"] == expected
     digests = expected[str(tiny.parent / "data")]
-    assert set(digests) == {"content", "tokenizer"} and all(digests.values())
+    assert set(digests) == {"content", "tokenizer", "order"} and all(digests.values())

@@ -14,6 +14,7 @@ from meshwright.data.manifest import MANIFEST, held_out_beside, locate, open_dir
 from meshwright.data.prepare import prepare
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.tokenizer import load_tokenizer
+from meshwright.policies.sample_order import Mixture
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
 from tests.data import megatron
@@ -243,3 +244,40 @@ def test_a_lost_document_list_matters_only_to_show(prepared: Path, tmp_path: Pat
     source.samples([0])
     with pytest.raises(Damaged, match=r"documents.jsonl: missing"):
         source.describe(0)
+
+
+def order(source: DataSource) -> list[tuple[str, int]]:
+    """Content and window of each sample of two epochs."""
+    names = {name: opened.directory.order_digest for name, opened in source.sources.items()}
+    draws = source.mixture.draws(np.arange(2 * source.windows))
+    return [(names[source.mixture.names[s]], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
+
+
+def test_the_order_of_samples_depends_on_contents_and_not_on_paths(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared, tmp_path / "copy")
+    assert order(opened(prepared)) == order(opened(tmp_path / "copy"))
+    for name, documents in (("x", [[[1, 2, 3] * 30]]), ("y", [[[4, 5, 6] * 50]])):
+        (tmp_path / name).mkdir()
+        megatron.write(tmp_path / name / "data", documents, 4)
+    mixes = [{"x": 1.0, "y": 2.0}, {"moved-y": 1.0, "a": 2.0}]
+    shutil.copytree(tmp_path / "x", tmp_path / "moved-y")
+    shutil.copytree(tmp_path / "y", tmp_path / "a")
+    specs = [DataSpec(mix={str(tmp_path / name): weight for name, weight in mix.items()}) for mix in mixes]
+    first, second = (open_data(spec, seq_len=8, seed=3) for spec in specs)
+    assert order(first) == order(second)
+    megatron.write(tmp_path / "a" / "data", [[[4, 5, 6] * 25], [[7] * 75]], 4)  # other documents, as many tokens
+    assert order(open_data(specs[1], seq_len=8, seed=3)) != order(first)
+
+
+def test_a_run_of_an_earlier_release_keeps_the_order_that_followed_from_its_path(prepared: Path) -> None:
+    source = opened(prepared)
+    now, record = order(source), source.record()
+    source.restore_order(record)
+    assert order(source) == now
+    before = {name: {key: entry[key] for key in ("content", "tokenizer")} for name, entry in record.items()}
+    earlier = Mixture({str(prepared): 1.0}, {str(prepared): source.windows}, 0).draws(np.arange(50)).window.tolist()
+    for old in (before, None):
+        source = opened(prepared)
+        source.restore_order(old)
+        assert [window for _, window in order(source)[:50]] == earlier != [window for _, window in now[:50]]
+        assert all("order" not in entry for entry in source.record().values())

@@ -14,6 +14,7 @@ from tests.training.tiny import make_tiny, prepared, tiny_run
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.prepare import prepare
+from meshwright.data.source import DataSource
 from meshwright.launch import prepare as launching
 from meshwright.launch.corpus import check_tokenizer
 from meshwright.launch.prepare import check_init, open_run_data
@@ -138,3 +139,39 @@ def test_another_tokenizer_beside_the_shards_is_damage(file: Path) -> None:
     other_tokenizer(path)
     with pytest.raises(Damaged, match=rf"{path}: expected digest \w+ \(by the manifest\)"):
         prepared(file, file.parent / "runs")
+
+
+def moved(file: Path) -> str:
+    """Move the corpus to another path; returns the override that names it."""
+    (file.parent / "data").rename(file.parent / "elsewhere")
+    return f"data.mix={{{file.parent / 'elsewhere'}: 1.0}}"
+
+
+def test_a_run_resumes_with_its_corpus_under_another_path(file: Path) -> None:
+    stopped_run(file)
+    assert not any("data.mix" in note for note in resume(file, moved(file)))
+
+
+def test_another_corpus_under_another_path_is_refused(file: Path) -> None:
+    stopped_run(file)
+    prepare_other_text(file)
+    with pytest.raises(BadInput, match="changed since"):
+        resume(file, moved(file))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_run_whose_order_followed_from_the_path_keeps_its_path(
+    file: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints of earlier releases: their record names no order, or there is none."""
+    if recorded:
+        real = DataSource.record
+        monkeypatch.setattr(DataSource, "record", lambda source: _without_order(real(source)))
+    stopped_run(file, recorded=recorded)
+    monkeypatch.undo()
+    with pytest.raises(BadInput, match=r"data\.mix"):
+        resume(file, moved(file))
+
+
+def _without_order(record: dict[str, dict[str, str | None]]) -> dict[str, dict[str, str | None]]:
+    return {name: {key: value for key, value in entry.items() if key != "order"} for name, entry in record.items()}

@@ -160,9 +160,14 @@ def _open_target(
     if refused:
         raise BadInput(f"{refused[0]}: is for data directories; {config} sets it for this run")
     from meshwright.config.load import load_run
+    from meshwright.launch.corpus import recorded_corpus
 
     run = load_run(config)
-    return open_data(run.data, seq_len=run.train.seq_len, seed=run.seed), run.train.global_batch
+    source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed)
+    checkpoint, record = recorded_corpus(target) if config != target else (None, None)
+    if checkpoint is not None:
+        source.restore_order(record)
+    return source, run.train.global_batch
 
 
 def _summary(made: Prepared) -> dict[str, Any]:

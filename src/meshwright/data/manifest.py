@@ -129,6 +129,18 @@ class PreparedDirectory:
         ]
         return digest(json.dumps(shards).encode())
 
+    @property
+    def order_digest(self) -> str:
+        """Digest that the order of samples follows from: of all shards in the manifest, or of the .idx files without one.
+
+        It depends neither on the directory's path nor on where its text came from.
+        """
+        if self.manifest is not None:
+            shards = [[shard.digest["bin"], shard.digest["idx"]] for shard in self.manifest.shards]
+        else:
+            shards = [[digest_file(shard.file.idx_path)] for shard in self.shards]
+        return digest(json.dumps(shards).encode())
+
 
 def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") -> PreparedDirectory:
     """Open what `locate` finds at `path`, comparing every shard's sizes and header with the manifest.

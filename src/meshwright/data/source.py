@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -69,8 +69,11 @@ def open_data(
     sources = [Source(name, open_directory(path, spec.damaged), seq_len) for name, path in paths.items()]
     _check_tokenizers(sources, vocab_size)
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
-    mixture = Mixture(weights, {source.name: source.windows for source in sources}, seed, shuffle=split == "train")
-    return DataSource(sources, mixture, seq_len, spec.document_mask, vocab_size, verifier)
+    windows = {source.name: source.windows for source in sources}
+    by_path = Mixture(weights, windows, seed, shuffle=split == "train")
+    digests = {source.name: source.directory.order_digest for source in sources}
+    mixture = Mixture(weights, windows, seed, shuffle=split == "train", identities=digests)
+    return DataSource(sources, mixture, by_path, seq_len, spec.document_mask, vocab_size, verifier)
 
 
 def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> bool:
@@ -121,27 +124,39 @@ class Source:
 class DataSource:
     """All samples of a run, addressed by global sample index.
 
-    `sources` are the open directories, in the order of their names in `mixture`.
+    The order of samples, `mixture`, follows from the contents of the sources. `by_path` is the order of earlier releases, which followed
+    from their paths: a run that began in it keeps it (`restore_order`).
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
         mixture: Mixture,
+        by_path: Mixture,
         seq_len: int,
         document_mask: bool,
         vocab_size: int | None,
         verifier: ShardVerifier | None = None,
     ) -> None:
         self.sources = {source.name: source for source in sources}
-        self.mixture, self.seq_len, self.document_mask = mixture, seq_len, document_mask
+        self.seq_len, self.document_mask = seq_len, document_mask
+        self._by_path = by_path
         self._limit = vocab_size
-        self._ordered = [self.sources[name] for name in mixture.names]
-        self._epochs = [-1] * len(self._ordered)
         self._verifier = verifier
-        self._first_numbers = list(accumulate((len(source.stream.files) for source in self._ordered), initial=0))
         self._used: set[int] = set()
         """Numbers of the shards given to the verifier, over all sources."""
+        self._set_order(mixture)
+
+    def _set_order(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+        self._ordered = [self.sources[name] for name in mixture.names]
+        self._epochs = [-1] * len(self._ordered)
+        self._first_numbers = list(accumulate((len(source.stream.files) for source in self._ordered), initial=0))
+
+    def restore_order(self, record: Mapping[str, Any] | None) -> None:
+        """Take the order of the run whose checkpoint has this `record`: that of earlier releases if the record names no order."""
+        if not record or not all("order" in source for source in record.values()):
+            self._set_order(self._by_path)
 
     @property
     def vocab_size(self) -> int | None:
@@ -173,10 +188,11 @@ class DataSource:
         return float(sum(share * value for share, value in zip(shares, known, strict=True) if value is not None))
 
     def record(self) -> dict[str, dict[str, str | None]]:
-        """The record of each source in a checkpoint: the digests of its content and tokenizer."""
+        """The record of each source in a checkpoint: the digests of its content and tokenizer, and the one its order follows from."""
         directories = {source.name: source.directory for source in self._ordered}
         return {
             name: {"content": directory.content_digest, "tokenizer": directory.tokenizer_digest}
+            | ({} if self.mixture is self._by_path else {"order": directory.order_digest})
             for name, directory in directories.items()
         }
 

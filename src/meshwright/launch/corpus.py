@@ -48,7 +48,7 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
 
     `data.changed=accept` reports it instead.
     """
-    checkpoint, recorded = _recorded_corpus(folder)
+    checkpoint, recorded = recorded_corpus(folder)
     if checkpoint is None:
         return
     if recorded is None:
@@ -57,8 +57,8 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
         )
         return
     for name, now in source.record().items():
-        before = recorded.get(name, {})
-        changed = [key for key in now if now[key] != before.get(key)]
+        before = recorded.get(name) or _moved(recorded, now)
+        changed = [key for key in ("content", "tokenizer") if now[key] != before.get(key)]
         if not changed:
             continue
         digests = ", ".join(f"{key} (digest {before.get(key)} then, {now[key]} now)" for key in changed)
@@ -70,6 +70,11 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
         note(f"{difference}; data.changed is accept")
 
 
+def _moved(recorded: dict[str, Any], now: dict[str, str | None]) -> dict[str, Any]:
+    """The record of the same content under another path; empty if none has it, or if the order followed from the path."""
+    return next((entry for entry in recorded.values() if "order" in entry and entry["content"] == now["content"]), {})
+
+
 def _vocabulary_of(init: str) -> Vocabulary | None:
     """The vocabulary of the weights that `model.init` names; None if their folder has no tokenizer."""
     source, _, folder = init.partition(":")
@@ -78,7 +83,7 @@ def _vocabulary_of(init: str) -> Vocabulary | None:
     return read_vocabulary(Path(folder))
 
 
-def _recorded_corpus(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:
+def recorded_corpus(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:
     """The newest checkpoint of a run's folder with a readable state, and its record of the corpus."""
     for entry in reversed(list_checkpoints(folder, contents=False)):
         if not entry["ok"]:

@@ -15,6 +15,7 @@ from meshwright.checkpoint.verify import newest_commit, newest_step, run_id_of, 
 from meshwright.config.load import differences, load_resolved
 from meshwright.durable.lease import owner_is_alive, read_lease, release_lease, take_lease
 from meshwright.durable.lock import locked
+from meshwright.launch.corpus import recorded_corpus
 from meshwright.observe.metrics import scan_metrics
 from meshwright.spec.errors import BadInput
 from meshwright.spec.run import Lease, RunSpec
@@ -79,7 +80,8 @@ def renamed(run: RunSpec, runs: Path) -> RunSpec:
 def continues(run: RunSpec, folder: Path) -> bool:
     """Whether the run continues from its folder; a run that ended before its first step has nothing to continue.
 
-    `train.steps` may increase: the remaining steps follow the longer schedule. Raises BadInput naming every other key that differs, with
+    `train.steps` may increase: the remaining steps follow the longer schedule. The corpora may have other paths, as on another machine;
+    `launch.corpus.check_unchanged` compares their contents. Raises BadInput naming every other key that differs, with
     the reason why it must not change.
     """
     config = _earlier_config(folder)
@@ -88,7 +90,8 @@ def continues(run: RunSpec, folder: Path) -> bool:
     refused = [
         f"  {key}: {before!r} there, {now!r} now ({_why_fixed(key)})"
         for key, before, now in differences(load_resolved(config), run)
-        if key != "train.steps" or now < before
+        if not (key == "train.steps" and now >= before)
+        and not (key == "data.mix" and _may_be_moved(before, now, folder))
     ]
     if refused:
         lines = "\n".join(refused)
@@ -97,6 +100,11 @@ def continues(run: RunSpec, folder: Path) -> bool:
             "Give this one another name (name=…), start it beside the old one with --fresh, or set the keys back to resume"
         )
     return True
+
+
+def _may_be_moved(before: dict[str, float], now: dict[str, float], folder: Path) -> bool:
+    """Whether two mixtures may be the same corpora under other paths, and a checkpoint's record of their contents will tell."""
+    return sorted(before.values()) == sorted(now.values()) and bool(recorded_corpus(folder)[1])
 
 
 def _earlier_config(folder: Path) -> Path | None:

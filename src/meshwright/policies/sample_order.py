@@ -40,15 +40,22 @@ class Mixture:
     """The order in which samples of several sources are drawn.
 
     `weights` maps names to relative numbers of samples, `windows` names to how many windows a source has. Sources are
-    numbered in the order of their sorted names, so the order of keys in a file does not matter. With `shuffle` false,
+    numbered in the order of their sorted names, so the order of keys in a file does not matter. `identities` takes the place of the names
+    in that order and in the shuffling: with digests of the contents, the order of samples does not depend on paths. With `shuffle` false,
     blocks still mix the sources but each source is read from its first window on: the fixed order of validation. Raises
     BadInput when a weight is too small to give one sample in 65,536.
     """
 
     def __init__(
-        self, weights: Mapping[str, float], windows: Mapping[str, int], seed: int, shuffle: bool = True
+        self,
+        weights: Mapping[str, float],
+        windows: Mapping[str, int],
+        seed: int,
+        shuffle: bool = True,
+        identities: Mapping[str, str] | None = None,
     ) -> None:
-        self.names = sorted(weights)
+        self._identities = identities or {name: name for name in weights}
+        self.names = sorted(weights, key=lambda name: (self._identities[name], weights[name], name))
         self.windows = [windows[name] for name in self.names]
         self.seed, self.shuffle = seed, shuffle
         self.counts = quantise([weights[name] for name in self.names], self.names)
@@ -94,7 +101,7 @@ class Mixture:
         result = np.empty_like(within)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            result[here] = permute(within[here], windows, f"{self.seed}/{name}/{int(epoch)}")
+            result[here] = permute(within[here], windows, f"{self.seed}/{self._identities[name]}/{int(epoch)}")
         return result
 
 

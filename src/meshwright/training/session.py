@@ -123,6 +123,9 @@ def _resume(session: Session) -> bool:
     newest, state = loaded
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.optimizer.set_steps(session.step)
+    session.data.restore_order(state.get("data"))
+    if session.held_out is not None:
+        session.held_out.source.restore_order(state.get("data"))
     log.info("resumed from %s", newest)
     return True
 
