@@ -79,7 +79,8 @@ BALANCED = {"nanotron"}
 FIRST_STAGE = {"nanotron"}
 """Stacks that print the memory of rank 0."""
 IMBALANCE = 1.2
-"""Tokens of the busiest expert rank over the mean where a source does not state it: a guess. Sources with a forced even load state that."""
+"""Tokens of the busiest expert rank over the mean if a source does not state it; a guess.
+Sources with a forced even load state that."""
 MODE_NOT_PRINTED = {"nanotron"}
 """Stacks whose tables do not state whether tensor parallelism splits the sequence."""
 

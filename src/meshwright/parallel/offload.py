@@ -1,4 +1,4 @@
-"""Activations in host memory: what a block keeps for its backward is copied out behind its forward and back ahead of its backward.
+"""Offload of activations: saved tensors are copied to host memory after a block's forward and back before its backward.
 
 A visit is one micro-batch in one unit. Its saved tensors are caught by autograd's own hooks and go to the host by whole storages, as bytes,
 so that views of one tensor stay views of one, and every bit comes back. Copies run on two streams beside compute, one in each direction.
@@ -226,15 +226,15 @@ class Moves:
     ) -> None:
         self._memory, self._aside = memory, concurrent_span
         self._times = timetable(tuple(computes), tuple(keeps.items()), frozenset(moved))
-        self._place = -1
+        self._position = -1
         self._parked: dict[Visit, Parked] = {}
 
     def begin(self) -> None:
         """The next forward or backward begins: what must have left by now is let go, and what there is room for sets out back."""
-        self._place += 1
-        for visit in self._times.left.get(self._place, ()):
+        self._position += 1
+        for visit in self._times.left.get(self._position, ()):
             self._parked[visit].settle()
-        for visit in self._times.back.get(self._place, ()):
+        for visit in self._times.back.get(self._position, ()):
             self._parked[visit].fetch(self._span("fetch", visit))
         if self._memory is not None:
             here = sum(parked.device_bytes for parked in self._parked.values())
