@@ -25,9 +25,9 @@ from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
 from meshwright.workload.dtypes import accumulated_by_products, bytes_of, gathered_width, state_bytes
 from meshwright.workload.groups import experts_over, shard_size
+from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, with_blocks
-from meshwright.workload.products import layer_products
 from meshwright.workload.step_shape import step_shape
 
 Unit = int | Literal["embed", "head"]
