@@ -94,7 +94,8 @@ class Attempt:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a lock on the folder, which `await_writers` looks for, for the length of a `with` block; none where there are no locks."""
+        """Hold the lock on the folder that `await_writers` looks for, for a `with` block.
+        Does nothing on a file system without locks."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with suppress(OSError):

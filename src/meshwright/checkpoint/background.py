@@ -89,7 +89,7 @@ class BackgroundSaver:
             folder=str(folder),
             rank=ranks.rank,
             ranks=ranks.size,
-            rows=[[row.key, row.dtype, list(row.shape)] for row in self.layout.rows],
+            headers=[[header.key, header.dtype, list(header.shape)] for header in self.layout.headers],
             contents=encoded_contents(self.layout.contents),
             lease=asdict(lease),
             keep=keep,

@@ -93,7 +93,7 @@ def load_tensors(
         entries, headers = _read_headers(ranks, files, sorted({piece.file for piece in pieces}), doing)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
-        def place() -> dict[str, list[tuple[int, int]]]:
+        def assign() -> dict[str, list[tuple[int, int]]]:
             ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
             for piece in pieces:
                 entry = entry_of(entries[piece.file], piece.key, piece.dtype, piece.shape, opened.path / piece.file)
@@ -103,7 +103,7 @@ def load_tensors(
                     destinations[piece.file, index].append(destination)
             return {file: merge_ranges(needed) for file, needed in ranges.items()}
 
-        transfers = plan_transfers(ranks.together(doing, place), headers)
+        transfers = plan_transfers(ranks.together(doing, assign), headers)
 
         def fill(file: str, index: int, block: Tensor) -> None:
             for destination in destinations.get((file, index), ()):

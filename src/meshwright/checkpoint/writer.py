@@ -30,7 +30,7 @@ from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, re
 from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord
-from meshwright.checkpoint.header import Row, encode_header
+from meshwright.checkpoint.header import TensorHeader, encode_header
 from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
@@ -53,12 +53,12 @@ POLL_SECONDS = (0.01, 0.5)
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same for all saves of a start. `rows` are (key, dtype, shape); `contents` is the first rank's alone."""
+    """What stays the same for all saves of a start. `headers` are (key, dtype, shape); `contents` is the first rank's alone."""
 
     folder: str
     rank: int
     ranks: int
-    rows: list[Any]
+    headers: list[Any]
     contents: dict[str, Any]
     lease: dict[str, Any] | None
     keep: int
@@ -136,7 +136,9 @@ class Writer:
         """Carry out a command; what fails is a reply."""
         if isinstance(command, Setup):
             self._setup = command
-            self._header = encode_header([Row(key, dtype, tuple(shape)) for key, dtype, shape in command.rows])
+            self._header = encode_header(
+                [TensorHeader(key, dtype, tuple(shape)) for key, dtype, shape in command.headers]
+            )
             self._contents = decoded_contents(command.contents)
             return
         assert self._setup is not None, "Setup comes first"
@@ -198,11 +200,11 @@ class Writer:
         self._reply("committed", step=save.step, path=str(attempt.target), bytes=size, seconds=seconds)
 
     def _write(self, setup: Setup, save: Save, folder: Path) -> dict[str, FileRecord]:
-        if not setup.rows:
+        if not setup.headers:
             return {}
         self._check_generation(save)
         name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
-        size = sum(Row(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.rows)
+        size = sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers)
         record = write_blocks(folder / name, [memoryview(self._header), data[:size]], setup.threads, self._count)
         self._check_generation(save)
         return {name: record}
