@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.attempt import Attempt, new_attempt
+from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.header import Row
 from meshwright.checkpoint.shards import write_shard
@@ -50,7 +50,7 @@ def write(folder: Path, step: int, seed: int, lease: Lease | None) -> Path:
         chunks.append(Chunk((rank * half, 0), tuple(part.shape), name, entry.key))
     contents = {"x": TensorRecord(SHAPE, "F32", tuple(chunks))}
     plain = encode_plain({"step": step, "samples": seed}, TEXTS)
-    attempt.commit(files, contents, plain, ranks=RANKS, torch_version="any")
+    attempt.commit(files, contents, plain, Provenance(RANKS, "any"))
     return attempt.target
 
 

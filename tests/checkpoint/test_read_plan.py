@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.checkpoint import digests
-from meshwright.checkpoint.digests import BlockDigest
 from meshwright.checkpoint.files import BLOCK_BYTES
 from meshwright.checkpoint.fill import Destination
 from meshwright.checkpoint.header import Entry
@@ -92,13 +91,10 @@ def test_any_cut_of_an_entry_fills_any_box_of_it(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_block_digest_is_xxh3_64_however_it_is_cut(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_digest_is_xxh3_64(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(digests, "_library", lambda: None)
-    data = bytearray(range(256)) * 50
-    digest = BlockDigest()
-    for start in range(0, len(data), 999):
-        digest.update(memoryview(data)[start : start + 999])
-    digest.update(memoryview(bytearray()))
-    assert digest.hexdigest() == xxhash.xxh3_64(data).hexdigest()
-    assert (digests._library() is not None) == compiled
+        monkeypatch.setattr(digests, "_c_function", lambda: None)
+    for size in (0, 1, 240, 241, 100_001):
+        data = bytearray(number % 251 for number in range(size))
+        assert digests.block_digest(memoryview(data)) == xxhash.xxh3_64(data).hexdigest()
+    assert (digests._c_function() is not None) == compiled

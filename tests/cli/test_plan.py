@@ -313,7 +313,7 @@ def test_the_shortest_training() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, output",
     [
         (["--for", "serve"], "expected train"),
         (["--objective", "tim"], "nearest: time"),

@@ -19,7 +19,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Recompute
-from meshwright.workload.activations import kept_per_token
+from meshwright.workload.activations import saved_elements
 from meshwright.workload.layouts import FULL, Layouts
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -55,7 +55,7 @@ def test_bytes_by_hand() -> None:
     spec = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
     for number, mode in enumerate(RECOMPUTE):
         copied = float(copied_bytes(MODEL, replace(AWAY, recompute=float(number))))
-        assert copied == 2 * 8192 * kept_per_token(spec, 0, mode)
+        assert copied == 2 * 8192 * saved_elements(spec, 0, mode)
     assert float(copied_bytes(MODEL, replace(AWAY, recompute=FULL, tensor=2.0))) == 2 * 8192 * 4096 / 2
 
 

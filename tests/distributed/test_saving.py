@@ -66,7 +66,7 @@ def test_where_no_checkpoint_fits_the_run_ends_without(
     assert answers[0] == answers[1]
     step, kind, code, text = answers[0]
     assert (kind, code) == ("OutOfResources", 3) and 2 <= step <= 3
-    why = "No space left on device" if happens is cases.full else "is gone: it was deleted or moved in mid-run"
+    why = "No space left on device" if happens is cases.full else "no longer exists: it was deleted or moved"
     assert f"ended after step {step}, without a checkpoint: " in text and why in text
     assert (tmp_path / "tiny").exists() == (happens is cases.full)
 

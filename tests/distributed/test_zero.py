@@ -17,7 +17,7 @@ from meshwright.parallel.world import World
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import block_parameters
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
-from meshwright.workload.plan_bytes import memory_by_kind
+from meshwright.workload.plan_bytes import fullest_rank_memory
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, SEQ, compare, one_device, sharded
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, STEPS, Case
@@ -135,4 +135,6 @@ def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stag
 
 def counted(plan: Plan) -> dict[str, int]:
     """The account of a rank in its first block's backward: with sequences so long that no other moment is fuller."""
-    return memory_by_kind(DEEP, TrainSpec(steps=1, global_batch=BATCH, seq_len=1 << 20, loss_chunk=5), plan, cpu=True)
+    return fullest_rank_memory(
+        DEEP, TrainSpec(steps=1, global_batch=BATCH, seq_len=1 << 20, loss_chunk=5), plan, cpu=True
+    )

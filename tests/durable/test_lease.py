@@ -68,7 +68,7 @@ def test_without_a_readable_lease_nothing_is_committed(tmp_path: Path, content: 
 
 
 def test_a_folder_that_is_gone_is_told_from_one_taken_over(tmp_path: Path) -> None:
-    with pytest.raises(OutOfResources, match="is gone"):
+    with pytest.raises(OutOfResources, match="no longer exists"):
         check_lease(tmp_path / "run", take_lease(tmp_path))
 
 

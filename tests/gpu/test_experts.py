@@ -77,7 +77,7 @@ def test_a_tokens_experts_are_summed_at_a_copys_rate() -> None:
     rows = torch.randn(tokens * copies, width, device="cuda", dtype=torch.bfloat16)
     weights = torch.rand(tokens, copies, device="cuda")
     run = torch.compile(lambda: summed(rows, weights, order).bfloat16(), fullgraph=True, options=COMPILER)
-    exact = (rows[order.places].double() * weights[..., None]).sum(1)
+    exact = (rows[order.positions].double() * weights[..., None]).sum(1)
     torch.testing.assert_close(run().double(), exact, rtol=1e-2, atol=1e-2)
     other = torch.empty_like(rows)
     # Read once, where a copy reads and writes.

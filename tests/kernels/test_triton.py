@@ -140,7 +140,7 @@ def test_adamw(skip: bool, made: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         weights, gradients, first, second = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4))
         second = [one.square() for one in second]
         counts = [fused.new_count(cpu) + row for row in range(len(shapes))]
-        told = fused.Told(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
+        told = fused.StepInputs(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
         with fused.counted(counts, told.skip):
             how(
                 weights,

@@ -202,8 +202,8 @@ def test_the_names_cover_every_row_once(spec):
     assert len(set(names)) == len(names)
     for row in parameters(spec):
         parts = tensors[row.name]
-        assert [part.first_row for part in parts] == [sum(p.rows for p in parts[:i]) for i in range(len(parts))]
-        assert sum(part.rows for part in parts) == math.prod(row.shape[:-1] or row.shape)
+        assert [part.first_row for part in parts] == [sum(p.row_count for p in parts[:i]) for i in range(len(parts))]
+        assert sum(part.row_count for part in parts) == math.prod(row.shape[:-1] or row.shape)
 
 
 def test_a_folder_without_a_usable_config_is_named(tmp_path):

@@ -140,7 +140,7 @@ def test_a_file_whose_server_went_away_is_gone(tmp_path, monkeypatch, number):
 
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         monkeypatch.setattr(type(tmp_path), "stat", stat)
-        with pytest.raises(OutOfResources, match="is gone"):
+        with pytest.raises(OutOfResources, match="no longer exists"):
             writer.write_event(1, "x")
 
 
@@ -167,5 +167,5 @@ def test_a_file_that_is_deleted_or_replaced_is_out_of_resources(tmp_path, left):
         path.unlink()
         if left:
             path.touch()
-        with pytest.raises(OutOfResources, match="metrics.jsonl is gone: it was deleted or moved in mid-run"):
+        with pytest.raises(OutOfResources, match="metrics.jsonl no longer exists: it was deleted or moved"):
             writer.write_event(2, "y")

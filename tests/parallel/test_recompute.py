@@ -13,7 +13,7 @@ from torch._logging import warning_once
 from meshwright.parallel.apply import COMPILER
 from meshwright.parallel.recompute import recomputing
 from meshwright.spec.plan import Recompute
-from meshwright.workload.activations import kept_per_token
+from meshwright.workload.activations import saved_elements
 from tests.models.tiny import LLAMA, QWEN3_MOE, built
 from tests.slow import quick_first
 
@@ -58,6 +58,6 @@ def test_a_compiled_block_keeps_what_the_account_says(kind: str, mode: Recompute
     x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         run(x, shared.rope, shared.mask)
-    told = 2 * tokens.numel() * kept_per_token(KEEPING[kind], 0, mode)
+    told = 2 * tokens.numel() * saved_elements(KEEPING[kind], 0, mode)
     chosen = CHOSEN * tokens.numel() * KEEPING[kind].experts_per_token
     assert told <= sum(seen.values()) <= (1 + SMALL) * told + chosen

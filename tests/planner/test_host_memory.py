@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.costs.offload_costs import waiting_bytes
+from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.step import owned_params
 from meshwright.planner.candidate import (
     HOST_HEADROOM,
@@ -133,7 +133,7 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
         plan = plan_at(run, space, index, strategy, None)
         priced = priced_or_refused(run.model, run.train, plan, run.cluster)
         layout = layouts(run, space, strategy.layer(strategy.rich))
-        each = waiting_bytes(priced.shape, layout, owned_params(priced.shape, layout))
+        each = host_memory_bytes(priced.shape, layout, owned_params(priced.shape, layout))
         waiting = run.cluster.gpus_per_node * np.broadcast_to(np.asarray(each), len(space))[index]
         # The closed form takes the first rank for all (under 1F1B the second holds half as many micro-batches) and stages for equal.
         exact = sum(host_bytes(run.model, run.train, plan, 1))

@@ -26,7 +26,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
 )
 from meshwright.workload.arrays import side_by_side
-from meshwright.workload.layout_bytes import planned
+from meshwright.workload.layout_bytes import layout_memory
 from meshwright.workload.layouts import layout_of
 from meshwright.workload.plan_bytes import formats
 
@@ -74,7 +74,7 @@ def test_many_layouts_at_once_agree_with_the_account_of_each_plan(name: str, seq
     exact = [max(sum(kinds.values()) for kinds in memory_of(model, train, plan, cpu=False)) for plan in plans]
     layout = side_by_side([layout_of(model, train, plan) for plan in plans])
     numbers = formats(train, plans[0].precision, cpu=False)
-    closed = sum(planned(model, layout, numbers).values())
+    closed = sum(layout_memory(model, layout, numbers).values())
     off = np.abs(closed / np.array(exact) - 1)
     assert off.max() < 0.04, (plans[int(off.argmax())], exact[int(off.argmax())])
     assert np.median(off) < 0.002
@@ -88,5 +88,5 @@ def test_layers_that_do_not_divide_go_where_a_plan_puts_them() -> None:
     )
     train = TrainSpec(steps=1, global_batch=16, seq_len=8192)
     rows = memory_of(model, train, plan, cpu=False)
-    closed = planned(model, layout_of(model, train, plan), formats(train, plan.precision, cpu=False))
+    closed = layout_memory(model, layout_of(model, train, plan), formats(train, plan.precision, cpu=False))
     assert float(sum(closed.values())) == pytest.approx(max(sum(kinds.values()) for kinds in rows), rel=1e-3)

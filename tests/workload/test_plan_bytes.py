@@ -11,7 +11,7 @@ from meshwright.spec.model import ModelSpec, layer_parameters, parameter_count
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.workload.activations import activation_bytes
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
-from meshwright.workload.plan_bytes import FRAMEWORK_BYTES, allocated, memory_by_kind, memory_by_rank
+from meshwright.workload.plan_bytes import FRAMEWORK_BYTES, allocated, fullest_rank_memory, memory_by_rank
 from meshwright.workload.tensor_bytes import Formats
 
 HIDDEN, FFN, VOCAB, LAYERS = 1024, 4096, 32768, 8
@@ -48,7 +48,7 @@ def plan(mesh: dict[str, int], schedule: str = "1f1b", stages=(), **layer) -> Pl
 
 
 def kinds(given: Plan, **options) -> dict[str, int]:
-    return memory_by_kind(MODEL, TRAIN, given, cpu=False, **options)
+    return fullest_rank_memory(MODEL, TRAIN, given, cpu=False, **options)
 
 
 def test_the_numbers_of_this_page_are_the_model_s() -> None:
@@ -158,13 +158,13 @@ def test_earlier_micro_batches_leave_their_gradients() -> None:
 def test_the_end_of_backward_may_be_the_fuller_moment() -> None:
     """Layered, a rank's gradients come as its activations go; copies that travel between replicas wait there too."""
     short = replace(TRAIN, seq_len=16)
-    found = memory_by_kind(MODEL, short, plan({"replicate": 2, "shard": 2}, "breadth_first"), cpu=False)
+    found = fullest_rank_memory(MODEL, short, plan({"replicate": 2, "shard": 2}, "breadth_first"), cpu=False)
     assert found["activations"] == SCRATCH
     assert found["gradients"] == 4 * parameter_count(MODEL) // 2
     narrow = plan({"replicate": 2, "shard": 2}, "breadth_first")
     narrow = replace(narrow, precision=replace(narrow.precision, reduce_replicas="bf16"))
-    assert memory_by_kind(MODEL, short, narrow, cpu=False)["gradients"] == 6 * parameter_count(MODEL) // 2
-    long = memory_by_kind(MODEL, TRAIN, plan({"replicate": 2, "shard": 2}, "breadth_first"), cpu=False)
+    assert fullest_rank_memory(MODEL, short, narrow, cpu=False)["gradients"] == 6 * parameter_count(MODEL) // 2
+    long = fullest_rank_memory(MODEL, TRAIN, plan({"replicate": 2, "shard": 2}, "breadth_first"), cpu=False)
     assert long["activations"] > 0 == long["gradients"]
 
 
@@ -172,7 +172,7 @@ def test_the_end_of_backward_may_be_the_fuller_moment() -> None:
 def test_splitting_a_sequence_or_a_matrix_splits_activations_and_states(axis: str) -> None:
     short = replace(TRAIN, loss_chunk=128)  # the head is not the fuller moment
     meshes = ({"shard": 2}, {"shard": 2, axis: 2})
-    one, two = (memory_by_kind(MODEL, short, plan(mesh, recompute="full"), cpu=False) for mesh in meshes)
+    one, two = (fullest_rank_memory(MODEL, short, plan(mesh, recompute="full"), cpu=False) for mesh in meshes)
     for kind in ("weights", "optimizer"):
         assert two[kind] == pytest.approx(one[kind] / 2, rel=1e-3), kind
     others = TOKENS // 2 * 2 * (4 * HIDDEN if axis == "tensor" else QKV)  # what the block at work was sent
@@ -241,7 +241,7 @@ def test_experts_are_spread_and_sharded_by_their_own_fold() -> None:
         replace(plan({"shard": 4}, recompute="full"), experts=ExpertPlan(expert=n, expert_shard=4 // n))
         for n in (1, 2, 4)
     ]
-    rows = [memory_by_kind(MIXTURE, TRAIN, fold, cpu=False) for fold in folds]
+    rows = [fullest_rank_memory(MIXTURE, TRAIN, fold, cpu=False) for fold in folds]
     assert {row["weights"] for row in rows} == {parameter_count(MIXTURE)}
     block = ATTENTION + HIDDEN * 8
     for row, held in zip(rows, (8, 4, 2), strict=True):
@@ -272,14 +272,18 @@ def test_fp8_keeps_products_inputs_and_gathers_blocks_in_one_byte() -> None:
 
 def test_copy_engines_have_a_window_for_what_they_gather() -> None:
     """Two blocks and one of the ends in bf16, where a kernel's buffer is let go; nothing on one rank."""
-    long = [memory_by_kind(MODEL, TRAIN, replace(plan({"shard": 4}), gather_engine=how), cpu=False) for how in ENGINES]
+    long = [
+        fullest_rank_memory(MODEL, TRAIN, replace(plan({"shard": 4}), gather_engine=how), cpu=False) for how in ENGINES
+    ]
     assert {kind for kind in long[0] if long[0][kind] != long[1][kind]} == {"gathered"}
     more = long[1]["gathered"] - long[0]["gathered"]
     block = sum(row.count for row in layer_parameters(MODEL, 0))
     assert more == pytest.approx(2 * 2 * block, rel=0.01), (
         "the buffer of the last gather was the head's: as large as an end's slot"
     )
-    alone = [memory_by_kind(MODEL, TRAIN, replace(plan({"shard": 1}), gather_engine=how), cpu=False) for how in ENGINES]
+    alone = [
+        fullest_rank_memory(MODEL, TRAIN, replace(plan({"shard": 1}), gather_engine=how), cpu=False) for how in ENGINES
+    ]
     assert alone[0] == alone[1]
 
 
@@ -288,7 +292,8 @@ def test_tokens_copied_beside_products_have_a_window() -> None:
     for tensor, cpu, more in ((4, False, 2 * TOKENS * HIDDEN * 2), (1, False, 0), (4, True, 0)):
         given = plan({"tensor": tensor})
         told = [
-            memory_by_kind(MODEL, TRAIN, replace(given, tensor_engine=how), cpu=cpu)["framework"] for how in ENGINES
+            fullest_rank_memory(MODEL, TRAIN, replace(given, tensor_engine=how), cpu=cpu)["framework"]
+            for how in ENGINES
         ]
         assert told[1] - told[0] == more, (tensor, cpu)
 

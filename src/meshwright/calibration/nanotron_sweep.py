@@ -7,7 +7,7 @@ about 85% of the runs where memory shows the setting (docs/design/cost-model.md)
 
 from __future__ import annotations
 
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.stack_footprint import Keeping, footprint
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
@@ -16,7 +16,7 @@ WHOLE = Keeping(
     held=7.0, owned=13.0, sharding=0.0, wide=1.5, hidden=9.0, narrow=1.0, live=2.5, logits=14.0, gathered=0.0, slack=0.0, base=0.25,
     base_rank=0.0,
 )  # fmt: skip
-"""Memory constants of a run that keeps activations whole: bf16 weights, fp32 gradients, three fp32 states, 16-bit activations."""
+"""Memory constants of a run with whole activations: bf16 weights, fp32 gradients and states, 16-bit activations."""
 FULL = 0.88
 """Share of a device's memory above which the sweep's runs failed."""
 

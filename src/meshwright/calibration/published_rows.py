@@ -17,7 +17,7 @@ from meshwright.calibration.source_conventions import (
     stated_layout_fields,
     with_conventions,
 )
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
@@ -79,7 +79,8 @@ BALANCED = {"nanotron"}
 FIRST_STAGE = {"nanotron"}
 """Stacks that print the memory of rank 0."""
 IMBALANCE = 1.2
-"""Tokens of the busiest expert rank over the mean where a source does not state it: a guess. Sources with a forced even load state that."""
+"""Tokens of the busiest expert rank over the mean if a source does not state it; a guess.
+Sources with a forced even load state that."""
 MODE_NOT_PRINTED = {"nanotron"}
 """Stacks whose tables do not state whether tensor parallelism splits the sequence."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.calibration.published_rows import Case, Reading, read_record
 from meshwright.costs.constants import aged, per_row, table
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.stack_footprint import footprint, keeping
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.workload.arrays import side_by_side
@@ -29,7 +29,7 @@ class Prediction:
     low: float | None
     high: float | None
     memory_gib: float | None
-    memory_by_kind: dict[str, float] | None
+    fullest_rank_memory: dict[str, float] | None
     exposed: dict[str, float] | None
     fits: bool | None
     assumed: tuple[str, ...]
@@ -89,7 +89,7 @@ def _price(cases: Sequence[Case], constants_given: dict[str, Any] | None) -> lis
                 "low": seconds / band_factor,
                 "high": seconds * band_factor,
                 "memory_gib": sum(bytes_of.values()) / 2**30,
-                "memory_by_kind": {category: size / 2**30 for category, size in bytes_of.items()},
+                "fullest_rank_memory": {category: size / 2**30 for category, size in bytes_of.items()},
                 "exposed": {axis: float(share[index]) for axis, share in cost.exposed.items()},
                 "fits": bool(least_bytes[index] <= FITS * case.machine.memory),
             }

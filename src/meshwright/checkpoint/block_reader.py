@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.digests import BlockDigest
+from meshwright.checkpoint.digests import block_digest
 from meshwright.checkpoint.files import BLOCK_BYTES, open_regular, read_range, unreadable
 from meshwright.checkpoint.manifest import Damage, DamagedCheckpoint, Manifest
 from meshwright.checkpoint.ranks import Ranks
@@ -22,8 +22,6 @@ from meshwright.spec.errors import Damaged
 
 READ_THREADS = max(2, min(16, os.cpu_count() or 1))
 RECEIVE_AHEAD = 4
-_PIECE_BYTES = 1 << 20
-"""Bytes read and then digested at a time: few enough to be still in the processor's cache."""
 
 Fill = Callable[[str, int, Tensor], None]
 """Takes a file's name, the position of a block in it, and the block's bytes."""
@@ -56,20 +54,23 @@ class BlockFiles:
 
     def read(self, file: str, index: int, target: memoryview) -> None:
         """Fill `target` with block `index` of `file`. Raises DamagedCheckpoint unless the block is what was written."""
+        self.read_unverified(file, index, target)
+        self.verify(file, index, target)
+
+    def read_unverified(self, file: str, index: int, target: memoryview) -> None:
+        """Fill `target` with block `index` of `file`, in one read: with a few threads Python's lock would limit many small ones."""
         offset = index * BLOCK_BYTES
         head = self._heads.get(file, b"")[offset : offset + len(target)]
-        digest = BlockDigest()
         target[: len(head)] = head
-        digest.update(target[: len(head)])
         try:
-            for start in range(len(head), len(target), _PIECE_BYTES):
-                piece = target[start : start + _PIECE_BYTES]
-                read_range(self._descriptor(file), piece, offset + start, self.path / file)
-                digest.update(piece)
+            read_range(self._descriptor(file), target[len(head) :], offset + len(head), self.path / file)
         except (OSError, Damaged) as error:
             raise self._damage(file, offset, error) from error
-        if digest.hexdigest() != self.manifest.files[file].blocks[index]:
-            raise DamagedCheckpoint(self.path, [Damage(file, offset, "digest")])
+
+    def verify(self, file: str, index: int, data: memoryview) -> None:
+        """Raise DamagedCheckpoint unless `data` is block `index` of `file` as it was written."""
+        if block_digest(data) != self.manifest.files[file].blocks[index]:
+            raise DamagedCheckpoint(self.path, [Damage(file, index * BLOCK_BYTES, "digest")])
 
     def _descriptor(self, file: str) -> int:
         with self._lock:
@@ -124,20 +125,29 @@ class BlockReader:
         try:
             if self.failure is None:
                 block = buffer[: self._files.block_bytes(transfer.file, transfer.index)]
-                self._files.read(transfer.file, transfer.index, block.numpy().data)
-                self._use_block(transfer, block)
+                data = block.numpy().data
+                self._files.read_unverified(transfer.file, transfer.index, data)
+                # The copy to a device runs while the block is verified; a wrong block fails the load, whatever it filled.
+                self._use_block(transfer, block, lambda: self._files.verify(transfer.file, transfer.index, data))
         except Exception as error:
             self.failure = self.failure or error
         finally:
             if not transfer.receivers:
                 self._free.put(buffer)
 
-    def _use_block(self, transfer: BlockTransfer, block: Tensor) -> None:
+    def _use_block(
+        self, transfer: BlockTransfer, block: Tensor, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
         self._fill(transfer.file, transfer.index, block)
-        if self._device.type == "cuda":  # the buffer is used again
+        event = None
+        if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-            event.synchronize()
+        try:
+            meanwhile()
+        finally:
+            if event is not None:  # the buffer is used again
+                event.synchronize()
 
     def _send(
         self,

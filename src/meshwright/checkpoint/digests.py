@@ -7,54 +7,27 @@ functions of libxxhash; `ctypes` releases the lock around a call.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
 
 import xxhash
 
 
-class BlockDigest:
-    """The xxh3_64 of bytes that are given piece by piece; one thread at a time."""
-
-    def __init__(self) -> None:
-        self._library = _library()
-        if self._library is None:
-            self._digest = xxhash.xxh3_64()
-            return
-        self._state = self._library.XXH3_createState()
-        self._library.XXH3_64bits_reset(self._state)
-
-    def __del__(self) -> None:
-        state = getattr(self, "_state", None)
-        if state and self._library is not None:
-            self._library.XXH3_freeState(state)
-
-    def update(self, data: memoryview) -> None:
-        """Add the bytes of a writable, contiguous view."""
-        if self._library is None:
-            self._digest.update(data)
-        elif len(data):
-            address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-            self._library.XXH3_64bits_update(self._state, address, len(data))
-
-    def hexdigest(self) -> str:
-        if self._library is None:
-            return self._digest.hexdigest()
-        return f"{self._library.XXH3_64bits_digest(self._state):016x}"
+def block_digest(data: memoryview) -> str:
+    """The xxh3_64 of a writable, contiguous view, in hexadecimal."""
+    function = _c_function()
+    if function is None or not len(data):
+        return xxhash.xxh3_64(data).hexdigest()
+    return f"{function(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data)):016x}"
 
 
 @lru_cache(maxsize=1)
-def _library() -> Any:
-    """The C functions of `xxhash`'s compiled module, or None where it does not export them or they digest otherwise."""
+def _c_function() -> Callable[[int, int], int] | None:
+    """`XXH3_64bits` of `xxhash`'s compiled module; None where that does not export it."""
     try:
-        library = ctypes.CDLL(str(import_module("xxhash._xxhash").__file__))
-        library.XXH3_createState.restype = ctypes.c_void_p
-        library.XXH3_createState.argtypes = []
-        library.XXH3_freeState.argtypes = library.XXH3_64bits_reset.argtypes = [ctypes.c_void_p]
-        library.XXH3_64bits_update.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-        library.XXH3_64bits_digest.argtypes = [ctypes.c_void_p]
-        library.XXH3_64bits_digest.restype = ctypes.c_uint64
+        function = ctypes.CDLL(str(import_module("xxhash._xxhash").__file__)).XXH3_64bits
     except (ImportError, OSError, AttributeError):
         return None
-    return library
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint64
+    return function

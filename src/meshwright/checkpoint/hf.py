@@ -118,7 +118,7 @@ class HFReader:
         """Rows [start, stop) of dimension 0, reading little else of the files."""
         pieces, deep = [], math.prod(row.shape[1:-1])
         for part in self._parts[row.name]:
-            first, last = max(start * deep - part.first_row, 0), min(stop * deep - part.first_row, part.rows)
+            first, last = max(start * deep - part.first_row, 0), min(stop * deep - part.first_row, part.row_count)
             if first < last:
                 pieces.append(self._slice(part, first, last))
         if not pieces:
@@ -259,7 +259,7 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[
         for part in parts[name]:
             file, offset = places[part.name]
             _write_tensor(
-                folder / file, offset, tensor[part.first_row : part.first_row + part.rows], part.transposed, dtype
+                folder / file, offset, tensor[part.first_row : part.first_row + part.row_count], part.transposed, dtype
             )
     if waiting:
         raise Damaged(

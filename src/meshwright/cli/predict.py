@@ -78,7 +78,7 @@ def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[
         "high_seconds": prediction.high,
         "measured_memory_gb": number_or_none(record, "mem_gb"),
         "predicted_memory_gb": prediction.memory_gib,
-        "memory_by_kind_gb": prediction.memory_by_kind,
+        "memory_by_kind_gb": prediction.fullest_rank_memory,
         "exposed_seconds": prediction.exposed,
         "fits": prediction.fits,
         "assumed": list(prediction.assumed),

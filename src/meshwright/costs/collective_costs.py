@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
+from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
 from meshwright.workload.model_shape import Shape
-from meshwright.workload.products import layer_products
 from meshwright.workload.step_shape import step_shape
 
 KERNELS = 16.0

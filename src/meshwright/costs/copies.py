@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
 from meshwright.spec.chips import CHIPS, Chip, GiB
 from meshwright.spec.cluster import ClusterSpec

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.costs.compute import in_waves
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import host_share
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime

@@ -2,7 +2,7 @@
 
 A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device. The
 link has the forwards of all layers for the copies of those that are moved, and their backwards (`parallel.timetable`): only what is
-longer than that shows. What is copied is what fused blocks keep (`workload.activations.kept_per_token`): residuals and norms' outputs,
+longer than that shows. What is copied is what fused blocks keep (`workload.activations.saved_elements`): residuals and norms' outputs,
 the joined projection with turned queries and keys, attention's output, the feed-forward's halves and their product; with selective
 recompute residuals and what products and attention gave; with full recompute the layer's input alone, with all_but_attention also what
 attention gave.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
@@ -58,7 +58,7 @@ def copied_bytes(shape: Shape, layout: Layouts) -> Array:
     return 2.0 * tokens * elements / layout.tensor
 
 
-def waiting_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
+def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
     """Bytes of host memory that one device takes: activations of the micro-batches that its schedule holds, and the state of its `owned`
     parameters."""
     activations = shape.layers / layout.pipeline * layout.in_flight * copied_bytes(shape, layout)
@@ -70,11 +70,11 @@ def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Arr
     each hidden as where `offload_activations` of them are."""
     each = shape.layers * copied_bytes(shape, layout) / host_rate(machine)
     moved = np.asarray(layout.offload_activations)
-    late = late_copies(moved * each, forward, backward)
+    late = exposed_copy_seconds(moved * each, forward, backward)
     return np.where(moved > 0, sum(late) / np.maximum(moved, 1e-9), 0.0)
 
 
-def late_copies(copied: Array, forward: Array, backward: Array) -> tuple[Array, Array]:
+def exposed_copy_seconds(copied: Array, forward: Array, backward: Array) -> tuple[Array, Array]:
     """Seconds by which copies that take `copied` each way are longer than the forwards and the backwards beside them."""
     return np.maximum(0.0, copied - forward), np.maximum(0.0, copied - backward)
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table, unmeasured
-from meshwright.costs.machine import ROWWISE, Machine
+from meshwright.costs.device_rates import ROWWISE, Machine
 from meshwright.costs.machine_rates import (
     FORMATS,
     GUESSED_SPREAD,

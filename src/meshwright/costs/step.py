@@ -25,12 +25,12 @@ from meshwright.costs.collective_costs import (
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import exposed_copies, host_optimizer
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
+from meshwright.workload.layer_messages import context_messages, expert_message, tensor_messages, weight_collectives
 from meshwright.workload.layouts import Layouts
-from meshwright.workload.messages import context_messages, expert_message, tensor_messages, weight_collectives
 from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import step_shape
 

@@ -139,9 +139,9 @@ def _rule(documents: Tensor | None, window: int | None, queries: Tensor | None) 
     return sees
 
 
-def _ends(places: Tensor) -> tuple[Tensor, Tensor]:
+def _ends(positions: Tensor) -> tuple[Tensor, Tensor]:
     """The first and the last of rising places `(n,)` in each block."""
-    return places[::BLOCK], torch.cat((places[BLOCK - 1 :: BLOCK], places[-1:]))[: -(-len(places) // BLOCK)]
+    return positions[::BLOCK], torch.cat((positions[BLOCK - 1 :: BLOCK], positions[-1:]))[: -(-len(positions) // BLOCK)]
 
 
 def _extremes(documents: Tensor) -> tuple[Tensor, Tensor]:

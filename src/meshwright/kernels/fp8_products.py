@@ -49,14 +49,14 @@ class Low(NamedTuple):
     scale: Tensor
 
 
-def scale_of(largest: Tensor, kind: torch.dtype) -> Tensor:
-    """The smallest powers of two (fp32, of `largest`'s shape) that bring magnitudes up to `largest` into the range of `kind`.
+def scale_of(largest: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """The smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`; fp32, in its shape.
 
     Made of integer operations, which no compiler rounds otherwise. NaN where `largest` is not finite: a cast to fp8 may turn infinity into
     the largest number, and the product would not show it.
     """
     bits = largest.float().clamp(min=_SMALLEST).view(torch.int32)
-    scale = (((bits + _CARRY) & _EXPONENT) - (_TOP[kind] << 23)).view(torch.float32)
+    scale = (((bits + _CARRY) & _EXPONENT) - (_TOP[fp8_dtype] << 23)).view(torch.float32)
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 
@@ -65,42 +65,42 @@ def inverse(scale: Tensor) -> Tensor:
     return ((254 << 23) - scale.view(torch.int32)).view(torch.float32)
 
 
-def rounded(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+def rounded(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """x / scale in fp8, to nearest, ties to even."""
-    return (x.float() * inverse(scale)).to(kind)
+    return (x.float() * inverse(scale)).to(fp8_dtype)
 
 
-def rounded_now(x: Tensor, factor: Tensor, kind: torch.dtype) -> Tensor:
+def rounded_now(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """x · factor `()` in fp8, in one kernel also outside of compiled code; `factor` is the inverse of a scale."""
     if not x.is_cuda:
-        return (x.float() * factor).to(kind)
+        return (x.float() * factor).to(fp8_dtype)
     from meshwright.kernels.fp8_triton import round_flat
 
-    return round_flat(x, factor, kind)
+    return round_flat(x, factor, fp8_dtype)
 
 
-def low(x: Tensor, scaling: Scaling, kind: torch.dtype = E4M3) -> Low:
+def low(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> Low:
     """x `(rows, inner)` in fp8."""
-    scale = scale_of(_largest(x, scaling, rows=True), kind)
-    return Low(rounded(x, scale, kind), scale)
+    scale = scale_of(_largest(x, scaling, by_row=True), fp8_dtype)
+    return Low(rounded(x, scale, fp8_dtype), scale)
 
 
-def low_turned(x: Tensor, scaling: Scaling, kind: torch.dtype = E4M3, after: Tensor | None = None) -> Low:
+def low_turned(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3, after: Tensor | None = None) -> Low:
     """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`; not before `after`."""
-    return _turned(x, scale_of(_largest(x, scaling, rows=False), kind), kind, after)
+    return _turned(x, scale_of(_largest(x, scaling, by_row=False), fp8_dtype), fp8_dtype, after)
 
 
-def low_both(x: Tensor, scaling: Scaling, kind: torch.dtype = E4M3) -> tuple[Low, Low]:
+def low_both(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> tuple[Low, Low]:
     """x `(rows, inner)` and xᵀ in fp8. With one scale a tensor both come from one pass over x."""
     if scaling == "rowwise":
-        return low(x, scaling, kind), low_turned(x, scaling, kind)
-    scale = scale_of(_largest(x, scaling, rows=True), kind)
+        return low(x, scaling, fp8_dtype), low_turned(x, scaling, fp8_dtype)
+    scale = scale_of(_largest(x, scaling, by_row=True), fp8_dtype)
     if x.is_cuda:
         from meshwright.kernels.fp8_triton import round_both
 
-        values, turned = round_both(x, inverse(scale), kind)
+        values, turned = round_both(x, inverse(scale), fp8_dtype)
         return Low(values, scale), Low(turned, scale)
-    values = rounded(x, scale, kind)
+    values = rounded(x, scale, fp8_dtype)
     return Low(values, scale), Low(values.t().contiguous(), scale)
 
 
@@ -199,8 +199,6 @@ def weight_turned(weight: Tensor, scale: Tensor, scaling: Scaling, came_low: boo
 
     A separate fp8 copy would be kept from forward to backward. `after` depends on the gradient, which keeps a compiler from
     computing Wᵀ in the forward (`fp8_triton`).
-
-    `after` is made of the gradient, and keeps a compiler from making Wᵀ in the forward (`fp8_triton`).
     """
     if scaling == "rowwise":
         return low_turned(weight, scaling, after=after)
@@ -213,18 +211,18 @@ def weight_turned(weight: Tensor, scale: Tensor, scaling: Scaling, came_low: boo
     return Low(weight.t().contiguous(), scale)
 
 
-def _turned(x: Tensor, scale: Tensor, kind: torch.dtype, after: Tensor | None = None) -> Low:
+def _turned(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Low:
     """xᵀ in fp8; `scale` `()` or `(inner, 1)`; not before `after`."""
     if x.is_cuda:
         from meshwright.kernels.fp8_triton import round_turned
 
-        return Low(round_turned(x, inverse(scale), kind, after), scale)
-    return Low(rounded(x.t(), scale, kind).contiguous(), scale)
+        return Low(round_turned(x, inverse(scale), fp8_dtype, after), scale)
+    return Low(rounded(x.t(), scale, fp8_dtype).contiguous(), scale)
 
 
-def _largest(x: Tensor, scaling: Scaling, *, rows: bool) -> Tensor:
+def _largest(x: Tensor, scaling: Scaling, *, by_row: bool) -> Tensor:
     """The largest magnitude of x `()`, or of each row `(rows, 1)` or column `(columns, 1)`."""
     if scaling == "rowwise":
-        return x.abs().amax(dim=1, keepdim=True) if rows else x.abs().amax(dim=0).unsqueeze(1)
+        return x.abs().amax(dim=1, keepdim=True) if by_row else x.abs().amax(dim=0).unsqueeze(1)
     # Rows first: that part joins the kernel which makes x, when a compiler sees both.
     return x.abs().amax(dim=1).amax()

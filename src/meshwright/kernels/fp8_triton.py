@@ -4,12 +4,6 @@
 only on a weight in the forward and keep its result until the backward, as it does not repeat custom kernels. A gradient
 in `after` moves it to the backward. Each kernel reads its input once. Bytes per element: bf16 rounded both straight and
 transposed 2 + 1 + 1, transposed only 2 + 1, an fp8 matrix transposed 1 + 1, a master weight rounded straight 4 + 1.
-
-`after` of those that turn is read by none of them: what is made of a weight alone a compiler would make in the forward
-and keep until the backward, as it does not repeat a kernel of ours. A gradient in `after` leaves it to the backward.
-
-Each reads its input once. Bytes an element: bf16 to both ways round 2 + 1 + 1, to the turned one alone 2 + 1, an fp8
-matrix turned 1 + 1, a master weight rounded as it lies 4 + 1.
 """
 
 from __future__ import annotations
@@ -21,23 +15,23 @@ from torch import Tensor
 
 BLOCK = 4096
 """Elements one program rounds where nothing is turned."""
-ROWS, COLUMNS = 128, 64
+TILE_ROWS, TILE_COLUMNS = 128, 64
 """The tile of one program: turned, its rows are 128 bytes, a whole line of memory; as read they are 128 bytes of bf16."""
 
 
 @torch.library.custom_op("meshwright::fp8_round_both", mutates_args=())
-def round_both(x: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def round_both(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x `(rows, inner)` · factor `()` in fp8, and the same turned `(inner, rows)`."""
-    values, turned = torch.empty(x.shape, dtype=kind, device=x.device), _turned_like(x, kind)
+    values, turned = torch.empty(x.shape, dtype=fp8_dtype, device=x.device), _turned_like(x, fp8_dtype)
     _launch(x, factor, values, turned)
     return values, turned
 
 
 @torch.library.custom_op("meshwright::fp8_round_turned", mutates_args=())
-def round_turned(x: Tensor, factor: Tensor, kind: torch.dtype, after: Tensor | None = None) -> Tensor:
+def round_turned(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     """(x `(rows, inner)`)ᵀ · factor `()` or `(inner, 1)` in fp8."""
     del after
-    turned = _turned_like(x, kind)
+    turned = _turned_like(x, fp8_dtype)
     _launch(x, factor, None, turned)
     return turned
 
@@ -51,23 +45,23 @@ def turn(x: Tensor, after: Tensor | None = None) -> Tensor:
     return turned
 
 
-def round_flat(x: Tensor, factor: Tensor, kind: torch.dtype) -> Tensor:
+def round_flat(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """x · factor `()` in fp8, for eager use: a compiler makes as good a kernel by itself."""
-    made = torch.empty(x.shape, dtype=kind, device=x.device)
+    made = torch.empty(x.shape, dtype=fp8_dtype, device=x.device)
     _round_flat[(triton.cdiv(x.numel(), BLOCK),)](x.contiguous(), factor, made, x.numel(), BLOCK, num_warps=8)
     return made
 
 
 @round_both.register_fake
-def _(x: Tensor, factor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     del factor
-    return torch.empty(x.shape, dtype=kind, device=x.device), _turned_like(x, kind)
+    return torch.empty(x.shape, dtype=fp8_dtype, device=x.device), _turned_like(x, fp8_dtype)
 
 
 @round_turned.register_fake
-def _(x: Tensor, factor: Tensor, kind: torch.dtype, after: Tensor | None = None) -> Tensor:
+def _(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     del factor, after
-    return _turned_like(x, kind)
+    return _turned_like(x, fp8_dtype)
 
 
 @turn.register_fake
@@ -76,25 +70,25 @@ def _(x: Tensor, after: Tensor | None = None) -> Tensor:
     return _turned_like(x, x.dtype)
 
 
-def _turned_like(x: Tensor, kind: torch.dtype) -> Tensor:
-    return torch.empty((x.shape[1], x.shape[0]), dtype=kind, device=x.device)
+def _turned_like(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    return torch.empty((x.shape[1], x.shape[0]), dtype=fp8_dtype, device=x.device)
 
 
 def _launch(x: Tensor, factor: Tensor | None, values: Tensor | None, turned: Tensor) -> None:
-    rows, columns = x.shape
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    row_count, columns = x.shape
+    grid = (triton.cdiv(row_count, TILE_ROWS), triton.cdiv(columns, TILE_COLUMNS))
     _round[grid](
         x.contiguous(),
         turned if factor is None else factor,
         turned if values is None else values,
         turned,
-        rows,
+        row_count,
         columns,
         factor is not None,
         factor is not None and factor.dim() > 0,
         values is not None,
-        ROWS,
-        COLUMNS,
+        TILE_ROWS,
+        TILE_COLUMNS,
         num_warps=8,
     )
 
@@ -105,7 +99,7 @@ def _round(
     factor,
     values,
     turned,
-    rows,
+    row_count,
     columns,
     scaled: tl.constexpr,
     by_column: tl.constexpr,
@@ -115,7 +109,7 @@ def _round(
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)
     column = tl.program_id(1).to(tl.int64) * wide + tl.arange(0, wide)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    inside = (row[:, None] < row_count) & (column[None, :] < columns)
     place = row[:, None] * columns + column[None, :]
     tile = tl.load(x + place, mask=inside, other=0)
     if both:
@@ -126,7 +120,7 @@ def _round(
         else:  # once more, as `gated_triton` says
             times = tl.load(factor, volatile=True)
         tile = (tile.to(tl.float32) * times).to(turned.dtype.element_ty)
-    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(tile), mask=tl.trans(inside))
+    tl.store(turned + column[:, None] * row_count + row[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
 @triton.jit

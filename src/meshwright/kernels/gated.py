@@ -88,11 +88,11 @@ class _Gated(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *x_turned, projected, values, scale, first, first_scale, second, second_scale = ctx.saved_tensors
-        inner_turned, kind = Low(values, scale), GRADIENT["tensorwise"]
-        here, turned = fp8.low_both(grad.flatten(0, -2), "tensorwise", kind)
+        inner_turned, fp8_dtype = Low(values, scale), GRADIENT["tensorwise"]
+        here, turned = fp8.low_both(grad.flatten(0, -2), "tensorwise", fp8_dtype)
         narrow = fp8.weight_turned(second, second_scale, "tensorwise", ctx.came_low[1], here.scale)
         slope = fp8.product(here, narrow, grad.dtype)
-        wide_here, wide_turned = _activation_gradient(projected, slope, kind)
+        wide_here, wide_turned = _activation_gradient(projected, slope, fp8_dtype)
         x_grad = None
         if ctx.needs_input_grad[0]:
             wide = fp8.weight_turned(first, first_scale, "tensorwise", ctx.came_low[0], wide_here.scale)
@@ -118,17 +118,17 @@ def _activation(projected: Tensor) -> tuple[Low, Low]:
     return Low(values, scale), Low(values.t().contiguous(), scale)
 
 
-def _activation_gradient(projected: Tensor, slope: Tensor, kind: torch.dtype) -> tuple[Low, Low]:
+def _activation_gradient(projected: Tensor, slope: Tensor, fp8_dtype: torch.dtype) -> tuple[Low, Low]:
     """The gradient of `(tokens, 2 · width)` in fp8, and turned, from that of the activation `(tokens, width)`."""
     halves = _swiglu_gradient(projected, slope)
     largest = torch.maximum(halves[0].abs().amax(dim=1), halves[1].abs().amax(dim=1)).amax()
-    scale = fp8.scale_of(largest, kind)
+    scale = fp8.scale_of(largest, fp8_dtype)
     if projected.is_cuda:
         from meshwright.kernels.gated_triton import round_swiglu_gradient
 
-        values, turned = round_swiglu_gradient(projected, slope, fp8.inverse(scale), kind)
+        values, turned = round_swiglu_gradient(projected, slope, fp8.inverse(scale), fp8_dtype)
         return Low(values, scale), Low(turned, scale)
-    values = fp8.rounded(torch.cat(halves, dim=1), scale, kind)
+    values = fp8.rounded(torch.cat(halves, dim=1), scale, fp8_dtype)
     return Low(values, scale), Low(values.t().contiguous(), scale)
 
 

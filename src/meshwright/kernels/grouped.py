@@ -21,12 +21,12 @@ from meshwright.spec.errors import BadInput
 class Order(NamedTuple):
     """Where the copies of tokens lie when they are sorted by expert, tokens in order within one.
 
-    `sorted` `(tokens · copies,)`: the copy at each sorted place; `places` `(tokens, copies)`: the sorted place of each copy;
+    `sorted` `(tokens · copies,)`: the copy at each sorted place; `positions` `(tokens, copies)`: the sorted place of each copy;
     `offsets` `(experts,)`: where each expert's rows end, int32.
     """
 
     sorted: Tensor
-    places: Tensor
+    positions: Tensor
     offsets: Tensor
 
 
@@ -34,23 +34,23 @@ def order_by_expert(chosen: Tensor, load: Tensor) -> Order:
     """The order of copies whose experts are `chosen` `(tokens, copies)`; `load` `(experts,)` counts them."""
     order = chosen.flatten().argsort(stable=True)
     counted = torch.arange(order.numel(), device=order.device)
-    places = torch.empty_like(order).scatter(0, order, counted)
-    return Order(order, places.view_as(chosen), load.cumsum(0).to(torch.int32))
+    positions = torch.empty_like(order).scatter(0, order, counted)
+    return Order(order, positions.view_as(chosen), load.cumsum(0).to(torch.int32))
 
 
 def to_groups(tokens: Tensor, order: Order) -> Tensor:
     """Rows `(tokens · copies, width)` of tokens `(tokens, width)`, sorted by expert."""
-    return _ToGroups.apply(tokens, order.sorted, order.places)
+    return _ToGroups.apply(tokens, order.sorted, order.positions)
 
 
-def from_groups(rows: Tensor, order: Order) -> Tensor:
+def from_groups(sorted_rows: Tensor, order: Order) -> Tensor:
     """The copies `(tokens, copies, width)` of sorted rows `(tokens · copies, width)`."""
-    return _FromGroups.apply(rows, order.sorted, order.places)
+    return _FromGroups.apply(sorted_rows, order.sorted, order.positions)
 
 
-def summed(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+def summed(sorted_rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     """Each token's copies times their weights `(tokens, copies)`, added up: `(tokens, width)`, in the wider format of both."""
-    return (from_groups(rows, order) * weights[..., None]).sum(1)
+    return (from_groups(sorted_rows, order) * weights[..., None]).sum(1)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
@@ -158,23 +158,23 @@ class _ToGroups(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return tokens[order // places.shape[1]]
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        return tokens[order // positions.shape[1]]
 
     @staticmethod
     @once_differentiable
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return grad_outputs[0][places].sum(1), None, None
+        (positions,) = ctx.saved_tensors
+        return grad_outputs[0][positions].sum(1), None, None
 
 
 class _FromGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, sorted_rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(order)
-        return rows[places]
+        return sorted_rows[positions]
 
     @staticmethod
     @once_differentiable

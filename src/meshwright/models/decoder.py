@@ -153,9 +153,9 @@ class Table(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """`(…, hidden)` of row numbers `(…)`."""
-        return F.embedding(rows, self.weight)
+    def forward(self, indices: Tensor) -> Tensor:
+        """`(…, hidden)` of row indices `(…)`."""
+        return F.embedding(indices, self.weight)
 
 
 class Block(nn.Module):
@@ -236,11 +236,11 @@ class Attention(nn.Module):
 class Norm(nn.Module):
     """RMSNorm, or LayerNorm with a bias."""
 
-    def __init__(self, kind: str, width: int, eps: float, plain: bool) -> None:
+    def __init__(self, norm: str, width: int, eps: float, plain: bool) -> None:
         super().__init__()
         self.eps, self.plain = eps, plain
         self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if kind == "layernorm" else None
+        self.bias = nn.Parameter(torch.zeros(width)) if norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
@@ -269,5 +269,5 @@ class Head(nn.Module):
         return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), self.loss_chunk, plain=self.plain)
 
 
-def _weight(rows: int, columns: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(rows, columns))
+def _weight(out_features: int, in_features: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(out_features, in_features))

@@ -29,7 +29,7 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face folder: rows [first_row, first_row + rows) of one of our parameters, as a matrix.
+    """One tensor of a Hugging Face folder: rows [first_row, first_row + row_count) of one of our parameters, as a matrix.
 
     Stacked experts count as one matrix below the other: all dimensions but the last are rows.
 
@@ -38,7 +38,7 @@ class HFTensor:
 
     name: str
     first_row: int
-    rows: int
+    row_count: int
     shape: tuple[int, ...]
     transposed: bool
 
@@ -46,7 +46,7 @@ class HFTensor:
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
     """For each of our parameters, in order, the folder's tensors that make it up, in the order of their rows."""
     family = FAMILIES[spec.family]
-    return {row.name: tuple(_tensors_of(family, row)) for row in parameters(spec)}
+    return {parameter.name: tuple(_tensors_of(family, parameter)) for parameter in parameters(spec)}
 
 
 def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = None) -> dict[str, Any]:
@@ -146,31 +146,31 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _tensors_of(family: Family, row: ParameterSpec) -> list[HFTensor]:
-    if row.expert:
-        return _experts_of(family, row)
-    module, _, kind = row.name.rpartition(".")
+def _tensors_of(family: Family, parameter: ParameterSpec) -> list[HFTensor]:
+    if parameter.expert:
+        return _experts_of(family, parameter)
+    module, _, weight_or_bias = parameter.name.rpartition(".")
     prefix, names = "", (family.ends.get(module, ""),)
     if module.startswith("layers."):
         _, layer, module = module.split(".", 2)
         prefix, names = family.layer.format(layer=layer), family.modules[module]
-    sizes = [size for _, size in row.blocks] if len(names) > 1 else [row.shape[0]]
-    transposed = module in family.transposed and kind == "weight"
+    sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]
+    transposed = module in family.transposed and weight_or_bias == "weight"
     tensors, first = [], 0
     for name, size in zip(names, sizes, strict=True):
-        shape = (size, *row.shape[1:])
+        shape = (size, *parameter.shape[1:])
         tensors.append(
-            HFTensor(f"{prefix}{name}.{kind}", first, size, shape[::-1] if transposed else shape, transposed)
+            HFTensor(f"{prefix}{name}.{weight_or_bias}", first, size, shape[::-1] if transposed else shape, transposed)
         )
         first += size
     return tensors
 
 
-def _experts_of(family: Family, row: ParameterSpec) -> list[HFTensor]:
+def _experts_of(family: Family, parameter: ParameterSpec) -> list[HFTensor]:
     """A layer's stacked experts as a folder has them: one by one, and the gate apart from what it is multiplied with."""
-    _, layer, module = row.name.split(".", 2)
+    _, layer, module = parameter.name.split(".", 2)
     prefix, names = family.layer.format(layer=layer), family.modules[module]
-    experts, rows, inputs = row.shape
+    experts, rows, inputs = parameter.shape
     size = rows // len(names)
     wanted = [name.format(expert=expert) for expert in range(experts) for name in names]
     return [

@@ -24,30 +24,30 @@ _MEAN = 8 * (2**16 - 1) // 2
 _DEVIATION = math.sqrt(8 * (2.0**32 - 1) / 12)
 
 
-def initial_values(seed: int, row: ParameterSpec, start: int, count: int, device: torch.device | str) -> Tensor:
-    """Elements [start, start + count) of the flattened parameter `row`, as fp32.
+def initial_values(seed: int, parameter: ParameterSpec, start: int, count: int, device: torch.device | str) -> Tensor:
+    """Elements [start, start + count) of the flattened parameter `parameter`, as fp32.
 
-    "normal" sums eight independent 16-bit uniforms (Irwin–Hall), shifted and scaled to mean 0 and deviation `row.std`
+    "normal" sums eight independent 16-bit uniforms (Irwin–Hall), shifted and scaled to mean 0 and deviation `parameter.std`
     exactly; its tails end at 4.9 deviations.
     """
-    if row.fill != "normal":
-        return torch.full((count,), 1.0 if row.fill == "ones" else 0.0, device=device)
+    if parameter.fill != "normal":
+        return torch.full((count,), 1.0 if parameter.fill == "ones" else 0.0, device=device)
     values = torch.empty(count, device=device)
     chunk = _CHUNK.get(values.device.type, 1 << 18)
     for first in range(0, count, chunk):
         part = values[first : first + chunk]
-        part.copy_(_sums(seed, row.name, start + first, part.numel(), device).sub_(_MEAN))
-    return values.mul_(torch.tensor(row.std / _DEVIATION, dtype=torch.float32, device=device))
+        part.copy_(_sums(seed, parameter.name, start + first, part.numel(), device).sub_(_MEAN))
+    return values.mul_(torch.tensor(parameter.std / _DEVIATION, dtype=torch.float32, device=device))
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
     """Fill every parameter of a materialised, unsharded model."""
-    for row in parameters(spec):
-        flat = model.get_parameter(row.name).view(-1)
-        for first in range(0, row.count, _RUN):
+    for parameter in parameters(spec):
+        flat = model.get_parameter(parameter.name).view(-1)
+        for first in range(0, parameter.count, _RUN):
             part = flat[first : first + _RUN]
-            part.copy_(initial_values(seed, row, first, part.numel(), flat.device))
+            part.copy_(initial_values(seed, parameter, first, part.numel(), flat.device))
 
 
 def _sums(seed: int, name: str, start: int, count: int, device: torch.device | str) -> Tensor:

@@ -79,10 +79,10 @@ class Experts(nn.Module):
         self.register_parameter("gate_up" if self.gated else "up", into)
         self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_hidden))
 
-    def forward(self, rows: Tensor, order: Order) -> Tensor:
+    def forward(self, sorted_rows: Tensor, order: Order) -> Tensor:
         """Rows `(rows, hidden)` sorted by expert, each through its own."""
         into = self.gate_up if self.gated else self.up
-        inside = grouped_linear(rows, into, order.offsets, plain=self.plain)
+        inside = grouped_linear(sorted_rows, into, order.offsets, plain=self.plain)
         active = swiglu(inside, plain=self.plain) if self.gated else F.gelu(inside, approximate="tanh")
         return grouped_linear(active, self.down, order.offsets, plain=self.plain)
 

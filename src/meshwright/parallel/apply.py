@@ -3,9 +3,6 @@
 Cut into stages, divide over tensor ranks, then context ranks, distribute experts, number formats, recompute, compile,
 split the backward, shard, materialise, initialise. Model code has no part in it: a block's `forward` is wrapped, its
 name and parameters stay.
-
-This is the one place that fixes it. The model never learns of any of it: a block's `forward` is wrapped, its name and
-parameters stay.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
-from meshwright.workload.dtypes import summed_by_products
+from meshwright.workload.dtypes import accumulated_by_products
 
 COMPILER: dict[str, Any] = {"unroll_reductions_threshold": 17}
 """Compiler options of blocks.
@@ -120,7 +117,7 @@ def build_engine(
     multiply_low(model, plan, mesh.device)
     wrap_blocks(model, plan)
     for number, block in model.layers.items():
-        if entry_of(plan.schedule.name).splits_backward or summed_by_products(plan, int(number), spec.layers):
+        if entry_of(plan.schedule.name).splits_backward or accumulated_by_products(plan, int(number), spec.layers):
             split_backward(block)
     units = make_units(model, table[pipeline_rank], plan, mesh)
     model.to_empty(device=mesh.device)
@@ -234,13 +231,15 @@ def _call(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: A
 
 def held_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:
     """By name, what this rank holds of each parameter of a model that was divided and sharded, or was not."""
-    rows = {row.name: row for row in parameters(model.spec)}
-    return {name: _held(model.spec, rows[name], weight, division) for name, weight in model.named_parameters()}
+    specs = {parameter.name: parameter for parameter in parameters(model.spec)}
+    return {name: _held(model.spec, specs[name], weight, division) for name, weight in model.named_parameters()}
 
 
-def _held(spec: ModelSpec, row: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
+def _held(spec: ModelSpec, parameter: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
     local, shard = local_part(weight.detach())
-    return StateParts(weight_name(row.name), row.shape, local_boxes(spec, row, division, shard), local)
+    return StateParts(
+        weight_name(parameter.name), parameter.shape, local_boxes(spec, parameter, division, shard), local
+    )
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
@@ -256,20 +255,20 @@ def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
 def initialise_shards(model: Decoder, seed: int, division: Division = UNDIVIDED) -> None:
     """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
     held = held_weights(model, division)
-    for row in parameters(model.spec):
-        for box, elements in held[row.name].pieces() if row.name in held else ():
-            _fill(elements, row, seed, box)
+    for parameter in parameters(model.spec):
+        for box, elements in held[parameter.name].pieces() if parameter.name in held else ():
+            _fill(elements, parameter, seed, box)
 
 
-def _fill(local: torch.Tensor, row: ParameterSpec, seed: int, box: Box) -> None:
-    if row.fill != "normal":
-        local.fill_(1.0 if row.fill == "ones" else 0.0)
+def _fill(local: torch.Tensor, parameter: ParameterSpec, seed: int, box: Box) -> None:
+    if parameter.fill != "normal":
+        local.fill_(1.0 if parameter.fill == "ones" else 0.0)
         return
-    width = row.count // row.shape[0]
+    width = parameter.count // parameter.shape[0]
     step = max(1, (1 << 26) // width)
     for start in range(0, local.shape[0], step):
         part = local[start : start + step]
         # Whole rows, of which a part of the columns may be kept: only runs of elements can be drawn.
-        values = initial_values(seed, row, (box.offsets[0] + start) * width, part.shape[0] * width, local.device)
-        values = values.view(part.shape[0], *row.shape[1:])
+        values = initial_values(seed, parameter, (box.offsets[0] + start) * width, part.shape[0] * width, local.device)
+        values = values.view(part.shape[0], *parameter.shape[1:])
         part.copy_(values if values.shape == part.shape else values.narrow(1, box.offsets[1], box.sizes[1]))

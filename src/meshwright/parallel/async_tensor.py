@@ -85,17 +85,14 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def pieces(peers: Peers, rows: int) -> list[range]:
-    """Groups of ranks whose tokens are multiplied together, beginning with this rank's own piece; a rank has `rows` tokens.
+def pieces(peers: Peers, rank_tokens: int) -> list[range]:
+    """Groups of ranks whose tokens are multiplied together, beginning with this rank's own piece; a rank has `rank_tokens`.
 
     The smallest number of ranks that divides them and has enough rows; at least two pieces, so that one can be transferred
     while another is multiplied.
-
-    The smallest number of ranks that divides them and has rows enough; at least two pieces, so that one can travel beside
-    another.
     """
     sizes = [size for size in range(1, peers.ranks) if peers.ranks % size == 0]
-    size = next((size for size in sizes if size * rows >= PIECE_ROWS), sizes[-1])
+    size = next((size for size in sizes if size * rank_tokens >= PIECE_ROWS), sizes[-1])
     first = peers.rank // size * size
     starts = ((first + step) % peers.ranks for step in range(0, peers.ranks, size))
     return [range(start, start + size) for start in starts]
@@ -128,9 +125,9 @@ class _Tokens:
             for peer in in_turn(self._peers, ranks):
                 self._arriving.wait(peer)
             for sequence in range(len(self._x)):
-                rows = self._rows(sequence, ranks)
+                rows = self._gathered_tokens(sequence, ranks)
                 for y, one, bias in zip(made, by, biases, strict=True):
-                    out = y[sequence, self._place(ranks)]
+                    out = y[sequence, self._slice_of(ranks)]
                     torch.mm(rows, one, out=out) if bias is None else torch.addmm(bias, rows, one, out=out)
         return made
 
@@ -142,19 +139,19 @@ class _Tokens:
         self._place_own()
         return self._whole
 
-    def _rows(self, sequence: int, ranks: range) -> Tensor:
+    def _gathered_tokens(self, sequence: int, ranks: range) -> Tensor:
         if len(ranks) == 1 and self._peers.rank in ranks:
             return self._x[sequence]
         if self._peers.rank in ranks:
             self._place_own()
-        return self._whole[sequence, self._place(ranks)]
+        return self._whole[sequence, self._slice_of(ranks)]
 
     def _place_own(self) -> None:
         if not self._own_placed:
-            self._whole[:, self._place(range(self._peers.rank, self._peers.rank + 1))].copy_(self._x)
+            self._whole[:, self._slice_of(range(self._peers.rank, self._peers.rank + 1))].copy_(self._x)
             self._own_placed = True
 
-    def _place(self, ranks: range) -> slice:
+    def _slice_of(self, ranks: range) -> slice:
         return slice(ranks.start * self._part, ranks.stop * self._part)
 
 

@@ -133,9 +133,6 @@ def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:
 
     4 lists for a line of ranks or an even ring, 6 for an odd ring. Pairs of one distance are divided separately, each into
     the first list with neither of its ranks.
-
-    Pairs of one distance round the ring are divided by themselves, each taking the first list that has neither of its
-    ranks.
     """
     by_distance: dict[int, list[list[Pair]]] = {}
     for pair in sorted(set(pairs)):

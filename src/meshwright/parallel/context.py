@@ -72,7 +72,7 @@ class SplitSequences:
 
         targets, positions = (None if one is None else taken(one) for one in (batch.targets, batch.positions))
         if positions is None:
-            positions = _places(held, batch.tokens.device).expand(len(batch.tokens), -1)
+            positions = _token_positions(held, batch.tokens.device).expand(len(batch.tokens), -1)
         return replace(batch, tokens=taken(batch.tokens), targets=targets, positions=positions)
 
     def shared(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
@@ -81,7 +81,7 @@ class SplitSequences:
         seq = batch.tokens.shape[1] * self._ring.count * self._ulysses.count
         device, queries = batch.tokens.device, None
         if self._ring.count > 1:
-            queries = _places(local_tokens(seq, self._ring), device)
+            queries = _token_positions(local_tokens(seq, self._ring), device)
         mask = self._model.mask(batch.documents, seq, device, dtype, queries=queries)
         return SharedInputs(batch.positions, self._model.rope(batch.positions, dtype), mask)
 
@@ -96,11 +96,11 @@ class SplitSequences:
             place = self._mesh.layout.coordinates(rank)
             ring = Part(place.get("context_ring", 0), self._ring.count)
             ulysses = Part(place.get("context_ulysses", 0), self._ulysses.count)
-            whole[:, _places(local_tokens(seq, ring, ulysses), logits.device)] = part
+            whole[:, _token_positions(local_tokens(seq, ring, ulysses), logits.device)] = part
         return whole
 
 
-def _places(held: Sequence[range], device: torch.device) -> Tensor:
+def _token_positions(held: Sequence[range], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in held])
 
 

@@ -51,8 +51,6 @@ def count_whole_sequences(model: Decoder, mesh: Mesh) -> None:
     """Sum the expert counts of whole sequences over context and tensor ranks, for the balance loss.
 
     With these counts the balance losses of a sequence's parts add up to that of the sequence.
-
-    A balance loss is a whole sequence's: with these counts the losses of its parts add up to it.
     """
     if model.spec.experts and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
         for mixture in _mixtures(model):
@@ -72,21 +70,21 @@ class SpreadExperts(Experts):
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 
-    def forward(self, rows: Tensor, order: Order) -> Tensor:
+    def forward(self, sorted_rows: Tensor, order: Order) -> Tensor:
         """This rank's rows `(rows, hidden)` sorted by expert, each through its own, wherever that is."""
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1))
         here, splits = exchanged_loads(load, self.group, self.ranks)
-        arrived = exchanged_rows(rows, splits, None, False, self.group)
+        arrived = exchanged_rows(sorted_rows, splits, None, False, self.group)
         mine = order_by_expert(_expert_of_rows(here, arrived), here.sum(0))
         passed = from_groups(super().forward(to_groups(arrived, mine), mine), mine).squeeze(1)
-        return exchanged_rows(passed, splits, rows.shape[0], True, self.group)
+        return exchanged_rows(passed, splits, sorted_rows.shape[0], True, self.group)
 
 
 def _expert_of_rows(here: Tensor, arrived: Tensor) -> Tensor:
     """Which of this rank's experts each arrived row is for, `(rows, 1)`: rows come by rank, and in one rank's by expert."""
     runs = here.flatten().cumsum(0)
-    places = torch.arange(arrived.shape[0], device=here.device)
-    return (torch.searchsorted(runs, places, right=True) % here.shape[1])[:, None]
+    positions = torch.arange(arrived.shape[0], device=here.device)
+    return (torch.searchsorted(runs, positions, right=True) % here.shape[1])[:, None]
 
 
 # Operators of their own: a compiler could see through neither sizes that the host reads nor what other ranks send.
@@ -124,36 +122,34 @@ def _(loads: Tensor, group: str) -> Tensor:
 
 
 @torch.library.custom_op("meshwright::exchanged_rows", mutates_args=())
-def exchanged_rows(rows: Tensor, splits: Tensor, count: int | None, back: bool, group: str) -> Tensor:
+def exchanged_rows(sent: Tensor, splits: Tensor, count: int | None, back: bool, group: str) -> Tensor:
     """The rows `(count, width)` received in exchange for the rows `(rows, width)` sent.
 
     `splits` sends them to the ranks that hold experts, or `back` again. `count` is None if only the splits determine it.
-
-    `count` is None where only the splits know it.
     """
     go, come = splits.flip(0).tolist() if back else splits.tolist()
     assert count is None or count == sum(come)
-    arrived = rows.new_empty(sum(come), rows.shape[1])
-    ALL_TO_ALL(arrived, rows.contiguous(), come, go, group=group_called(group))
+    arrived = sent.new_empty(sum(come), sent.shape[1])
+    ALL_TO_ALL(arrived, sent.contiguous(), come, go, group=group_called(group))
     return arrived
 
 
 @exchanged_rows.register_fake
-def _(rows: Tensor, splits: Tensor, count: int | None, back: bool, group: str) -> Tensor:
+def _(sent: Tensor, splits: Tensor, count: int | None, back: bool, group: str) -> Tensor:
     del splits, back, group
-    return rows.new_empty(torch.library.get_ctx().new_dynamic_size() if count is None else count, rows.shape[1])
+    return sent.new_empty(torch.library.get_ctx().new_dynamic_size() if count is None else count, sent.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int | None, bool, str], output: Tensor) -> None:
     del output
-    rows, splits, _, ctx.back, ctx.group = inputs
-    ctx.rows = rows.shape[0]
+    sent, splits, _, ctx.back, ctx.group = inputs
+    ctx.row_count = sent.shape[0]
     ctx.save_for_backward(splits)
 
 
 def _return(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (splits,) = ctx.saved_tensors
-    return exchanged_rows(grad, splits, ctx.rows, not ctx.back, ctx.group), None, None, None, None
+    return exchanged_rows(grad, splits, ctx.row_count, not ctx.back, ctx.group), None, None, None, None
 
 
 exchanged_rows.register_autograd(_return, setup_context=_keep)

@@ -1,7 +1,5 @@
 """Adapter over FSDP2 that gathers, frees and reduces the parameters of one unit; the only user of FSDP2's internals.
 
-The only file that uses FSDP2's internals.
-
 FSDP2's parameter groups hold the shards, the gathered weights and the streams. Its hooks are removed: the executor
 calls each operation, because hooks cannot express a schedule that keeps parameters over several micro-batches or splits
 the backward.

@@ -1,4 +1,4 @@
-"""Sums of gradient shards over ranks that a unit's own reduction does not cover: replicas, tied ends, and copies on tensor ranks."""
+"""Gradient sums over ranks outside of a unit's own reduction: replicas, tied ends, copies on tensor ranks."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Mesh:
 
     @property
     def shards(self) -> DeviceMesh:
-        """torch's view of the ranks that parameters are sharded over, for FSDP2: context ranks have the same weights as data ranks."""
+        """torch's device mesh of the ranks that share parameters, for FSDP2: data shards and context ranks."""
         if self._shards is None:
             self._shards = self._for_fsdp(self.group_over(SHARD_AXES))
         return self._shards

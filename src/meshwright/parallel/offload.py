@@ -1,4 +1,4 @@
-"""Activations in host memory: the tensors that a block saves for its backward, copied out after its forward and back before its backward.
+"""Offload of activations: saved tensors are copied to host memory after a block's forward and back before its backward.
 
 A visit is one micro-batch in one unit. Autograd's hooks collect its saved tensors, and whole storages are copied as bytes, so that views of
 one storage stay views of one storage and every bit is preserved. Copies run on two streams beside compute, one for each direction.

@@ -40,8 +40,6 @@ class GroupedLinear(Linear):
     """This tensor rank's part of a linear layer; takes over its weight and bias. `group` names the tensor ranks.
 
     `peers` are kept alive for the group's operators.
-
-    `peers` are kept open for the group's operators.
     """
 
     def __init__(self, linear: nn.Linear, group: str, ranks: int, peers: Peers | None = None) -> None:

@@ -4,11 +4,6 @@ Keys and values are sent from rank to rank while attention with the previous one
 those of more than two ranks. Backward sends them round again, followed by the sums of their gradients, which reach
 their owner in the last turn. Forward and backward are one operator each, so a compiled block stays one graph.
 
-Keys and values travel from rank to rank, each turn's while the attention of the turn before is computed, so that no
-rank ever has more than two ranks' of them. Backward sends them round once more, and behind them the sums of their
-gradients, which come home with the last turn. Forward and backward are one operator each: a compiled block stays one
-graph.
-
 Shapes: q `(batch, seq / ranks, heads, head_dim)`, k and v `(batch, seq / ranks, kv_heads, head_dim)`.
 """
 

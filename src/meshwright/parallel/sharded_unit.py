@@ -160,7 +160,7 @@ class ShardedUnit:
         ]
         self._communicating = [group for group in groups if group.ranks > 1]
         self._holders = 0
-        self._asked: set[Hashable] = set()
+        self._ready_users: set[Hashable] = set()
         self.gradient_sink = WeightGradientSink(self.add_product)
         """Receives the weight gradients of the unit's linear layers."""
         for parameter in self.linear_weights:
@@ -209,10 +209,10 @@ class ShardedUnit:
         False, and nothing starts, when another user of the unit has yet to add its part. The `last` call of a step starts in any case, as
         users may reduce at different rhythms.
         """
-        self._asked.add(user)
-        if len(self._asked) < self.uses and not last:
+        self._ready_users.add(user)
+        if len(self._ready_users) < self.uses and not last:
             return False
-        self._asked.clear()
+        self._ready_users.clear()
         spans = self._spans(span)
         for accumulator in self._accumulators:
             accumulator.start_reduction(spans.get(accumulator.group))

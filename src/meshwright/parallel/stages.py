@@ -24,7 +24,7 @@ from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.layout import Division, gradients_final_in_backward, local_shape
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
-from meshwright.workload.activations import elements_kept
+from meshwright.workload.activations import saved_elements_by_layer
 
 Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
 
@@ -111,7 +111,7 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     # Collective over all ranks, so also on those whose layers are all dense.
     spread = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
     blocks = {name: _block_unit(block, model.spec, plan, mesh.shards, spread) for name, block in model.layers.items()}
-    kept, strategies = elements_kept(model.spec, plan), plan.strategies(model.spec.layers)
+    kept, strategies = saved_elements_by_layer(model.spec, plan), plan.strategies(model.spec.layers)
     units_by_stage = []
     for stage in stages:
         units = [

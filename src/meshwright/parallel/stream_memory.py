@@ -24,8 +24,6 @@ def wait_at_least(words: Sequence[Tensor], value: int) -> None:
     """Make the current stream wait until each of `words` is at least `value`, compared with wrap-around.
 
     `words` are int32 `(1,)` on this device. Raises RuntimeError, as `write` does, if the driver rejects the call.
-
-    Raises RuntimeError, as `write` does, where the driver refuses.
     """
     _give([_Operation(kind=_WAIT, address=word.data_ptr(), value=value) for word in words])
 

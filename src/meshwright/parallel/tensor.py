@@ -38,9 +38,6 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
 
     The model's memory is not allocated yet. `engine` moves the tokens of the blocks' products. Raises BadInput if the ranks
     cannot divide the model, or copy engines cannot reach all peers.
-
-    `engine` is what moves tokens around the blocks' products. Raises BadInput when that many ranks cannot divide the model,
-    or copy engines cannot reach from each to each.
     """
     group, part = mesh.group("tensor"), mesh.part("tensor")
     if group is None:
@@ -93,9 +90,6 @@ class CopySums:
 
     One message for each number of copies. Gradients are summed as stored, after their reduction over shards, and every copy
     gets the same bits. `boxes` has by name the rank's boxes of each parameter.
-
-    They are summed as they are stored, after their reduction over shards, and every holder gets the same bits. `boxes` says
-    by name what of each parameter the rank holds.
     """
 
     def __init__(self, model: Decoder, boxes: Mapping[str, Sequence[Box]], mesh: Mesh) -> None:

@@ -30,9 +30,9 @@ class VocabularyEmbedding(Table):
         super().__init__(weight)
         self.first, self.group, self.ranks = first, group, ranks
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, indices: Tensor) -> Tensor:
         """`(batch, seq / ranks, hidden)` of tokens `(batch, seq)`."""
-        mine, held = rows - self.first, self.weight.shape[0]
+        mine, held = indices - self.first, self.weight.shape[0]
         elsewhere = (mine < 0) | (mine >= held)
         # Any row will do for the others' tokens; spread over all, their (zero) gradients do not queue up at one.
         found = F.embedding(mine.remainder(held), self.weight)
@@ -47,9 +47,9 @@ class PositionEmbedding(Table):
         super().__init__(weight)
         self.rank, self.ranks = rank, ranks
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, indices: Tensor) -> Tensor:
         """`(…, seq / ranks, hidden)` of positions `(…, seq)`."""
-        return F.embedding(rows.chunk(self.ranks, dim=-1)[self.rank], self.weight)
+        return F.embedding(indices.chunk(self.ranks, dim=-1)[self.rank], self.weight)
 
 
 class VocabularyHead(Head):

@@ -159,8 +159,6 @@ def block_size(nodes: Sequence[int]) -> int:
 
     If nodes have different numbers of ranks, the largest common divisor: 6, 6 and 4 ranks on three nodes are laid out as
     eight nodes of 2. Raises BadInput if the ranks of a node are not consecutive, which the layout assumes.
-
-    Raises BadInput when the ranks of a node are not consecutive, on which all of the layout rests.
     """
     blocks = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
     order = list(dict.fromkeys(nodes))

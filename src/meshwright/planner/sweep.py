@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from meshwright.costs.offload_costs import waiting_bytes
+from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import StepCost, owned_params, step_cost
 from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
@@ -38,7 +38,7 @@ from meshwright.spec.plan import (
 )
 from meshwright.spec.run import RunSpec
 from meshwright.workload.arrays import Array
-from meshwright.workload.layout_bytes import planned
+from meshwright.workload.layout_bytes import layout_memory
 from meshwright.workload.layouts import Layouts, layouts_of, strategy_columns
 from meshwright.workload.plan_bytes import formats
 from meshwright.workload.rank_layers import balanced_layers
@@ -283,7 +283,7 @@ class _UniformCosts:
 
 def _memory_needs(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of the fullest rank, and of host memory that all devices of one host use together."""
-    each = waiting_bytes(pricing.shape, layout, owned_params(pricing.shape, layout))
+    each = host_memory_bytes(pricing.shape, layout, owned_params(pricing.shape, layout))
     return peak_rank_bytes(run, layout), run.cluster.gpus_per_node * np.asarray(each)
 
 
@@ -390,4 +390,4 @@ def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
     numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
     numbers = replace(numbers, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied)
-    return np.asarray(sum(planned(run.model, layout, numbers).values()))
+    return np.asarray(sum(layout_memory(run.model, layout, numbers).values()))

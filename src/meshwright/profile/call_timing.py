@@ -15,8 +15,8 @@ Call = Callable[[], object]
 MIN_BATCH_SECONDS = 1e-3
 """Shortest timed batch in seconds; an event costs microseconds."""
 MIN_BATCHES, MAX_BATCHES = 3, 200
-"""Fewest and most timed batches, after three calls that load kernels, open connections and touch buffers. A call that takes longer than the
-whole budget is timed once."""
+"""Minimum and maximum of timed batches, after three calls that load kernels, open connections and touch buffers.
+A call that takes longer than the whole budget is timed once."""
 LARGEST_BATCH = 200
 IDLE_SECONDS = 0.3
 """Idle time before a burst."""

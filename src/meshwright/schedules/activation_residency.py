@@ -68,8 +68,8 @@ def _fullest(stages: Sequence[int], mine: Sequence[Action]) -> tuple[tuple[int, 
             alive[places[stage]] -= 1
     if rising:
         found[tuple(alive)] = None
-    return tuple(one for one in found if not any(_below(one, other) for other in found))
+    return tuple(moment for moment in found if not any(_below(moment, other) for other in found))
 
 
-def _below(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+def _below(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    return first != second and all(a <= b for a, b in zip(first, second, strict=True))

@@ -29,19 +29,19 @@ class Entry:
 
 
 ANY = range(1, 1 << 20)
-ONE = range(1, 2)
+ONE_STAGE = range(1, 2)
 TWO = range(2, 3)
 
 SCHEDULES: dict[str, Entry] = {
     "gpipe": Entry(
         order=lambda ranks, micro_batches, _: gpipe(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: micro_batches,
-        stages_per_rank=ONE,
+        stages_per_rank=ONE_STAGE,
     ),
     "1f1b": Entry(
         order=lambda ranks, micro_batches, _: one_f_one_b(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: min(micro_batches, ranks - rank),
-        stages_per_rank=ONE,
+        stages_per_rank=ONE_STAGE,
     ),
     "interleaved": Entry(
         order=interleaved,
@@ -53,7 +53,7 @@ SCHEDULES: dict[str, Entry] = {
     "zb_h1": Entry(
         order=lambda ranks, micro_batches, _: zb_h1(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: min(micro_batches, ranks),
-        stages_per_rank=ONE,
+        stages_per_rank=ONE_STAGE,
         splits_backward=True,
     ),
     "zbv": Entry(

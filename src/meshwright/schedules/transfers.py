@@ -103,7 +103,7 @@ def _receives(
     rank_of: Sequence[int], compute: Sequence[Sequence[Action]], sends: Sequence[Sequence[tuple[Action, ...]]]
 ) -> list[dict[int, list[Action]]]:
     """By rank: the receives to post before the compute action at each place."""
-    needed = [_places(mine) for mine in compute]
+    needed = [_consumer_positions(mine) for mine in compute]
     channels: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, mine in enumerate(sends):
         for sent in mine:
@@ -120,7 +120,7 @@ def _receives(
     return [{place: found[::-1] for place, found in mine.items()} for mine in posted]
 
 
-def _places(compute: Sequence[Action]) -> dict[Input, int]:
+def _consumer_positions(compute: Sequence[Action]) -> dict[Input, int]:
     """Where each input is consumed in the order of compute."""
     parts = ((part, place) for place, action in enumerate(compute) for part in action.parts)
     return {_input(part): place for part, place in parts if part.op in _CONSUMES}

@@ -99,7 +99,7 @@ def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tu
 
 @lru_cache(maxsize=256)
 def _activations_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> float:
-    left = activation_bytes(model, train, plan, away=True)
+    left = activation_bytes(model, train, plan, host_offloaded=True)
     if not any(left):
         return 0.0
     rows = _peaks(plan, model.layers, left)

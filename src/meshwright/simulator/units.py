@@ -17,17 +17,17 @@ import numpy as np
 
 from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
-from meshwright.costs.offload_costs import copied_bytes, host_optimizer, host_rate, late_copies
+from meshwright.costs.offload_costs import copied_bytes, exposed_copy_seconds, host_optimizer, host_rate
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
-from meshwright.workload.dtypes import bytes_of, gathered_width, state_bytes, summed_by_products
+from meshwright.workload.dtypes import accumulated_by_products, bytes_of, gathered_width, state_bytes
 from meshwright.workload.groups import experts_over, shard_size
+from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, with_blocks
-from meshwright.workload.products import layer_products
 from meshwright.workload.step_shape import step_shape
 
 Unit = int | Literal["embed", "head"]
@@ -173,7 +173,7 @@ class UnitCosts:
         """
         both = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
         count = float(self.count(unit))
-        if not isinstance(unit, str) and summed_by_products(self.plan, unit, self.model.layers):
+        if not isinstance(unit, str) and accumulated_by_products(self.plan, unit, self.model.layers):
             experts = self._experts(unit)
             count = experts + (count - experts) * number(self.priced.constants.product_sums)
         return self._moved(count * both)
@@ -250,7 +250,7 @@ class UnitCosts:
             computes = [self._kind(one) for one in blocks]
             forward = sum(one.forward for one in computes)
             backward = sum(one.backward_input + one.backward_weight for one in computes)
-            out, back = late_copies(copied, forward, backward)
+            out, back = exposed_copy_seconds(copied, forward, backward)
             self._late[blocks[0]] = number(out) / len(moved), number(back) / len(moved)
         return self._late[blocks[0]]
 

@@ -22,47 +22,52 @@ Array = Any
 """A number or an array of numbers."""
 
 
-def activation_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, *, away: bool = False) -> tuple[float, ...]:
+def activation_bytes(
+    model: ModelSpec, train: TrainSpec, plan: Plan, *, host_offloaded: bool = False
+) -> tuple[float, ...]:
     """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves until its backward: on the
-    device, or `away` in host memory."""
+    device, or with `host_offloaded` in host memory."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
-    elements, strategies = elements_kept(model, plan), plan.strategies(model.layers)
-    left = [kept if one.activations_offloaded == away else 0.0 for kept, one in zip(elements, strategies, strict=True)]
+    elements, strategies = saved_elements_by_layer(model, plan), plan.strategies(model.layers)
+    left = [
+        kept if one.activations_offloaded == host_offloaded else 0.0
+        for kept, one in zip(elements, strategies, strict=True)
+    ]
     each = tokens_of(train, plan) * bytes_of(plan.precision.compute)
     return tuple(each * sum(left[stage.start : stage.stop]) for stage in stages)
 
 
-def elements_kept(model: ModelSpec, plan: Plan) -> list[float]:
-    """By layer, elements of one token that a forward leaves for its backward, on the device or in host memory."""
-    per_token = per_token_of(model, plan)
+def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
+    """By layer, the elements of one token that a forward saves for its backward, on the device or in host memory."""
+    per_token = elements_per_token(model, plan)
     return [per_token(layer)[0] for layer in range(model.layers)]
 
 
-def per_token_of(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[float, float]]:
-    """Says how many elements of one token a block keeps, and how many its backward holds beside them; counted once for blocks alike."""
+def elements_per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[float, float]]:
+    """A function of a layer: elements of one token that its forward saves, and temporary elements of its backward."""
     spread, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
     known = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
 
     def per_token(layer: int) -> tuple[float, float]:
         mode = strategies[layer].recompute
-        kind = model.routed(layer), mode, strategies[layer].linear
-        if kind not in known:
+        key = model.routed(layer), mode, strategies[layer].linear
+        if key not in known:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
-            kept = kept_per_token(model, layer, mode, low) + travelled_per_token(model, layer, mode, spread)
-            known[kind] = kept, worked_per_token(model, layer, mode, low)
-        return known[kind]
+            kept = saved_elements(model, layer, mode, low) + exchanged_expert_elements(model, layer, mode, spread)
+            known[key] = kept, backward_elements(model, layer, mode, low)
+        return known[key]
 
     return per_token
 
 
 def tokens_of(train: TrainSpec, plan: Plan) -> float:
-    """Tokens of a micro-batch that one rank keeps activations of: context ranks split the sequence, tensor ranks what lies between."""
+    """Tokens of a micro-batch whose activations one rank stores: context and tensor ranks share them."""
     return plan.batch.micro_batch * train.seq_len / (context_size(plan) * plan.axis_size("tensor"))
 
 
-def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
-    """Elements that autograd keeps of block `layer` for one token; inputs of products count `low`."""
+def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
+    """Elements of one token that autograd saves in block `layer`; inputs of products count `low`."""
     query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = query + 2 * kv
     if recompute in RECOMPUTES_PRODUCTS:
@@ -80,27 +85,31 @@ def kept_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: floa
     return (1 + low) * norms * model.hidden + query + again + joined + turned + wide + low * inner + routed
 
 
-def travelled_per_token(model: ModelSpec, layer: int, recompute: Recompute, ranks: int) -> float:
-    """Elements of one token that are kept besides where its experts are on `ranks` ranks: selective recompute does not ask for rows twice,
-    and keeps what the experts gave as it left and as it arrived."""
+def exchanged_expert_elements(model: ModelSpec, layer: int, recompute: Recompute, ranks: int) -> float:
+    """Further elements of one token that are saved if its experts are on `ranks` ranks.
+
+    Selective recompute does not exchange tokens twice: it saves the experts' outputs as they were sent and as they were received.
+    """
     again = recompute == "selective" and ranks > 1
     return 2 * _copied(model, layer) if again else 0.0
 
 
-def worked_per_token(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
-    """Elements of one token that a block's backward holds over what its forward kept: gradients of the feed-forward's wide half and of the
-    stream beyond what it has let go, and what is computed again. Of an expert's input and output one is there: with the gradient of the
-    output the output goes, and then the input is gathered again."""
+def backward_elements(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
+    """Temporary elements of one token in a block's backward, beside what its forward saved.
+
+    They are the gradients of the feed-forward's wide half and of the residual stream, and recomputed activations. An expert's input and
+    output do not exist at once: the backward frees the output before it gathers the input again.
+    """
     wide, _, _ = _feed_forward(model, layer)
     made = wide + model.hidden
     if recompute == "none":
         return made
-    again = kept_per_token(model, layer, "none", low) - kept_per_token(model, layer, recompute, low)
+    again = saved_elements(model, layer, "none", low) - saved_elements(model, layer, recompute, low)
     return made + again - _copied(model, layer)
 
 
-def exchanged_per_token(model: ModelSpec, tensor: Array, context: Array) -> Array:
-    """Elements of the block at work that other ranks sent: its gathered input with the gradient; queries, keys and values."""
+def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
+    """Elements of one token that the computing block received: its gathered input with the gradient; queries, keys and values."""
     gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     return gathered + np.where(np.asarray(context) > 1, heads, 0)

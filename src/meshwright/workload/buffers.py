@@ -1,18 +1,17 @@
-"""How many buffers the engine keeps for what is on its way."""
+"""Numbers and sizes of the engine's buffers for transfers."""
 
 UNITS_IN_FLIGHT = 2
-"""FSDP units whose gathered weights exist at once where they are dropped after use: the one computing and the one on the wire."""
+"""FSDP units with gathered weights at once, if these are freed after use: the computing unit and the next one."""
 RECEIVES_AHEAD = 2
-"""Buffers of receives that are posted before their compute: one in each direction."""
-LAYERS_STAYING = 2
-"""Layers whose activations stay on the device where the others' wait in host memory: the one that computes and the one on the link. Under
-a pipeline, where backwards follow forwards of other micro-batches, one more: one is on its way out while another comes back."""
+"""Buffers of receives that are posted before their compute, one in each direction."""
+DEVICE_LAYERS = 2
+"""Layers with activations on the device if activations are offloaded: the computing layer and the copied layer. A pipeline needs one
+more, because it copies one layer to the host while it copies another back."""
 BLOCK_SLOTS = 2
-"""Blocks that copy engines have room for in their window (parallel/copy_engine.py), beside one of the ends: the unit that compute waits
-for next, and the one behind it."""
+"""Blocks that fit into the window of copy engines (parallel/copy_engine.py) beside one end of the model: the next two units."""
 STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 3
-"""Elements of a chunk of an optimizer in host memory (optim/host.py): copies of 32 MiB, long enough for the whole of the link's rate. And
-the chunks on the device at once: one that comes, one that is stepped, one that leaves."""
+"""Elements of a chunk of an optimizer in host memory (optim/host.py): copies of 32 MiB reach the link's full rate. And chunks on the device
+at once: one is copied in, one is updated, one is copied out."""
 TOKEN_SLOTS = 2
-"""Slots of the window of tensor ranks that copy, each for all tokens of a micro-batch, one hidden vector wide. With two, one meeting an
-exchange is enough: see `PeerMemory` (parallel/peers.py)."""
+"""Slots of the window in which tensor ranks copy tokens; each holds the hidden vectors of a whole micro-batch. With two slots one
+synchronisation per exchange suffices (`PeerMemory`, parallel/peers.py)."""

@@ -21,8 +21,8 @@ from meshwright.spec.plan import RECOMPUTE_MODES, SHARD_AXES, Plan
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, gathered_width
 from meshwright.workload.groups import context_size, shard_size
+from meshwright.workload.layer_messages import END_EXCHANGES, layer_messages
 from meshwright.workload.layouts import layout_of
-from meshwright.workload.messages import END_EXCHANGES, layer_messages
 from meshwright.workload.model_shape import shape_of, with_blocks
 from meshwright.workload.step_shape import step_shape
 

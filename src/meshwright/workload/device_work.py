@@ -19,10 +19,10 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
 from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.workload.layer_messages import layer_messages, weight_collectives
+from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts, layout_of
-from meshwright.workload.messages import layer_messages, weight_collectives
 from meshwright.workload.model_shape import Shape, shape_of, with_blocks
-from meshwright.workload.products import layer_products
 from meshwright.workload.step_shape import StepShape, step_shape
 
 NORM, ROPE = 8.0, 4.0

@@ -1,4 +1,4 @@
-"""How many ranks share the parts of a model under a plan."""
+"""Sizes of a plan's groups of ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from meshwright.spec.plan import Plan
 
 
 def context_size(plan: Plan) -> int:
-    """Ranks that one sequence is split over."""
+    """Context ranks: the number of parts of one sequence."""
     return plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
 
 
 def shard_size(plan: Plan) -> int:
-    """Ranks that parameters, gradients and optimizer are split over: the shard axis and, as they hold the same weights, context ranks."""
+    """Ranks that share parameters, gradients and optimizer state: the shard axis times context ranks, which hold the same weights."""
     return plan.axis_size("shard") * context_size(plan)
 
 
 def experts_over(plan: Plan) -> int:
-    """Ranks, of those that share one tensor rank's weights, that a layer's experts are spread over."""
+    """Expert ranks among the ranks that share one tensor rank's weights."""
     return plan.experts.expert if plan.experts else 1

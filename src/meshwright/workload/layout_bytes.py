@@ -9,24 +9,29 @@ import numpy as np
 
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import RECOMPUTE_MODES
-from meshwright.workload.activations import exchanged_per_token, kept_per_token, travelled_per_token, worked_per_token
+from meshwright.workload.activations import (
+    backward_elements,
+    exchanged_expert_elements,
+    received_elements,
+    saved_elements,
+)
 from meshwright.workload.arrays import Array
-from meshwright.workload.buffers import LAYERS_STAYING
+from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.layouts import Layouts
-from meshwright.workload.tensor_bytes import Formats, Held, account
+from meshwright.workload.tensor_bytes import Formats, RankTensors, bytes_by_category
 
 
-def planned(model: ModelSpec, layout: Layouts, f: Formats) -> dict[str, Array]:
+def layout_memory(model: ModelSpec, layout: Layouts, f: Formats) -> dict[str, Array]:
     """Bytes by category of the fuller of two pipeline ranks: the one that holds the head, and the fullest of the others.
 
     `transfers` is 0 without a pipeline. Layers of a mixture count at their mean.
     """
-    columns = [account(_held(model, layout, f, last=last), f) for last in (False, True)]
+    columns = [bytes_by_category(_held(model, layout, f, last=last), f) for last in (False, True)]
     first, second = (sum(kinds.values()) for kinds in columns)
     return {kind: np.where(second > first, columns[1][kind], columns[0][kind]) for kind in columns[0]}
 
 
-def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> Held:
+def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> RankTensors:
     sizes, width, m = _sizes(model, float(f.low)), np.asarray(layout.tensor), layout.micro_batches
     lone, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
     ends, loss, shared = _ends(sizes, layout, model.tied, last)
@@ -40,22 +45,22 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> Held:
         (mode == RECOMPUTE_MODES.index("selective")) & (layout.expert > 1)
     )
     forwards, forwards_first = _forwards(layout, last)
-    staying = np.minimum(LAYERS_STAYING + (np.asarray(layout.pipeline) > 1), layers)
+    staying = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     moved = np.asarray(layout.offload_activations)
     alive = np.where(moved > 0, staying, 0.0) + (1 - moved) * forwards * layers
-    working = np.choose(mode, np.broadcast_arrays(*sizes.worked)) + exchanged_per_token(model, width, layout.context)
+    working = np.choose(mode, np.broadcast_arrays(*sizes.worked)) + received_elements(model, width, layout.context)
     piled = np.where(layout.layered > 0, m, 0.0)
     whole = (np.asarray(layout.reduce_once) > 0) & (m > 1)
     sums = np.where(whole & (shards > 1), (layers * block + ends) * f.reduce, owned * f.stored)
-    return Held(
+    return RankTensors(
         owned=owned, block=block, ends=ends, head=loss, shards=shards,
         gathers=np.where((shards == 1) & (layout.data <= 1) & (f.compute >= f.stored), 0.0, 1.0),
         kept=np.where(layout.gather_once > 0, layers, 0.0), ends_kept=layout.gather_once,
         last=np.where((loss > 0) & ~shared, loss, block), sums=np.where((piled > 0) | (m <= 1), 0.0, sums),
-        reduces=np.where(~whole | (lone & ~forwards_first) | (piled > 0), 1.0, 0.0), away=layout.offload, layers=layers,
+        reduces=np.where(~whole | (lone & ~forwards_first) | (piled > 0), 1.0, 0.0), offloaded_share=layout.offload, layers=layers,
         alive=alive * kept, working=tokens * f.compute * working, tokens=tokens, width=width, hidden=model.hidden,
-        vocab=model.vocab_size, stays=layout.gradients_final_in_backward(model.tied), piled=piled,
-        piled_head=np.where(forwards_first, m, np.maximum(1.0, piled)),
+        vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.tied), pending=piled,
+        pending_head=np.where(forwards_first, m, np.maximum(1.0, piled)),
         messages=np.where(lone, -1.0, _sends(layout, last)),
     )  # fmt: skip
 
@@ -117,13 +122,13 @@ def _sizes(model: ModelSpec, low: float) -> _Sizes:
         final=ends - embed,
         embed=embed,
         kept=tuple(
-            sum(kept_per_token(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTE_MODES
+            sum(saved_elements(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTE_MODES
         ),
         worked=tuple(
-            sum(worked_per_token(model, layer, mode, low) for layer in layers) / model.layers
+            sum(backward_elements(model, layer, mode, low) for layer in layers) / model.layers
             for mode in RECOMPUTE_MODES
         ),
-        travelled=sum(travelled_per_token(model, layer, "selective", 2) for layer in layers) / model.layers,
+        travelled=sum(exchanged_expert_elements(model, layer, "selective", 2) for layer in layers) / model.layers,
     )
 
 

@@ -20,12 +20,12 @@ from meshwright.spec.plan import (
     Plan,
     Precision,
 )
-from meshwright.workload.activations import exchanged_per_token, per_token_of, tokens_of
-from meshwright.workload.buffers import LAYERS_STAYING
+from meshwright.workload.activations import elements_per_token, received_elements, tokens_of
+from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.stage_parts import StagePart, stage_part
-from meshwright.workload.tensor_bytes import KINDS, Formats, Held, account
+from meshwright.workload.tensor_bytes import CATEGORIES, Formats, RankTensors, bytes_by_category
 
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
@@ -52,7 +52,7 @@ def formats(
     )  # fmt: skip
 
 
-def memory_by_kind(
+def fullest_rank_memory(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
 ) -> dict[str, int]:
     """Bytes of the fullest rank: weights, gradients, optimizer, gathered, activations, transfers (under a pipeline), logits, framework.
@@ -62,14 +62,14 @@ def memory_by_kind(
     return fullest(memory_by_rank(model, train, plan, cpu=cpu, alive=alive))
 
 
-def fullest(rows: Sequence[dict[str, int]]) -> dict[str, int]:
-    """The row with the most bytes in all."""
-    return max(rows, key=lambda kinds: sum(kinds.values()))
+def fullest(ranks: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The bytes by category of the rank that needs the most."""
+    return max(ranks, key=lambda categories: sum(categories.values()))
 
 
-def allocated(kinds: dict[str, int]) -> int:
-    """The part of a row that tensors take: what an allocator's peak is compared with."""
-    return sum(kinds.values()) - kinds["framework"]
+def allocated(categories: dict[str, int]) -> int:
+    """Bytes of a rank that tensors take, which an allocator's peak is compared with."""
+    return sum(categories.values()) - categories["framework"]
 
 
 def memory_by_rank(
@@ -86,18 +86,18 @@ def memory_by_rank(
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     times = 1 if one_by_one(plan) else plan.batch.accumulate
-    columns, per_token = [], per_token_of(model, plan)
+    columns, per_token = [], elements_per_token(model, plan)
     for rank in range(len(table)):
         part = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
         held = alive[rank] if alive else times * _left_by(model, train, plan, part.layers)
         columns.append(_bytes_by_kind(model, train, plan, part, held, per_token))
-    joined = Held(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
+    joined = RankTensors(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
     replicas = plan.axis_size("replicate")
     numbers = formats(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
     )  # fmt: skip
-    found = account(joined, numbers)
-    kinds = [kind for kind in KINDS if kind != "transfers" or len(table) > 1]
+    found = bytes_by_category(joined, numbers)
+    kinds = [kind for kind in CATEGORIES if kind != "transfers" or len(table) > 1]
     return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))
 
 
@@ -112,7 +112,7 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
 
 
 def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
-    strategies, per_token = plan.strategies(model.layers), per_token_of(model, plan)
+    strategies, per_token = plan.strategies(model.layers), elements_per_token(model, plan)
     elements = sum(per_token(layer)[0] for layer in layers if not strategies[layer].activations_offloaded)
     return tokens_of(train, plan) * elements * bytes_of(plan.precision.compute)
 
@@ -135,7 +135,7 @@ def _bytes_by_kind(
         if strategy.activations_offloaded
     ]
     working = max(per_token(layer)[1] for layer in part.layers)
-    exchanged = exchanged_per_token(model, plan.axis_size("tensor"), context_size(plan))
+    exchanged = received_elements(model, plan.axis_size("tensor"), context_size(plan))
     whole = (
         shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute == plan.precision.stored
     )
@@ -143,18 +143,18 @@ def _bytes_by_kind(
     host += part.head * every[-1].optimizer_offloaded
     host += (part.ends - part.head) * every[0].optimizer_offloaded
     piled = accumulate if plan.layered else 0
-    staying = LAYERS_STAYING + (plan.axis_size("pipeline") > 1)
+    staying = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
     once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
     return {
         "owned": part.sharded, "block": max(part.blocks), "ends": part.ends, "head": part.head, "shards": shard_size(plan),
         "gathers": not whole, "kept": sum(not strategy.reshard for strategy in strategies),
         "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
         "reduces": not once or one_by_one(plan) or plan.layered,
-        "away": host / (sum(part.blocks) + part.ends),
+        "offloaded_share": host / (sum(part.blocks) + part.ends),
         "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-staying:]),
         "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
-        "hidden": model.hidden, "vocab": model.vocab_size, "piled": piled, "stays": gradients_final_in_backward(model, plan),
-        "piled_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
+        "hidden": model.hidden, "vocab": model.vocab_size, "pending": piled, "gradients_final": gradients_final_in_backward(model, plan),
+        "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }  # fmt: skip
 

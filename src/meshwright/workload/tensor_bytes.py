@@ -22,7 +22,7 @@ from meshwright.workload.buffers import (
     UNITS_IN_FLIGHT,
 )
 
-KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
+CATEGORIES = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
 WIDE = 4
 """Bytes of the loss's own sums (fp32)."""
 
@@ -57,140 +57,142 @@ class Formats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """What pipeline ranks hold and when, one column each. Counts of parameters are those of one tensor rank."""
+class RankTensors:
+    """Parameters and tensors of pipeline ranks, one column each. Parameter counts are those of one tensor rank."""
 
     owned: Array
-    """Parameters of which the rank keeps master weight, sum of gradients and moments: its shards."""
+    """Parameters of the rank's shard: it stores their master weights, gradient sums and moments."""
     block: Array
-    """Parameters of the largest block, with the experts that are on this rank, gathered."""
+    """Parameters of the largest block, gathered, with this rank's experts."""
     ends: Array
-    """Those of the embedding and the head that are here."""
+    """Parameters of the embedding and the head on this rank."""
     head: Array
-    """Those of the unit that ends with the loss; 0 on other ranks."""
+    """Parameters of the unit with head and loss; 0 on other ranks."""
     shards: Array
-    """Ranks that units are gathered over."""
+    """Ranks over which units are gathered."""
     gathers: Array
-    """1 when weights are gathered or brought to the compute format: all but plain full precision on one rank."""
+    """1 when weights are gathered or cast to the compute dtype; 0 for full precision on one rank."""
     kept: Array
-    """Layers whose gathered weights stay for the step."""
+    """Layers whose gathered weights are kept for the whole step."""
     ends_kept: Array
-    """1 when those of the ends stay."""
+    """1 when the gathered weights of the ends are kept for the whole step."""
     last: Array
-    """Parameters of the unit gathered last, whose buffer stays until the next gather."""
+    """Parameters of the unit gathered last; its buffer is freed at the next gather."""
     sums: Array
-    """Bytes of gradients that earlier micro-batches left when activations are most; 0 with one micro-batch and in layered order."""
+    """Bytes of accumulated gradients at the peak of activations; 0 with one micro-batch and in layered order."""
     reduces: Array
-    """1 when units reduce their gradients in a backward that finds all activations alive."""
-    away: Array
-    """Share of the parameters whose optimizer is in host memory: of those the shard stays as it is gathered, the gradients' sum, and room
-    for the chunks that are stepped."""
+    """1 when units reduce their gradients while all activations are still stored."""
+    offloaded_share: Array
+    """Share of the parameters with the optimizer in host memory. The device keeps their shard in the resident dtype, their gradient sum and
+    staging buffers."""
     layers: Array
     alive: Array
-    """Bytes that forwards under way left for their backwards."""
+    """Bytes of activations that unfinished micro-batches saved for their backwards."""
     working: Array
-    """Bytes of the block in backward beside them: what is recomputed, gradients of activations, gathered inputs."""
+    """Bytes of temporary tensors of the block in backward: recomputed activations, gradients of activations, gathered inputs."""
     tokens: Array
-    """Of a micro-batch that the rank keeps activations of."""
+    """Tokens of a micro-batch whose activations the rank stores."""
     width: Array
     """Tensor ranks."""
     hidden: Array
     vocab: Array
-    stays: Array
-    """1 when gradients stay as they are made (`spec.layout.gradients_final_in_backward`)."""
-    piled: Array
-    """Micro-batches whose gradients wait between two units: all of them in layered order, the head's also where all forwards come first."""
-    piled_head: Array
+    gradients_final: Array
+    """1 when gradients are final as the backward makes them (`spec.layout.gradients_final_in_backward`)."""
+    pending: Array
+    """Micro-batches whose activation gradients are stored between two units: all in layered order, else 0."""
+    pending_head: Array
     messages: Array
-    """Of one micro-batch that go out to other ranks, both directions; negative without a pipeline."""
+    """Messages of one micro-batch to other ranks, both directions; negative without a pipeline."""
 
 
-def account(held: Held, f: Formats) -> dict[str, Array]:
-    """Bytes by kind of every column at its fullest moment. `transfers` is 0 without a pipeline."""
-    stream = held.tokens * held.hidden * f.compute
-    moments = (_in_the_head(held, f, stream), _first_backward(held, f, stream), _ended(held, f))
+def bytes_by_category(rank: RankTensors, f: Formats) -> dict[str, Array]:
+    """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline."""
+    stream = rank.tokens * rank.hidden * f.compute
+    moments = (_head_moment(rank, f, stream), _first_backward_moment(rank, f, stream), _backward_end_moment(rank, f))
     totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(kinds.values()), float) for kinds in moments)))
     fullest = np.argmax(totals, axis=0)
     at_peak = {
         kind: np.choose(fullest, np.broadcast_arrays(*(kinds[kind] for kinds in moments)))
         for kind in ("gradients", "gathered", "activations", "logits")
     }
-    stays = 1 - held.away
+    stays = 1 - rank.offloaded_share
     # Two moments, and the master weight where it is there too.
     kinds = 2.0 + (np.asarray(f.resident) < f.stored)
-    staged = STAGING_BUFFERS * kinds * np.minimum(STAGED_ELEMENTS, held.owned * held.away)
+    staged = STAGING_BUFFERS * kinds * np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
     return {
-        "weights": held.owned * (f.stored * stays + f.resident * held.away),
+        "weights": rank.owned * (f.stored * stays + f.resident * rank.offloaded_share),
         "gradients": at_peak["gradients"],
-        "optimizer": (2 * held.owned * stays + staged) * f.stored,
+        "optimizer": (2 * rank.owned * stays + staged) * f.stored,
         "gathered": at_peak["gathered"],
         "activations": at_peak["activations"],
         "logits": at_peak["logits"],
         # A message sent is let go when the next one goes out.
-        "transfers": np.where(held.messages < 0, 0.0, (RECEIVES_AHEAD + held.messages) * stream),
+        "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
         # Mapped memory is not the allocator's: no tensor of torch's account takes it.
-        "framework": f.framework + np.where(held.width > 1, f.token_window * TOKEN_SLOTS * held.width * stream, 0.0),
+        "framework": f.framework + np.where(rank.width > 1, f.token_window * TOKEN_SLOTS * rank.width * stream, 0.0),
     }
 
 
-def _weights_there(held: Held, f: Formats) -> Array:
-    """Gathered weights, and the buffer of the last gather."""
-    blocks = np.maximum(held.kept, np.minimum(UNITS_IN_FLIGHT, held.layers)) * held.block
+def _gathered_weights(rank: RankTensors, f: Formats) -> Array:
+    """Bytes of gathered weights and of the last gather's buffer."""
+    blocks = np.maximum(rank.kept, np.minimum(UNITS_IN_FLIGHT, rank.layers)) * rank.block
     blocks = blocks * f.gathered
-    ends = np.where(held.ends_kept > 0, held.ends, held.head)
-    return held.gathers * (blocks + ends) * f.compute + _buffers(held, f, held.last)
+    ends = np.where(rank.ends_kept > 0, rank.ends, rank.head)
+    return rank.gathers * (blocks + ends) * f.compute + _buffers(rank, f, rank.last)
 
 
-def _buffers(held: Held, f: Formats, last: Array) -> Array:
-    """Bytes that weights are gathered into: the buffer of the `last` gather, or a window."""
-    end = np.maximum(held.head, held.ends - held.head)
-    room = np.where(f.window > 0, BLOCK_SLOTS * held.block + end, last)
-    return held.gathers * np.where(held.shards > 1, room, 0.0) * f.compute
+def _buffers(rank: RankTensors, f: Formats, last: Array) -> Array:
+    """Bytes of the buffers that weights are gathered into: the `last` gather's, or the window of copy engines."""
+    end = np.maximum(rank.head, rank.ends - rank.head)
+    room = np.where(f.window > 0, BLOCK_SLOTS * rank.block + end, last)
+    return rank.gathers * np.where(rank.shards > 1, room, 0.0) * f.compute
 
 
-def _in_the_head(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
-    """A chunk's logits, and the gradient of the head's weight in full width."""
+def _head_moment(rank: RankTensors, f: Formats, stream: Array) -> dict[str, Array]:
+    """Bytes in the head: a chunk's logits and the fp32 gradient of the head's weight."""
     # The head sees the tokens of all tensor ranks, and its own part of the vocabulary.
-    chunk = np.minimum(held.tokens * held.width, f.chunk) * held.vocab / held.width * f.logit
-    table = held.vocab * held.hidden / held.width
+    chunk = np.minimum(rank.tokens * rank.width, f.chunk) * rank.vocab / rank.width * f.logit
+    table = rank.vocab * rank.hidden / rank.width
     # A chunk's product is made beside the sum that it is added to: on H200s models of three sizes held a second one.
-    wide = 2 * table * np.maximum(WIDE, f.compute) + np.where(held.piled > 0, table * f.reduce, 0.0)
-    here = chunk + wide + stream * (1 + np.maximum(1.0, held.piled_head))
+    wide = 2 * table * np.maximum(WIDE, f.compute) + np.where(rank.pending > 0, table * f.reduce, 0.0)
+    here = chunk + wide + stream * (1 + np.maximum(1.0, rank.pending_head))
     return {
-        "gradients": held.sums,
-        "gathered": _weights_there(held, f),
-        "activations": held.alive + held.piled * stream + f.workspace,
-        "logits": np.where(held.head > 0, here, 0.0),
+        "gradients": rank.sums,
+        "gathered": _gathered_weights(rank, f),
+        "activations": rank.alive + rank.pending * stream + f.workspace,
+        "logits": np.where(rank.head > 0, here, 0.0),
     }
 
 
-def _first_backward(held: Held, f: Formats, stream: Array) -> dict[str, Array]:
+def _first_backward_moment(rank: RankTensors, f: Formats, stream: Array) -> dict[str, Array]:
     """A block's gradients are made while the buffers of the reduction before are there: the head's, or a block's; on a pipeline's first
     rank, whose backward of the micro-batch before ended with the embedding, that one's."""
     # A unit that both ends share waits, summed in the format of the reduction, for the embedding's part.
-    waits = np.where(held.head >= held.ends, 0.0, 1 / held.shards)
-    before = np.where((held.head > 0) | (held.messages < 0), 0.0, held.ends)
+    waits = np.where(rank.head >= rank.ends, 0.0, 1 / rank.shards)
+    before = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
     # What an exchange brought is let go on its own stream, whose memory compute gets none of.
-    buffers = np.where((held.shards > 1) | (held.stays <= 0), f.reduce, 0.0)
-    others = np.maximum(before, held.block) * (buffers + np.where(held.stays > 0, f.compute, f.reduce) / held.shards)
-    reduced = held.reduces * np.maximum(held.head * (buffers + waits * f.reduce), others)
-    made = held.block * (f.compute + np.where(held.piled > 0, f.reduce, 0.0))
+    buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), f.reduce, 0.0)
+    others = np.maximum(before, rank.block) * (
+        buffers + np.where(rank.gradients_final > 0, f.compute, f.reduce) / rank.shards
+    )
+    reduced = rank.reduces * np.maximum(rank.head * (buffers + waits * f.reduce), others)
+    made = rank.block * (f.compute + np.where(rank.pending > 0, f.reduce, 0.0))
     return {
-        "gradients": held.sums,
-        "gathered": _weights_there(held, f) + held.gathers * (reduced + made),
-        "activations": held.alive + held.working + held.piled * stream + f.workspace,
-        "logits": np.where(held.head > 0, stream * np.maximum(1.0, held.piled_head), 0.0),
+        "gradients": rank.sums,
+        "gathered": _gathered_weights(rank, f) + rank.gathers * (reduced + made),
+        "activations": rank.alive + rank.working + rank.pending * stream + f.workspace,
+        "logits": np.where(rank.head > 0, stream * np.maximum(1.0, rank.pending_head), 0.0),
     }
 
 
-def _ended(held: Held, f: Formats) -> dict[str, Array]:
-    """Gradients come as activations go, so a rank never holds all of both, unless earlier micro-batches left their sums."""
-    unit = np.maximum(np.maximum(held.head, held.ends - held.head), held.block)
-    alone = np.where(held.stays > 0, 0.0, UNITS_IN_FLIGHT * f.reduce)
-    buffers = np.where(held.shards > 1, UNITS_IN_FLIGHT * f.reduce, alone)
+def _backward_end_moment(rank: RankTensors, f: Formats) -> dict[str, Array]:
+    """Bytes at the end of backward: all gradients and no activations."""
+    unit = np.maximum(np.maximum(rank.head, rank.ends - rank.head), rank.block)
+    alone = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * f.reduce)
+    buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * f.reduce, alone)
     return {
-        "gradients": held.owned * (np.where(held.stays > 0, f.compute, f.stored) + f.travelling),
-        "gathered": held.gathers * unit * (f.compute + buffers) + _buffers(held, f, 0.0 * held.last),
-        "activations": f.workspace + 0.0 * held.alive,
-        "logits": 0.0 * held.alive,
+        "gradients": rank.owned * (np.where(rank.gradients_final > 0, f.compute, f.stored) + f.travelling),
+        "gathered": rank.gathers * unit * (f.compute + buffers) + _buffers(rank, f, 0.0 * rank.last),
+        "activations": f.workspace + 0.0 * rank.alive,
+        "logits": 0.0 * rank.alive,
     }
