@@ -80,7 +80,7 @@ class _SavedTensor:
 
 
 class SavedActivations:
-    """The tensors that one visit saves for its backward. `others` are the addresses of storages that it reads but does not own."""
+    """Tensors that one visit saves for its backward. `others` are addresses of storages that it reads but does not own."""
 
     def __init__(self, memory: HostMemory, others: Collection[int]) -> None:
         self._memory, self._others = memory, others
