@@ -190,5 +190,5 @@ def plain_name(name: object) -> str | None:
 
 
 def unreadable(error: OSError) -> bool:
-    """Whether the fault is the file's, which makes its checkpoint as good as damaged, and not a lack of memory or descriptors here."""
+    """Whether an error is the file's own, so that the checkpoint counts as damaged, and not a lack of memory or descriptors."""
     return error.errno in _UNREADABLE

@@ -83,7 +83,7 @@ def read_header(descriptor: int, path: Path, vouch: Callable[[int, int], None]) 
 
 
 def header_bytes(descriptor: int, path: Path, vouch: Callable[[int], None] = lambda length: None) -> bytes:
-    """Everything before the first tensor's bytes. `vouch` is called with the length before more than the first 8 bytes are read."""
+    """All bytes before the first tensor. `vouch` is called with the length before more than 8 bytes are read."""
     size = os.fstat(descriptor).st_size
     prefix = bytearray(8)
     read_range(descriptor, prefix, 0, path)
@@ -97,7 +97,7 @@ def header_bytes(descriptor: int, path: Path, vouch: Callable[[int], None] = lam
 
 
 def parse_header(head: bytes, size: int, path: Path) -> dict[str, Entry]:
-    """The table in `head`, the `header_bytes` of a file of `size` bytes; raises Damaged when any of it is not as the format says."""
+    """The table in `head`, the `header_bytes` of a file of `size` bytes; raises Damaged if it violates the format."""
     if len(head) < 8 or len(head) != 8 + int.from_bytes(head[:8], "little") or len(head) > 8 + HEADER_LIMIT:
         raise Damaged(f"{path}: the header does not fit (file: {size} bytes, limit: {HEADER_LIMIT})")
     table = parse_json(head[8:], path)

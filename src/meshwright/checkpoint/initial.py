@@ -1,4 +1,4 @@
-"""The weights that a run starts from: a Hugging Face folder's or another run's, found and held against the model before any is read."""
+"""Initial weights from a Hugging Face folder or another run, located and compared with the model before reading."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What this rank writes in every save, in the order of its file; `contents`, on the first rank, says where all ranks' pieces lie."""
+    """The items of this rank in every save, in file order; `contents`, on the first rank, locates all ranks' pieces."""
 
     rows: tuple[Row, ...]
     pieces: tuple[Piece, ...]

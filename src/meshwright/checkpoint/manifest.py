@@ -72,7 +72,7 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     run_id: str | None = None
-    """The run that wrote it, and the epoch of the start (`durable.lease`); None where no lease was taken, as before there were leases."""
+    """The run that wrote it, and the epoch of its start (`durable.lease`); None for checkpoints without a lease."""
     epoch: int | None = None
     parent: int | None = None
     """Step of the checkpoint that the writing start continued from; None for a run's first start and in older manifests."""

@@ -151,7 +151,7 @@ def shard_name(rank: int) -> str:
 
 
 def in_file_order(plan: SavePlan) -> tuple[list[WriteItem], list[Row]]:
-    """The items of a rank's plan with their header entries, in the order of its file: wide elements first, then by name and offset."""
+    """The items of a rank's plan with their header entries in file order: wide elements first, then by name and offset."""
     items = sorted(
         plan.items,
         key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn, _data(item).chunk.offsets),

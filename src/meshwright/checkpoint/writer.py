@@ -105,7 +105,10 @@ def decode(line: bytes) -> Command:
 
 
 class Replies:
-    """The writer's end of the pipe to its rank. Signs of life are dropped while the pipe is full, and everything once the rank is dead."""
+    """The writer's end of the pipe to its rank.
+
+    Heartbeats are dropped while the pipe is full, and all messages once the rank is dead.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._lock = descriptor, threading.Lock()
@@ -208,7 +211,7 @@ class Writer:
         self.written += written
 
     def _check_generation(self, save: Save) -> None:
-        """Raise Damaged unless the arena holds the snapshot: a writer that was stopped may wake up when the rank copies the next one in."""
+        """Raise Damaged unless the arena holds the snapshot: a stopped writer may resume during the copy of the next one."""
         if self._arena.generation != save.generation:
             raise Damaged(f"the snapshot of step {save.step} is no longer in host memory; this writer was stopped")
 

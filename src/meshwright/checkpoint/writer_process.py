@@ -1,4 +1,4 @@
-"""A rank's end of its writer: starts the process, hands it one save at a time, watches it, and replaces it when it fails. Torch-free."""
+"""A rank's end of its writer: starts the process, gives it one save at a time, monitors and replaces it. Torch-free."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class WriterProcess:
                 raise _WriterLost(self._end()) from None
 
     def _replies(self) -> Iterator[dict[str, Any]]:
-        """The writer's replies to come but signs of life. Raises _WriterLost when it ends, stays silent, or writes nothing for too long."""
+        """The writer's replies except heartbeats. Raises _WriterLost if it ends, stays silent, or writes nothing for too long."""
         progress = (time.monotonic(), "", -1)
         while True:
             for reply in self._read():

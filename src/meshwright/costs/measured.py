@@ -1,7 +1,7 @@
-"""From a machine's profile to the constants of the cost model: least squares of every measured kind onto the formula that prices it.
+"""Fits the constants of the cost model to a machine's profile: least squares of each measured type on its formula.
 
-Shares are of the chip table's figures, or for a device that is not in it of the best that was measured, so that a cluster which states
-another bandwidth (what would twice the links buy?) takes the measured share of it.
+Shares are of the chip table's figures, or for a device that is not in it of the best that was measured, so that a
+cluster which states another bandwidth (what would twice the links buy?) takes the measured share of it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def guessed_processor(cores: int) -> Chip:
 
 
 def guessed_device(name: str, memory_bytes: int) -> Chip:
-    """A device with so much memory of which nothing else is known: round rates of a card on PCIe, so that plans can be compared at all."""
+    """A guessed device of a given memory: round rates of a card on PCIe, so that plans can be compared."""
     return Chip(
         name,
         "unknown",
@@ -149,7 +149,7 @@ def correction(profile: MachineProfile) -> float:
 
 
 def _base(profile: MachineProfile, number_format: str) -> str:
-    """The format whose products stand for those of `number_format`: itself, or for narrow formats and those not measured another."""
+    """The measured format that represents `number_format`: itself, or another for narrow formats and those not measured."""
     measured = list(dict.fromkeys(row.format for row in profile.products if row.format != "fp8"))
     if not measured or number_format in measured:
         return number_format
@@ -197,7 +197,7 @@ def _memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
 
 
 def _links(profile: MachineProfile, chip: Chip, start: float, link: float) -> dict[str, Fit]:
-    """Latency and bandwidth of rings inside a node, then across nodes with the former known; `start` and `link` where it is not."""
+    """Latency and bandwidth of rings inside a node, then across nodes with the former known; defaults `start` and `link`."""
     inside = [row for row in profile.collectives if row.nodes == 1 and row.op in RINGS]
     across = [row for row in profile.collectives if row.nodes > 1 and row.op in RINGS]
     found: dict[str, Fit] = {}
@@ -230,7 +230,7 @@ def _inside(rows: Sequence[CollectiveTime], reference: float, start: float, link
 
 
 def _across(rows: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
-    """`net` and `net_us`: a ring uses the ports of its own members, and `net` is what rings through nodes like these reach of them."""
+    """`net` and `net_us`: a ring uses the ports of its members; `net` is the share that rings over such nodes reach."""
     inner = np.array([start + (row.ranks - row.nodes) * link for row in rows])
     taken = np.array([row.seconds for row in rows])
     # What the inside steps would take alone may be more than the whole took: a tenth stays for the network.

@@ -1,4 +1,4 @@
-"""What carries a micro-batch's boundary from one pipeline rank to another: a link inside a domain, or a share of its nodes' ports."""
+"""The link between pipeline ranks for a micro-batch's boundary: inside a domain, or a share of the nodes' ports."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class _Rank:
     """Gathers that compute has not waited for yet, by stage and unit."""
     reductions: list[Way] = field(default_factory=list)
     sums: dict[int, float] = field(default_factory=dict)
-    """Seconds of adding an action's gradients to those before, by its place; none where they are reduced before their unit makes more."""
+    """Seconds of accumulating an action's gradients, by its index; 0 if they are reduced before their unit computes more."""
     busy: list[Busy] = field(default_factory=list)
     """Collectives that may still slow compute down."""
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
@@ -304,8 +304,10 @@ def makes_gradients(schedule: Schedule, part: Action) -> bool:
 
 
 def sums_of(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
-    """By place in a rank's row, seconds in which an action's gradients are added to those before: all that are made, but for those of an
-    action whose gradients are reduced before any of its units makes more."""
+    """By index in a rank's schedule, seconds of accumulating an action's gradients onto earlier ones.
+
+    All that are computed, except gradients that are reduced before their units compute more.
+    """
     found: dict[int, float] = {}
     alone: set[int] = set()
     since: dict[tuple[int, int], list[int]] = defaultdict(list)

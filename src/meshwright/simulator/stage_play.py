@@ -1,8 +1,9 @@
-"""A step played by whole stages, for ranking many plans: some percent from the play of every unit, in a thirtieth of its time.
+"""Simulates a step by whole stages, to rank many plans: some percent from the simulation by units, 30 times faster.
 
-A stage action takes its units' compute, what their gathers and reductions show beside it, and the copies for them: worked out once for a
-stage, since micro-batches are alike. Only the first forward gathers what is kept for the step, and only the last backward reduces what is
-reduced once. The pipeline is then followed over flat lists that `program_of` makes of a schedule, whatever the timing.
+A stage action takes its units' compute, what their gathers and reductions show beside it, and the copies for them:
+worked out once for a stage, since micro-batches are alike. Only the first forward gathers what is kept for the step,
+and only the last backward reduces what is reduced once. The pipeline is then followed over flat lists that `program_of`
+makes of a schedule, whatever the timing.
 """
 
 from __future__ import annotations
@@ -78,13 +79,16 @@ class Totals:
 
 
 def program_of(order: ComputeOrder, micro_batches: int, units: Sequence[int] = ()) -> Program:
-    """A schedule's order of compute as flat lists; with `units` of each stage, all micro-batches that a stage has in one go run through
-    each before the next. Messages are sent and received as `schedules.transfers` says. No order of the registry deadlocks."""
+    """A schedule's order of compute as flat lists.
+
+    With `units` of each stage, all consecutive micro-batches of a stage run through a unit before the next. Messages follow
+    `schedules.transfers`. No schedule of the registry deadlocks.
+    """
     return _Compiler(order, micro_batches, units).program()
 
 
 def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool) -> Totals:
-    """The step that the program makes when units take as long as `timing` says, gathered and reduced as the strategies of `units` ask."""
+    """The simulated step of the program, with the unit times of `timing` and the gathers and reductions of `units`."""
     costs = _Costs(timing, units, program.micro_batches, layered)
     taken = [costs.of(slot) for slot in program.slots]
     sizes = timing.boundary_bytes
@@ -119,8 +123,7 @@ def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool
 def _followed(
     program: Program, taken: Sequence[Taken], links: Sequence[float]
 ) -> tuple[list[float], list[float], list[float], list[float]]:
-    """When each action ends; by rank, when its first one starts, how long it only waits for messages on their way, and how long for
-    collectives over shards."""
+    """(end of each action; by rank its first start, its wait for messages in transfer, its wait for shard collectives)."""
     ranks = len(program.placement)
     ends = [0.0] * (len(program.steps) + 1)
     issues, arrivals = [0.0] * (program.messages + 1), [0.0] * (program.messages + 1)
@@ -170,7 +173,7 @@ class _Costs:
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _first_alike(self) -> list[int]:
-        """By stage, the first whose actions take as long: the same seconds of the same units, and the same end of the model if any."""
+        """By stage, the first stage with equal action times: the same seconds of the same units, and the same model end if any."""
         timing = self.timing
         tables = [
             timing.forward, timing.backward_input, timing.backward_weight, timing.unshard, timing.reduce, timing.copy_out, timing.copy_in,
@@ -402,8 +405,11 @@ class _Compiler:
         return [(forward, stage, micro_batch)] if takes else []
 
     def _connect(self) -> None:
-        """Give every message its place in its channel, in the order in which they are sent, and the action behind which it is received: the
-        one before its consumer, or earlier so that no later message overtakes it."""
+        """Assign every message its position in its channel and the action after which it is received.
+
+        Messages have the order in which they are sent. The action is the one before the consumer, or an earlier one so that no
+        later message overtakes it.
+        """
         consumers = {one: (number, row[0][0]) for row in self.rows for number, _, inputs in row for one in inputs}
         channels: dict[tuple[int, int], list[tuple[int, Input]]] = defaultdict(list)
         for one, number in self.made.items():

@@ -1,4 +1,4 @@
-"""Timelines as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: a process for each rank, a thread for each lane."""
+"""Writes timelines as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: a process per rank, a thread per lane."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Elements and bytes of activations: what one forward of a block keeps for its backward, and what the backward holds beside it.
+"""Elements and bytes of activations: kept by a block's forward for its backward, and held during the backward.
 
-Counts what autograd keeps of a block whose element-wise work is fused: every matrix product's input, what attention reads and writes, the
-two residuals.
+Counts what autograd keeps of a block whose element-wise work is fused: every matrix product's input, what attention
+reads and writes, the two residuals.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
 
 
 def _feed_forward(model: ModelSpec, layer: int) -> tuple[float, float, float]:
-    """Elements of one token before the activation, behind it, and of what routing makes: copies for and of its experts, and choices."""
+    """Elements of one token before and after the activation, and of routing: copies for and of its experts, and choices."""
     width, routed = model.ffn_hidden, 0.0
     if model.routed(layer):
         width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
