@@ -217,12 +217,12 @@ def table() -> dict[str, Any]:
     return with_own(published, own)
 
 
-def with_own(rows: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def with_own(published: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """A table with this program's own stack beside the published ones."""
     return {
-        **rows,
-        "stacks": {**rows["stacks"], OWN: own["stack"]},
-        "bands": {**rows["bands"], OWN: own["band"]},
+        **published,
+        "stacks": {**published["stacks"], OWN: own["stack"]},
+        "bands": {**published["bands"], OWN: own["band"]},
         "measured": {OWN: own["measured"]},
         "own_runs": sum(len(runs) for runs in own.get("fitted_on", {}).values()),
     }

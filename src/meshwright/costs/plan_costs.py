@@ -128,8 +128,8 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 
 
 @lru_cache(maxsize=64)  # as long as the list of its nodes to make
-def _cached_machine(cluster: ClusterSpec, kind: str) -> Machine:
-    return machine_of(cluster, kind)
+def _cached_machine(cluster: ClusterSpec, product_format: str) -> Machine:
+    return machine_of(cluster, product_format)
 
 
 def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
@@ -137,7 +137,9 @@ def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
     own = plan.precision.linear
     if all(layer.linear is None for layer in plan.layers):
         return [own]
-    return [linear for linear, _ in Counter(one.linear or own for one in plan.strategies(model.layers)).most_common()]
+    return [
+        linear for linear, _ in Counter(layer.linear or own for layer in plan.strategies(model.layers)).most_common()
+    ]
 
 
 def products(precision: Precision, cluster: ClusterSpec) -> str:

@@ -192,8 +192,8 @@ class _Costs:
         run = self.many if self.layered else 1
         for end, stage in sorted(zip(ends, stages, strict=True)):
             reduce = timing.reduce[stage] if timing.reduce else [0.0] * len(self.units[stage])
-            rows = zip(timing.backward_input[stage], timing.backward_weight[stage], [*reduce[1:], 0.0], strict=True)
-            seconds = [max(run * (inputs + weights), before) for inputs, weights, before in rows]
+            halves = zip(timing.backward_input[stage], timing.backward_weight[stage], [*reduce[1:], 0.0], strict=True)
+            seconds = [max(run * (inputs + weights), before) for inputs, weights, before in halves]
             now = end - sum(seconds)
             for unit in reversed(range(len(seconds))):
                 now += seconds[unit]
@@ -215,28 +215,28 @@ class _Costs:
                     reductions += self.timing.reduce[stage][unit] * (times if strategy.gradients == "shard" else 1)
         return gathers + reductions if self.timing.one_communicator else max(gathers, reductions)
 
-    def _of(self, kind: str, stage: int, unit: int | None, turn: Turn) -> Taken:
+    def _of(self, op: str, stage: int, unit: int | None, turn: Turn) -> Taken:
         stage = self._alike[stage]
-        key = kind, stage, turn
+        key = op, stage, turn
         if key not in self._known:
-            by_unit = self._walked(kind, stage, turn)
-            self._known[key] = by_unit, _joined(by_unit if kind in FORWARD else by_unit[::-1])
+            by_unit = self._walked(op, stage, turn)
+            self._known[key] = by_unit, _joined(by_unit if op in FORWARD else by_unit[::-1])
         by_unit, whole = self._known[key]
         return whole if unit is None else by_unit[unit]
 
-    def _walked(self, kind: str, stage: int, turn: Turn) -> list[Taken]:
+    def _walked(self, op: str, stage: int, turn: Turn) -> list[Taken]:
         """What a stage's units take, one after another."""
         timing, order = self.timing, range(len(self.units[stage]))
-        forward, weights = kind in FORWARD, kind in ("backward", "backward_weight")
-        rows = {
+        forward, weights = op in FORWARD, op in ("backward", "backward_weight")
+        times = {
             "backward_input": [timing.backward_input],
             "backward_weight": [timing.backward_weight],
             "backward": [timing.backward_input, timing.backward_weight],
-        }.get(kind, [timing.forward])
+        }.get(op, [timing.forward])
         units = order if forward else order[::-1]
         run = self.many if self.layered else 1
         edge = turn == ("first" if forward else "last")
-        gathered = [kind != "backward_weight" and self._gathers(stage, unit, forward, edge) for unit in units]
+        gathered = [op != "backward_weight" and self._gathers(stage, unit, forward, edge) for unit in units]
         if not forward and stage == self.stages - 1:  # a forward of the head is followed by its backward
             gathered[0] = False
         reduced = [weights and self._reduces(stage, unit, edge) for unit in units]
@@ -245,7 +245,7 @@ class _Costs:
         pending = 0.0
         """Of the reduction that the unit before issued."""
         for at, unit in enumerate(units):
-            own = sum(row[stage][unit] for row in rows)
+            own = sum(time[stage][unit] for time in times)
             copies = timing.copy_out[stage][unit] if gathered[at] and timing.copy_out else 0.0
             if reduced[at]:
                 copies += timing.copy_in[stage][unit] if timing.copy_in else 0.0
@@ -308,34 +308,34 @@ class _Compiler:
     """Follows each rank as far as it gets, as `simulate` does."""
 
     def __init__(self, order: ComputeOrder, micro_batches: int, units: Sequence[int]) -> None:
-        self.placement, rows = order
+        self.placement, by_rank = order
         self.micro_batches, self.units = micro_batches, units
         self.held = rank_of(self.placement)
         self.slots: dict[Slot, int] = {}
         self.closing: dict[int, int] = {}
         self.links: dict[tuple[int, int, int], int] = {}
-        self.rows: list[list[tuple[int, int, tuple[Input, ...]]]] = []
+        self.by_rank: list[list[tuple[int, int, tuple[Input, ...]]]] = []
         """By rank: (action, slot, inputs)."""
         self.made: dict[Input, int] = {}
         """Behind which action each input is sent to another rank."""
         first = 1
-        for mine in rows:
-            self.rows.append(self._numbered(_layered(mine, units) if units else mine, first))
-            first += len(self.rows[-1])
+        for mine in by_rank:
+            self.by_rank.append(self._numbered(_layered(mine, units) if units else mine, first))
+            first += len(self.by_rank[-1])
         self.messages: dict[Input, Message] = {}
         self.queue_of: dict[Input, list[Message]] = {}
         self._connect()
 
     def program(self) -> Program:
-        steps, places = [], [0] * len(self.rows)
-        done = bytearray(sum(map(len, self.rows)) + 1)
+        steps, places = [], [0] * len(self.by_rank)
+        done = bytearray(sum(map(len, self.by_rank)) + 1)
         done[0] = 1
         waiting: dict[int, list[int]] = {}
         met: dict[int, int] = {}
-        todo = list(range(len(self.rows)))
+        todo = list(range(len(self.by_rank)))
         while todo:
             rank = todo.pop()
-            row, place = self.rows[rank], places[rank]
+            row, place = self.by_rank[rank], places[rank]
             while place < len(row):
                 action, slot, inputs = row[place]
                 if inputs:
@@ -362,7 +362,7 @@ class _Compiler:
         return Program(
             steps=tuple(steps),
             slots=tuple(self.slots),
-            counts=tuple(Counter(slot for _, slot, _ in row) for row in self.rows),
+            counts=tuple(Counter(slot for _, slot, _ in row) for row in self.by_rank),
             links=tuple(self.links),
             messages=len(self.messages),
             placement=self.placement,
@@ -377,18 +377,18 @@ class _Compiler:
         for number, action in enumerate(mine, first):
             slot: list[tuple[str, int, int | None, Turn]] = []
             inputs: list[Input] = []
-            for kind, stage, micro_batch, unit, *_ in action.parts:
-                forward, turn = kind in FORWARD, "middle"
+            for op, stage, micro_batch, unit, *_ in action.parts:
+                forward, turn = op in FORWARD, "middle"
                 if forward:
                     # In layered order every unit of a stage has its own first micro-batch.
                     if micro_batch == 0:
                         turn = "first"
                 elif last[stage] == micro_batch:
                     turn = "last"
-                slot.append((kind, stage, unit, turn))
-                if kind in ("backward", "backward_weight"):
+                slot.append((op, stage, unit, turn))
+                if op in ("backward", "backward_weight"):
                     self.closing[stage] = number
-                if kind != "backward_weight":
+                if op != "backward_weight":
                     inputs += self._exchanged(forward, stage, micro_batch, unit, number)
             row.append((number, self.slots.setdefault(tuple(slot), len(self.slots)), tuple(inputs)))
         return row
@@ -410,7 +410,7 @@ class _Compiler:
         Messages have the order in which they are sent. The action is the one before the consumer, or an earlier one so that no
         later message overtakes it.
         """
-        consumers = {one: (number, row[0][0]) for row in self.rows for number, _, inputs in row for one in inputs}
+        consumers = {one: (number, row[0][0]) for row in self.by_rank for number, _, inputs in row for one in inputs}
         channels: dict[tuple[int, int], list[tuple[int, Input]]] = defaultdict(list)
         for one, number in self.made.items():
             forward, stage, _ = one
@@ -445,9 +445,7 @@ def _last_weights(mine: Sequence[Action]) -> dict[int, int]:
 def _layered(mine: Sequence[Action], units: Sequence[int]) -> list[Action]:
     """Each run of one kind of action of one stage, unit by unit."""
     cut: list[Action] = []
-    for (kind, stage), run in groupby(mine, key=lambda action: action[:2]):
+    for (op, stage), run in groupby(mine, key=lambda action: action[:2]):
         together, order = list(run), range(units[stage])
-        cut += [
-            action._replace(unit=unit) for unit in (order if kind in FORWARD else order[::-1]) for action in together
-        ]
+        cut += [action._replace(unit=unit) for unit in (order if op in FORWARD else order[::-1]) for action in together]
     return cut

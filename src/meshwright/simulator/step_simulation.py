@@ -198,5 +198,5 @@ def priced_or_refused(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: C
     return priced
 
 
-def _column(rows: Sequence[Sequence[Seconds]], name: str) -> Table:
-    return [[getattr(one, name) for one in row] for row in rows]
+def _column(by_stage: Sequence[Sequence[Seconds]], name: str) -> Table:
+    return [[getattr(seconds, name) for seconds in stage] for stage in by_stage]

@@ -62,11 +62,11 @@ def _names(lanes: dict[tuple[int, str], int], ranks: Mapping[int, str]) -> list[
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for (rank, lane), number in lanes.items():
         events.append(_metadata("thread_name", rank, number, name=lane))
-        events.append(_metadata("thread_sort_index", rank, number, sort_index=_place(lane)))
+        events.append(_metadata("thread_sort_index", rank, number, sort_index=_sort_index(lane)))
     return events
 
 
-def _place(lane: str) -> int:
+def _sort_index(lane: str) -> int:
     word = lane.partition(" ")[0]
     return LANES.index(word) if word in LANES else len(LANES)
 

@@ -97,7 +97,7 @@ class UnitCosts:
             return Seconds(both / 3, 0.0, both * 2 / 3)
         if unit == "head":  # its forward makes its gradients too (kernels.loss)
             return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
-        block = self._kind(unit)
+        block = self._priced_block(unit)
         if not self._strategy(unit).activations_offloaded:
             return block
         out, back = self._late_copies(unit)
@@ -234,7 +234,7 @@ class UnitCosts:
     def _over(self, where: Group, copied: bool) -> Group:
         return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
 
-    def _kind(self, unit: int) -> Seconds:
+    def _priced_block(self, unit: int) -> Seconds:
         """Arithmetic of one micro-batch in a block, without copies to host memory."""
         strategy = self._strategy(unit)
         kind = strategy.recompute, self.model.routed(unit), strategy.linear or self.plan.precision.linear
@@ -249,7 +249,7 @@ class UnitCosts:
             moved = [one for one in blocks if self._strategy(one).activations_offloaded]
             kinds = Counter((self._strategy(one).recompute, self.model.routed(one)) for one in moved)
             copied = sum(count * self._travels(*kind) for kind, count in kinds.items())
-            computes = [self._kind(one) for one in blocks]
+            computes = [self._priced_block(one) for one in blocks]
             forward = sum(one.forward for one in computes)
             backward = sum(one.backward_input + one.backward_weight for one in computes)
             out, back = exposed_copy_seconds(copied, forward, backward)

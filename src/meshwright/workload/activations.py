@@ -25,8 +25,10 @@ Array = Any
 def activation_bytes(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, host_offloaded: bool = False
 ) -> tuple[float, ...]:
-    """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves until its backward: on the
-    device, or with `host_offloaded` in host memory."""
+    """Bytes that one forward of each virtual stage keeps until its backward, in the order of a micro-batch.
+
+    On the device, or offloaded to host memory.
+    """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
     elements, strategies = saved_elements_by_layer(model, plan), plan.strategies(model.layers)
