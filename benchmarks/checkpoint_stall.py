@@ -37,7 +37,7 @@ from sides import MESHWRIGHT, run_logged
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.background import writer_threads
 from meshwright.checkpoint.block_file import write_blocks
-from meshwright.checkpoint.storage import READ_THREADS
+from meshwright.checkpoint.block_reader import READ_THREADS
 from meshwright.checkpoint.store import CheckpointStore
 
 Line = dict[str, Any]

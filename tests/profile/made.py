@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.costs.collective_costs import all_reduce, gather, group
 from meshwright.costs.compute import product_rate
 from meshwright.costs.constants import Constants, constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.machine_rates import machine_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec

@@ -1,7 +1,8 @@
-"""Asynchronous saves of one rank: a snapshot is staged into the arena beside training, and the writer process brings it to storage.
+"""Asynchronous saves of one rank: a snapshot is copied to the arena, and the writer process writes it to storage.
 
-All ranks begin a save after the same step and agree on nothing else while they train: the attempt's name follows from the lease's epoch
-and the number of the save, and the writers meet on the storage. At most one save is in flight; the first rank knows when it has ended.
+All ranks begin a save after the same step and agree on nothing else while they train: the attempt's name follows from
+the lease's epoch and the number of the save, and the writers meet on the storage. At most one save is in flight; the
+first rank knows when it has ended.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class BackgroundSaver:
             folder=str(folder),
             rank=ranks.rank,
             ranks=ranks.size,
-            rows=[[row.key, row.dtype, list(row.shape)] for row in self.layout.rows],
+            headers=[[header.key, header.dtype, list(header.shape)] for header in self.layout.headers],
             contents=encoded_contents(self.layout.contents),
             lease=asdict(lease),
             keep=keep,

@@ -19,7 +19,10 @@ from meshwright.checkpoint.layout import FileLayout
 from meshwright.spec.errors import OutOfResources
 
 PIN_BYTES = 256 << 20
-"""The arena is page-locked in parts of this size, between which the rank's main thread reaches the driver. No copy crosses two parts."""
+"""Size of the parts in which the arena is page-locked, between which the main thread can call the driver.
+
+No copy crosses two parts.
+"""
 COPY_BYTES = 64 << 20
 """Largest copy, a divisor of `PIN_BYTES`: between two of them the copy engine serves the small copies of training."""
 
@@ -53,8 +56,11 @@ class StagingBuffer:
 
 
 class Stager:
-    """Copies the pieces of `layout` into `buffer`. `groups` are the optimizer's parameters in the order of its update, and `parameter_of`
-    names the parameter of each tensor in the layout."""
+    """Copies the pieces of `layout` into `buffer`.
+
+    `groups` are the optimizer's parameters in the order of its update, and `parameter_of` names the parameter of each
+    tensor in the layout.
+    """
 
     def __init__(
         self,

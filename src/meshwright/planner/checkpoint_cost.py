@@ -1,4 +1,4 @@
-"""What the checkpoints of a plan cost: host memory, the stall of training, the interval between two, and the storage's bandwidth."""
+"""Cost of a plan's checkpoints: host memory, stall of training, interval, and storage bandwidth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ HOST_COPY_RATE = 10e9
 WRITE_RATE = 2e9
 """Bytes a second that the writer of one rank brings to storage: a guess."""
 SLOWDOWN = 0.01
-"""Part by which steps are longer while a save is copied and written: a guess; `benchmarks/checkpoint_stall.py` measures it."""
+"""Slow-down of steps while a save is copied and written; a guess.
+
+`benchmarks/checkpoint_stall.py` measures it.
+"""
 
 
 @dataclass(frozen=True)
