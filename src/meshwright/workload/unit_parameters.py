@@ -85,15 +85,14 @@ def end_units(model: ModelSpec, *, tensor: int = 1, shards: int = 1) -> EndParam
 def _unit(
     model: ModelSpec, parameters: Iterable[ParameterSpec], tensor: int, shards: int, expert: int
 ) -> UnitParameters:
-    division = Division(Part(0, tensor), Part(0, tensor * expert))
     dense = experts = dense_shard = 0
     for parameter in parameters:
-        rows, *other_sizes = local_shape(model, parameter, division)
         if parameter.expert:
-            experts += rows * prod(other_sizes)
-        else:
-            dense += rows * prod(other_sizes)
-            dense_shard += len(shard_rows(rows, shards, 0)) * prod(other_sizes)
+            experts += parameter.count // (tensor * expert)
+            continue
+        rows, *other_sizes = local_shape(model, parameter, Division(Part(0, tensor)))
+        dense += rows * prod(other_sizes)
+        dense_shard += len(shard_rows(rows, shards, 0)) * prod(other_sizes)
     return UnitParameters(dense, experts, dense_shard, experts * expert / shards)
 
 
