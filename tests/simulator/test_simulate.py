@@ -212,8 +212,8 @@ def test_a_deadlock_is_told_and_a_mismatch_too():
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"forward": ()}, r"timing.forward: expected a row for each of 2 stages, got 0"),
-        ({"unshard": [[1.0]]}, r"timing.unshard: expected a row for each of 2 stages, got 1"),
+        ({"forward": ()}, r"timing.forward: expected a list for each of 2 stages, got 0"),
+        ({"unshard": [[1.0]]}, r"timing.unshard: expected a list for each of 2 stages, got 1"),
         ({"reduce": [[1.0], [1.0, 1.0]]}, r"timing.reduce\[1\]: expected 1 units, got 2"),
         ({"boundary_bytes": [1.0, 1.0]}, "timing.boundary_bytes: expected 1 numbers, got 2"),
         ({"optim_seconds": [1.0]}, "timing.optim_seconds: expected 2 numbers, got 1"),
