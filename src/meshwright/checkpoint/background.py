@@ -145,7 +145,8 @@ class BackgroundSaver:
         self._saves += 1
         generation = self._arena.begin_snapshot()
         copies = self._stager.start(self._state.host_state_is_written)
-        attempt = f"{self._lease.epoch}-{self._saves:08x}"
+        # The part behind the hyphen must be unique too: it names what is set aside.
+        attempt = f"{self._lease.epoch}-{self._lease.epoch:x}{self._saves:08x}"
         save = Save(step=step, attempt=attempt, generation=generation, staging_seconds=0.0)
         self._current = _SaveInFlight(save, copies, self._arena, self.writer)
         return copies
