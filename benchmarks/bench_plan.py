@@ -34,7 +34,7 @@ from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.calibration.published_rows import Case, failed, fully_specified, measured_seconds
 from meshwright.calibration.row_predictions import Prediction, half_width, predict_records, price
 from meshwright.costs.constants import constants, table
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.step import step_cost
 from meshwright.spec.chips import CHIPS
 from meshwright.workload.layouts import Layouts

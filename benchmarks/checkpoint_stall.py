@@ -37,7 +37,7 @@ from sides import MESHWRIGHT, run_logged
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.background import writer_threads
 from meshwright.checkpoint.block_file import write_blocks
-from meshwright.checkpoint.storage import READ_THREADS
+from meshwright.checkpoint.block_reader import READ_THREADS
 from meshwright.checkpoint.store import CheckpointStore
 
 Line = dict[str, Any]
@@ -190,7 +190,10 @@ def write_rates(options: argparse.Namespace) -> Iterator[Line]:
     """The writer's part of a save beside a plain copy of the same memory, in turn."""
     size = int((0.2 if options.cpu else options.gigabytes) * 1e9) // mmap.PAGESIZE * mmap.PAGESIZE
     arena, threads = Arena.create(size), writer_threads(1)
-    torch.frombuffer(arena.memory, dtype=torch.int32).random_()
+    sample = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    data = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    for start in range(0, len(data), len(sample)):
+        data[start : start + len(sample)] = sample[: len(data) - start]
     path = options.runs / "written"
     ways: dict[str, Callable[[], object]] = {
         "save": lambda: write_blocks(path, [arena.data[:size]], threads),

@@ -26,7 +26,7 @@ from meshwright.calibration.row_predictions import memory
 from meshwright.costs.collective_costs import MOST_OF_LINE
 from meshwright.costs.compute import MOST_OF_PEAK
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.stack_footprint import Keeping, footprint
 from meshwright.costs.step import step_cost
 from meshwright.workload.arrays import side_by_side

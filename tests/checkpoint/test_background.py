@@ -96,6 +96,7 @@ def test_a_writer_that_is_killed_or_stopped_costs_one_save(tmp_path: Path, numbe
     writer = rank.saver.writer
     assert writer is not None and writer.pid is not None
     os.kill(writer.pid, number)
+    os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     failure = rank.save(2).failure
     if number == signal.SIGSTOP:
         assert failure is not None and "saving step 2: the writer gave no sign of life for 2 s" in str(failure)

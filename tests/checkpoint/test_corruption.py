@@ -19,7 +19,7 @@ import torch
 
 from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
 from meshwright.checkpoint.contents import Chunk, TensorRecord
-from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.store import CheckpointStore
@@ -45,7 +45,7 @@ def write(folder: Path, step: int, seed: int, lease: Lease | None) -> Path:
     files, chunks, half = {}, [], SHAPE[0] // RANKS
     for rank in range(RANKS):
         name, part = f"tensors-{rank:05d}.safetensors", values(seed)[rank * half : (rank + 1) * half]
-        entry = Row(f"x[{rank * half},0]", "F32", tuple(part.shape))
+        entry = TensorHeader(f"x[{rank * half},0]", "F32", tuple(part.shape))
         files[name] = write_shard(attempt.folder / name, [entry], lambda _, part=part: part)
         chunks.append(Chunk((rank * half, 0), tuple(part.shape), name, entry.key))
     contents = {"x": TensorRecord(SHAPE, "F32", tuple(chunks))}

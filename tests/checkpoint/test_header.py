@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.header import HEADER_LIMIT, ITEM_BYTES, Row, encode_header
+from meshwright.checkpoint.header import HEADER_LIMIT, ITEM_BYTES, TensorHeader, encode_header
 from meshwright.checkpoint.shards import DTYPES, ShardFile, write_shard
 from meshwright.spec.errors import Damaged
 
@@ -36,7 +36,7 @@ def test_other_programs_read_what_we_write_in_every_dtype(tmp_path: Path):
     names = sorted(DTYPES, key=lambda name: -ITEM_BYTES[name])
     made = {f"{name}.x": torch.arange(6).reshape(2, 3).to(DTYPES[name]) for name in names}
     made["empty"], made["scalar"] = torch.empty(0, 4, dtype=torch.int8), torch.tensor(3, dtype=torch.int8)
-    rows = [Row(name, _name(tensor), tuple(tensor.shape)) for name, tensor in made.items()]
+    rows = [TensorHeader(name, _name(tensor), tuple(tensor.shape)) for name, tensor in made.items()]
     write_shard(tmp_path / "a.safetensors", rows, lambda index: made[rows[index].key])
     found = safetensors.torch.load_file(tmp_path / "a.safetensors")
     assert found.keys() == made.keys()
@@ -63,7 +63,9 @@ def test_a_box_is_read_into_any_stride_and_dtype(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 40)
     stored = torch.arange(6 * 5 * 2, dtype=torch.float32).reshape(6, 5, 2)
     write_shard(
-        tmp_path / "a.safetensors", [Row("x", "F32", (6, 5, 2))], lambda _: stored.transpose(0, 1).transpose(0, 1)
+        tmp_path / "a.safetensors",
+        [TensorHeader("x", "F32", (6, 5, 2))],
+        lambda _: stored.transpose(0, 1).transpose(0, 1),
     )
     with ShardFile(tmp_path / "a.safetensors") as file:
         target = torch.zeros(3, 2, 4, dtype=torch.float64).permute(2, 0, 1)
@@ -79,7 +81,7 @@ def test_pieces_smaller_than_a_tensor_and_larger_than_several(tmp_path: Path, mo
     monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 33)
     made = [torch.randn(n) for n in (1, 40, 2, 3, 17)]
     heard: list[int] = []
-    rows = [Row(str(index), "F32", tuple(tensor.shape)) for index, tensor in enumerate(made)]
+    rows = [TensorHeader(str(index), "F32", tuple(tensor.shape)) for index, tensor in enumerate(made)]
     record = write_shard(tmp_path / "a.safetensors", rows, lambda index: made[index], progress=heard.append)
     found = safetensors.torch.load_file(tmp_path / "a.safetensors")
     assert all(torch.equal(found[str(index)], tensor) for index, tensor in enumerate(made))
@@ -161,5 +163,5 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def test_header_keeps_tensors_aligned():
-    head = encode_header([Row("x", "F64", (3,)), Row("y", "U8", (3,))])
+    head = encode_header([TensorHeader("x", "F64", (3,)), TensorHeader("y", "U8", (3,))])
     assert len(head) % 8 == 0

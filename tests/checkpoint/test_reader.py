@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt
 from meshwright.checkpoint.contents import Chunk, TensorRecord
-from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
@@ -29,7 +29,9 @@ def gridded(folder: Path, rows: list[int], columns: list[int]) -> Path:
     cuts = itertools.product(itertools.pairwise(rows), itertools.pairwise(columns))
     for index, ((top, bottom), (left, right)) in enumerate(cuts):
         box, name, key = WHOLE[top:bottom, left:right], f"tensors-{index:05d}.safetensors", f"x[{top},{left}]"
-        files[name] = write_shard(attempt.folder / name, [Row(key, "I32", tuple(box.shape))], lambda _, box=box: box)
+        files[name] = write_shard(
+            attempt.folder / name, [TensorHeader(key, "I32", tuple(box.shape))], lambda _, box=box: box
+        )
         chunks.append(Chunk((top, left, 0), tuple(box.shape), name, key))
     contents = {"x": TensorRecord(tuple(WHOLE.shape), "I32", tuple(chunks))}
     attempt.commit(files, contents, encode_plain({}, {}), Provenance(len(files), "any"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.checkpoint import block_file
 from meshwright.checkpoint import writer as writing
 from meshwright.checkpoint.attempt import await_writers
 from meshwright.checkpoint.manifest import read_manifest, step_name
@@ -167,3 +168,19 @@ def test_a_start_does_not_wait_for_a_writer_that_makes_no_progress(tmp_path: Pat
         await_writers(tmp_path / "checkpoints", idle_seconds=0.3)
         assert 0.3 <= time.monotonic() - began < 5
     await_writers(tmp_path / "checkpoints", idle_seconds=60)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_host_memory_that_changes_while_it_is_written_is_never_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """The digest is of what was staged; what is on the disk differs, so the step before is loaded."""
+    writers = made(tmp_path, ranks, keep=5)
+    writers.save(1)
+    real = block_file._write_at
+
+    def corrupted(descriptor: int, piece: memoryview, offset: int) -> int:
+        return real(descriptor, memoryview(bytes([piece[0] ^ 1]) + bytes(piece[1:])), offset)
+
+    monkeypatch.setattr(block_file, "_write_at", corrupted)
+    assert writers.save(2)["event"] == "committed" and newest(tmp_path) == 1

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.contents import Chunk, TensorRecord
-from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.writer import Save, Setup, Writer, encoded_contents
 from meshwright.spec.run import Lease
@@ -41,17 +41,19 @@ class Writers:
         self.lease, self.ranks, self.saves = lease, ranks, 0
         self.replies = [Replies() for _ in range(ranks)]
         self.names = [NAMES[rank::ranks] for rank in range(ranks)]
-        rows = [[Row(name, "F32", SIZES[name.rpartition(".")[2]]) for name in names] for names in self.names]
+        headers = [
+            [TensorHeader(name, "F32", SIZES[name.rpartition(".")[2]]) for name in names] for names in self.names
+        ]
         contents = {
             row.key: TensorRecord(
                 row.shape, "F32", (Chunk((0,) * len(row.shape), row.shape, f"tensors-{rank:05d}.safetensors", row.key),)
             )
-            for rank, own in enumerate(rows)
+            for rank, own in enumerate(headers)
             for row in own
         }
-        self.arenas = [Arena.create(sum(row.bytes for row in own)) for own in rows]
+        self.arenas = [Arena.create(sum(row.bytes for row in own)) for own in headers]
         self.writers = [Writer(arena, reply) for arena, reply in zip(self.arenas, self.replies, strict=True)]
-        for rank, (each, own) in enumerate(zip(self.writers, rows, strict=True)):
+        for rank, (each, own) in enumerate(zip(self.writers, headers, strict=True)):
             plain = [[row.key, row.dtype, list(row.shape)] for row in own]
             setup = Setup(
                 str(run / "checkpoints"), rank, ranks, plain, {} if rank else encoded_contents(contents), asdict(lease),

@@ -26,7 +26,7 @@ from tests.training.tiny import cpu_profile
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
 ONE_RANK = [*MODEL, "cluster.gpus_per_node=2"]
 TCP = [*MODEL, "cluster.gpus_per_node=4", "cluster.emulate_nodes=2"]
-KEYS = {"name", "plan", "predicted", "alternatives", "search_seconds", "sources"}
+KEYS = {"name", "plan", "checkpoint", "predicted", "alternatives", "search_seconds", "sources"}
 
 
 def test_json_has_exactly_the_answer() -> None:

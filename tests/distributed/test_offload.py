@@ -78,22 +78,22 @@ def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
 
 def damaged(world: World, plan: Plan) -> list[dict[str, Any]]:
     """A step in which one byte of what waits on the host changes there."""
-    from meshwright.parallel.offload import Parked
+    from meshwright.parallel.offload import SavedActivations
 
-    settle, hit = Parked.settle, []
+    settle, hit = SavedActivations.free_device_memory, []
 
-    def settle_and_damage(parked: Parked) -> None:
-        settle(parked)
-        for storage in list(parked._storages.values())[: not hit]:
+    def settle_and_damage(saved: SavedActivations) -> None:
+        settle(saved)
+        for storage in list(saved._storages.values())[: not hit]:
             assert storage.host is not None and storage.device is None
             storage.host[6] ^= 1  # of a float64's upper bits
             hit.append(storage)
 
-    Parked.settle = settle_and_damage  # type: ignore[method-assign]
+    SavedActivations.free_device_memory = settle_and_damage  # type: ignore[method-assign]
     try:
         return sharded(world, DEEP, plan, 1.0, 1)
     finally:
-        Parked.settle = settle  # type: ignore[method-assign]
+        SavedActivations.free_device_memory = settle  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -109,15 +109,15 @@ def moved(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[str, fl
     from meshwright.events.span import NullRecorder
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
-    from meshwright.parallel.offload import Parked
+    from meshwright.parallel.offload import SavedActivations
 
-    sizes, went = [], Parked.send
+    sizes, went = [], SavedActivations.start_offload
 
-    def send(parked: Parked, around: Any = None) -> None:
-        sizes.append(parked.device_bytes)
-        went(parked, around)
+    def send(saved: SavedActivations, span: Any = None) -> None:
+        sizes.append(saved.device_bytes)
+        went(saved, span)
 
-    Parked.send = send  # type: ignore[method-assign]
+    SavedActivations.start_offload = send  # type: ignore[method-assign]
     engine = build_engine(spec, plan, build_mesh(plan, world), loss_chunk=5, seed=0, plain=True)
     tokens = torch.zeros(plan.batch.micro_batch, 12, dtype=torch.int64)
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
@@ -125,7 +125,7 @@ def moved(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[str, fl
         for _ in range(steps):
             engine.executor.play(engine.training, batches, NullRecorder(), torch.tensor(float(tokens.numel())))
     finally:
-        Parked.send = went  # type: ignore[method-assign]
+        SavedActivations.start_offload = went  # type: ignore[method-assign]
     host = engine.executor.host
     assert host is not None
     found = {"visit": float(max(sizes, default=0)), "device": host.most_device_bytes, "host": host.host_bytes}

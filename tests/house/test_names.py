@@ -13,16 +13,14 @@ SOURCE = ROOT / "src" / "meshwright"
 VAGUE = {"one", "thing", "place", "kind", "row", "rest", "found", "said", "told", "asked", "away"}
 VAGUE |= {f"{word}s" for word in VAGUE}
 """Identifiers that name nothing in particular. The JSON key `kind` of a written file is a string, so it is not affected."""
+KEPT_FIELDS = {("checkpoint/manifest.py", "kind")}
+"""Fields that a written file or JSON output has as keys, by file."""
 FIRST_LINE = 120
 """Characters of a docstring's first line, without indentation and quotes."""
-PENDING = (
-    "calibration", "checkpoint", "costs", "kernels", "models", "optim", "parallel", "planner", "profile", "schedules", "simulator",
-    "durable", "state", "workload", "cli/checkpoint.py",
-)  # fmt: skip
+PENDING: tuple[str, ...] = ()
 """Packages and files that do not follow these rules yet."""
 PENDING_TESTS = (
-    "benchmarks", "calibration", "checkpoint", "costs", "distributed", "docs", "gpu", "kernels", "models", "optim", "parallel", "planner",
-    "profile", "schedules", "simulator", "workload",
+    "benchmarks", "checkpoint", "costs", "distributed", "docs", "gpu", "kernels", "optim", "schedules",
 )  # fmt: skip
 """Folders of tests that do not follow these rules yet."""
 
@@ -34,6 +32,10 @@ def checked_files() -> list[Path]:
 def _below(folder: Path, pending: tuple[str, ...]) -> list[Path]:
     paths = {path: path.relative_to(folder) for path in folder.rglob("*.py")}
     return [path for path, name in paths.items() if name.parts[0] not in pending and str(name) not in pending]
+
+
+def _source_name(path: Path) -> str:
+    return str(path.relative_to(SOURCE)) if SOURCE in path.parents else str(path.relative_to(ROOT))
 
 
 def declared_names(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[int, str]]:
@@ -82,7 +84,7 @@ def test_no_vague_identifiers() -> None:
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in checked_files()
         for line, name in declared_names(ast.parse(path.read_text(encoding="utf-8")))
-        if name.strip("_").lower() in VAGUE
+        if name.strip("_").lower() in VAGUE and (_source_name(path), name) not in KEPT_FIELDS
     ]
     assert not wrong, "\n".join(wrong)
 

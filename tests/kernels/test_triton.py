@@ -140,8 +140,8 @@ def test_adamw(skip: bool, made: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         weights, gradients, first, second = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4))
         second = [one.square() for one in second]
         counts = [fused.new_count(cpu) + row for row in range(len(shapes))]
-        told = fused.StepInputs(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
-        with fused.counted(counts, told.skip):
+        inputs = fused.StepInputs(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
+        with fused.counted(counts, inputs.skip):
             how(
                 weights,
                 [one.to(made) for one in gradients],
@@ -150,7 +150,7 @@ def test_adamw(skip: bool, made: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
                 counts,
                 coefficients=fused.Coefficients((0.9, 0.95), 1e-8),
                 weight_decay=0.1,
-                told=told,
+                inputs=inputs,
             )
         return [*weights, *first, *second]
 

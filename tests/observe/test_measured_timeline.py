@@ -204,7 +204,7 @@ def measured_rank(names: dict[int, str]) -> dict[int, int]:
     return {int(names[pid].removeprefix("measured: rank ").partition(" ")[0]): pid for pid in ranks}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe_v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_pipeline_run_draws_what_its_schedule_says(pool: Pool, tmp_path: Path, schedule: str) -> None:
     profile = f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}"
     file, played, _ = drawn(pool, tmp_path, 2, "plan.pipeline=2", f"plan.schedule={schedule}", profile)

@@ -33,10 +33,10 @@ from meshwright.spec.plan import (
     Recompute,
     SchedulePlan,
 )  # fmt: skip
+from meshwright.workload.layer_messages import tensor_exchanges, weight_collectives
+from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts, layout_of, layouts_of, strategy_columns
-from meshwright.workload.messages import tensor_exchanges, weight_collectives
 from meshwright.workload.model_shape import shape_of, with_blocks
-from meshwright.workload.products import layer_products
 from meshwright.workload.rank_layers import balanced_layers
 from meshwright.workload.step_shape import StepShape
 

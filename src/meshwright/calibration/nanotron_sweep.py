@@ -7,7 +7,7 @@ about 85% of the runs where memory shows the setting (docs/design/cost-model.md)
 
 from __future__ import annotations
 
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.stack_footprint import Keeping, footprint
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape

@@ -17,7 +17,7 @@ from meshwright.calibration.source_conventions import (
     stated_layout_fields,
     with_conventions,
 )
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.calibration.published_rows import Case, Reading, read_record
 from meshwright.costs.constants import aged, per_row, table
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.stack_footprint import footprint, keeping
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.workload.arrays import side_by_side

@@ -1,11 +1,10 @@
-"""The arena: shared memory that holds one snapshot of a rank's state, laid out as the data section of the rank's safetensors file.
+"""The arena: shared memory with one snapshot of a rank's state, in the layout of its safetensors data section.
 
-A rank allocates it once and copies each snapshot into it. The writer process maps the same memory (a memfd, whose descriptor it inherits),
-so a snapshot outlives its rank. A memfd counts against the memory of the host or container, not against the size of `/dev/shm`.
-Torch-free.
+A rank allocates it once and copies each snapshot into it. The writer process maps the same memory (a memfd, whose
+descriptor it inherits), so a snapshot outlives its rank. A memfd counts against the memory of the host or container,
+not against the size of `/dev/shm`. Torch-free.
 
-    bytes 0-7    generation: odd while a snapshot is copied in, even once it is complete
-    bytes 4096-  the data
+bytes 0-7 generation: odd while a snapshot is copied in, even once it is complete bytes 4096- the data
 """
 
 from __future__ import annotations

@@ -80,8 +80,10 @@ class Attempt:
         self.folder = checkpoints / f".{step_name(step)}.{name}.partial"
 
     def create(self) -> None:
-        """Make the folder, and `checkpoints` where it is missing. Raises OutOfResources when the run's folder around it is gone: made
-        again, it would hold neither configuration nor metrics, and perhaps lie on another disk than the run's.
+        """Create the attempt's folder, and `checkpoints` if it is missing.
+
+        Raises OutOfResources when the run's folder no longer exists: a new one would have neither configuration nor metrics,
+        and might be on another disk.
         """
         if not os.path.isdir(self.checkpoints.parent):
             raise missing_path_error(self.checkpoints.parent)
@@ -92,7 +94,8 @@ class Attempt:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a lock on the folder, which `await_writers` looks for, for the length of a `with` block; none where there are no locks."""
+        """Hold the lock on the folder that `await_writers` looks for, for a `with` block.
+        Does nothing on a file system without locks."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with suppress(OSError):
@@ -237,10 +240,12 @@ def _bytes_in(folder: Path) -> int:
 
 
 def remove_stale(checkpoints: Path, epoch: int | None = None) -> None:
-    """Remove what dead attempts of epochs up to `epoch` (None: of all) and interrupted deletions left. Only the one writer of a folder may
-    call this, between saves.
+    """Remove dead attempts of epochs up to `epoch` (None: all) and interrupted deletions.
 
-    An attempt is renamed first: a process that was stopped before its commit's rename finds nothing to rename, not half of it.
+    Only the one writer of a folder may call this, between saves.
+
+        An attempt is renamed first: a process that was stopped before its commit's rename finds nothing to rename, not half
+    of it.
     """
     for path, match in _matching(checkpoints, _PARTIAL):
         if epoch is None or int(match[2] or 0) <= epoch:

@@ -1,7 +1,8 @@
-"""Asynchronous saves of one rank: a snapshot is staged into the arena beside training, and the writer process brings it to storage.
+"""Asynchronous saves of one rank: a snapshot is copied to the arena, and the writer process writes it to storage.
 
-All ranks begin a save after the same step and agree on nothing else while they train: the attempt's name follows from the lease's epoch
-and the number of the save, and the writers meet on the storage. At most one save is in flight; the first rank knows when it has ended.
+All ranks begin a save after the same step and agree on nothing else while they train: the attempt's name follows from
+the lease's epoch and the number of the save, and the writers meet on the storage. At most one save is in flight; the
+first rank knows when it has ended.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class BackgroundSaver:
             folder=str(folder),
             rank=ranks.rank,
             ranks=ranks.size,
-            rows=[[row.key, row.dtype, list(row.shape)] for row in self.layout.rows],
+            headers=[[header.key, header.dtype, list(header.shape)] for header in self.layout.headers],
             contents=encoded_contents(self.layout.contents),
             lease=asdict(lease),
             keep=keep,
@@ -144,7 +145,8 @@ class BackgroundSaver:
         self._saves += 1
         generation = self._arena.begin_snapshot()
         copies = self._stager.start(self._state.host_state_is_written)
-        attempt = f"{self._lease.epoch}-{self._saves:08x}"
+        # The part behind the hyphen must be unique too: it names what is set aside.
+        attempt = f"{self._lease.epoch}-{self._lease.epoch:x}{self._saves:08x}"
         save = Save(step=step, attempt=attempt, generation=generation, staging_seconds=0.0)
         self._current = _SaveInFlight(save, copies, self._arena, self.writer)
         return copies

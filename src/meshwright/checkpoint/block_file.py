@@ -19,9 +19,11 @@ PIECE_BYTES = 1 << 20
 def write_blocks(
     path: Path, parts: Sequence[memoryview], threads: int, progress: Callable[[int], None] = lambda count: None
 ) -> FileRecord:
-    """Write a new file of `parts` one after another, durable on return. `progress` is called with the bytes of each block written.
+    """Write a new file of consecutive `parts`, durable on return.
 
-    Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
+    `progress` is called with the bytes of each block written.
+
+        Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:

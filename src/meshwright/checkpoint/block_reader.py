@@ -1,4 +1,4 @@
-"""Read the blocks of a checkpoint's files once each: verified on arrival, copied to where they are needed, passed on to other ranks."""
+"""Reads each block of a checkpoint's files once: verifies it, copies it to its destinations, sends it to other ranks."""
 
 from __future__ import annotations
 

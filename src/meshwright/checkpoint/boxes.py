@@ -53,6 +53,6 @@ def overlapping(boxes: Sequence[B]) -> tuple[B, B] | None:
     return None
 
 
-def _meet(one: Box, other: Box) -> bool:
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+def _meet(first: Box, second: Box) -> bool:
+    pairs = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
     return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in pairs)

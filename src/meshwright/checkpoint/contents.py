@@ -77,7 +77,7 @@ def parse_contents(text: bytes, where: Path, manifest: Manifest) -> Contents:
     data = parse_json(text, where)
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("tensors"), dict):
         raise Damaged(f"{where}: not a table of tensors of format {FORMAT}")
-    return {name: _record(name, row, where, manifest) for name, row in data["tensors"].items()}
+    return {name: _record(name, entry, where, manifest) for name, entry in data["tensors"].items()}
 
 
 def check_record(name: str, record: TensorRecord, where: Path) -> None:
@@ -91,11 +91,11 @@ def check_record(name: str, record: TensorRecord, where: Path) -> None:
         raise Damaged(f"{where}: the chunks of {name} do not fill its shape {record.shape} exactly once")
 
 
-def _record(name: str, row: Any, where: Path, manifest: Manifest) -> TensorRecord:
+def _record(name: str, entry: Any, where: Path, manifest: Manifest) -> TensorRecord:
     if not 0 < len(name) <= _NAME_LIMIT or not name.isprintable():
         raise Damaged(f"{where}: {name[:80]!r} is not a tensor name")
-    row = row if isinstance(row, dict) else {}
-    shape, dtype, chunks = sizes(row.get("shape")), row.get("dtype"), row.get("chunks")
+    entry = entry if isinstance(entry, dict) else {}
+    shape, dtype, chunks = sizes(entry.get("shape")), entry.get("dtype"), entry.get("chunks")
     if shape is None or not isinstance(dtype, str) or dtype not in ITEM_BYTES or not isinstance(chunks, list):
         raise Damaged(f"{where}: {name} lacks a shape, a known dtype or its chunks")
     record = TensorRecord(shape, dtype, tuple(_chunk(name, each, len(shape), where, manifest) for each in chunks))
@@ -103,9 +103,9 @@ def _record(name: str, row: Any, where: Path, manifest: Manifest) -> TensorRecor
     return record
 
 
-def _chunk(name: str, row: Any, dimensions: int, where: Path, manifest: Manifest) -> Chunk:
-    row = row if isinstance(row, dict) else {}
-    offsets, size, key = whole_numbers(row.get("offsets")), sizes(row.get("sizes")), row.get("key")
+def _chunk(name: str, entry: Any, dimensions: int, where: Path, manifest: Manifest) -> Chunk:
+    entry = entry if isinstance(entry, dict) else {}
+    offsets, size, key = whole_numbers(entry.get("offsets")), sizes(entry.get("sizes")), entry.get("key")
     if (
         offsets is None
         or size is None
@@ -114,9 +114,9 @@ def _chunk(name: str, row: Any, dimensions: int, where: Path, manifest: Manifest
         or not isinstance(key, str)
     ):
         raise Damaged(f"{where}: a chunk of {name} lacks offsets, sizes or key for {dimensions} dimensions")
-    file = plain_name(row.get("file"))
+    file = plain_name(entry.get("file"))
     if file is None or file not in manifest.files:
         raise Damaged(
-            f"{where}: a chunk of {name} lies in {row.get('file')!r:.80}, which is not a file of this checkpoint"
+            f"{where}: a chunk of {name} lies in {entry.get('file')!r:.80}, which is not a file of this checkpoint"
         )
     return Chunk(offsets, size, file, key)

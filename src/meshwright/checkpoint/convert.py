@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt, recover
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.files import room_for
-from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.hf import export_hf, import_hf
 from meshwright.checkpoint.manifest import step_name
 from meshwright.checkpoint.reader import CheckpointReader
@@ -69,19 +69,19 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     if attempt.target.exists():
         raise BadInput(f"{attempt.target} is already there; choose another folder or remove it")
     recover(checkpoints)
-    rows = {f"model.{parameter.name}": parameter for parameter in parameters(spec)}
-    table = [Row(name, "F32", parameter.shape) for name, parameter in rows.items()]
-    contents = {row.key: _whole(row) for row in table}
+    specs = {f"model.{parameter.name}": parameter for parameter in parameters(spec)}
+    table = [TensorHeader(name, "F32", parameter.shape) for name, parameter in specs.items()]
+    contents = {header.key: _whole(header) for header in table}
     state = {"step": 0, "samples": 0, "tokens": 0}
     plain = encode_plain(state, {"config.yaml": _run_of(spec, checkpoints.absolute().parent.name)})
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     attempt.create()
     try:
-        short = room_for(checkpoints, sum(row.bytes for row in table))
+        short = room_for(checkpoints, sum(header.bytes for header in table))
         if short is not None:
             raise OutOfResources(short)
         shard = write_shard(
-            attempt.folder / _SHARD, table, lambda index: weights.read(rows[table[index].key]).to(torch.float32)
+            attempt.folder / _SHARD, table, lambda index: weights.read(specs[table[index].key]).to(torch.float32)
         )
         attempt.commit({_SHARD: shard}, contents, plain, Provenance(1, str(torch.__version__)))
     except BaseException:
@@ -118,8 +118,10 @@ def _run_of(spec: ModelSpec, name: str) -> str:
     return resolved_yaml(RunSpec(name=name or step_name(0), model=model, train=train))
 
 
-def _whole(row: Row) -> TensorRecord:
-    return TensorRecord(row.shape, row.dtype, (Chunk((0,) * len(row.shape), row.shape, _SHARD, row.key),))
+def _whole(header: TensorHeader) -> TensorRecord:
+    return TensorRecord(
+        header.shape, header.dtype, (Chunk((0,) * len(header.shape), header.shape, _SHARD, header.key),)
+    )
 
 
 def _end_of_text(tokenizer: Path | None) -> str | None:

@@ -32,7 +32,8 @@ class TensorDifference:
 
 
 def compare_checkpoints(a: Path, b: Path) -> Iterator[TensorDifference]:
-    """Every tensor of either checkpoint, by name; equal means equal bit for bit. Raises Damaged where either is not what was written."""
+    """Every tensor of either checkpoint, by name, with whether both are equal bit for bit.
+    Raises Damaged if a checkpoint is not as it was written."""
     with CheckpointReader(a) as reader_a, CheckpointReader(b) as reader_b:
         for name in sorted(reader_a.tensors.keys() | reader_b.tensors.keys()):
             if name not in reader_b.tensors:

@@ -62,7 +62,7 @@ class FileWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -190,5 +190,5 @@ def plain_name(name: object) -> str | None:
 
 
 def unreadable(error: OSError) -> bool:
-    """Whether the fault is the file's, which makes its checkpoint as good as damaged, and not a lack of memory or descriptors here."""
+    """Whether an error is the file's own, so that the checkpoint counts as damaged, and not a lack of memory or descriptors."""
     return error.errno in _UNREADABLE

@@ -61,7 +61,7 @@ class Destination:
 
 
 def boxes_in(chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-    """Where a box of the tensor meets a stored chunk: first element in the chunk, first element in the box, sizes; None if nowhere."""
+    """Intersection of a box with a stored chunk: first element in chunk, first element in box, sizes; None if empty."""
     starts = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
     ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
     if any(start >= end for start, end in zip(starts, ends, strict=True)):

@@ -31,7 +31,7 @@ _SIZE_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorHeader:
     """One tensor to be stored: its key in the file, dtype name and shape."""
 
     key: str
@@ -53,21 +53,25 @@ class Entry:
     end: int
 
 
-def encode_header(rows: Sequence[Row]) -> bytes:
-    """Everything before the first tensor's bytes, for tensors stored in the order of `rows`.
+def encode_header(headers: Sequence[TensorHeader]) -> bytes:
+    """Everything before the first tensor's bytes, for tensors stored in the order of `headers`.
 
     Wide elements should come first, so that every tensor is aligned to its own element size.
     """
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for row in rows:
-        table[row.key] = {"dtype": row.dtype, "shape": list(row.shape), "data_offsets": [end, end + row.bytes]}
-        end += row.bytes
+    for header in headers:
+        table[header.key] = {
+            "dtype": header.dtype,
+            "shape": list(header.shape),
+            "data_offsets": [end, end + header.bytes],
+        }
+        end += header.bytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
         raise BadInput(
-            f"{len(rows)} tensors need a header of {len(text)} bytes in one file; at most {HEADER_LIMIT} are read back"
+            f"{len(headers)} tensors need a header of {len(text)} bytes in one file; at most {HEADER_LIMIT} are read back"
         )
     return len(text).to_bytes(8, "little") + text
 
@@ -83,7 +87,7 @@ def read_header(descriptor: int, path: Path, vouch: Callable[[int, int], None]) 
 
 
 def header_bytes(descriptor: int, path: Path, vouch: Callable[[int], None] = lambda length: None) -> bytes:
-    """Everything before the first tensor's bytes. `vouch` is called with the length before more than the first 8 bytes are read."""
+    """All bytes before the first tensor. `vouch` is called with the length before more than 8 bytes are read."""
     size = os.fstat(descriptor).st_size
     prefix = bytearray(8)
     read_range(descriptor, prefix, 0, path)
@@ -97,13 +101,13 @@ def header_bytes(descriptor: int, path: Path, vouch: Callable[[int], None] = lam
 
 
 def parse_header(head: bytes, size: int, path: Path) -> dict[str, Entry]:
-    """The table in `head`, the `header_bytes` of a file of `size` bytes; raises Damaged when any of it is not as the format says."""
+    """The table in `head`, the `header_bytes` of a file of `size` bytes; raises Damaged if it violates the format."""
     if len(head) < 8 or len(head) != 8 + int.from_bytes(head[:8], "little") or len(head) > 8 + HEADER_LIMIT:
         raise Damaged(f"{path}: the header does not fit (file: {size} bytes, limit: {HEADER_LIMIT})")
     table = parse_json(head[8:], path)
     if not isinstance(table, dict) or len(table) > ENTRY_LIMIT:
         raise Damaged(f"{path}: the header is not a table of at most {ENTRY_LIMIT} tensors")
-    entries = {key: _entry(key, row, len(head), path) for key, row in table.items() if key != "__metadata__"}
+    entries = {key: _entry(key, value, len(head), path) for key, value in table.items() if key != "__metadata__"}
     _check_offsets(entries, len(head), size, path)
     return entries
 
@@ -122,9 +126,9 @@ def sizes(value: Any) -> tuple[int, ...] | None:
     return numbers if numbers is not None and math.prod(numbers) < _SIZE_LIMIT else None
 
 
-def _entry(key: str, row: Any, data: int, path: Path) -> Entry:
-    row = row if isinstance(row, dict) else {}
-    shape, span, dtype = sizes(row.get("shape")), whole_numbers(row.get("data_offsets")), row.get("dtype")
+def _entry(key: str, value: Any, data: int, path: Path) -> Entry:
+    value = value if isinstance(value, dict) else {}
+    shape, span, dtype = sizes(value.get("shape")), whole_numbers(value.get("data_offsets")), value.get("dtype")
     if shape is None or span is None or len(span) != 2 or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise Damaged(f"{path}: {key!r:.80} lacks a known dtype, a shape or its offsets")
     if span[1] - span[0] != math.prod(shape) * ITEM_BYTES[dtype]:

@@ -110,20 +110,20 @@ class HFReader:
         self._base = base if bare else ""
         self._parts = hf_tensors(self.spec)
 
-    def read(self, row: ParameterSpec) -> Tensor:
+    def read(self, parameter: ParameterSpec) -> Tensor:
         """The whole parameter, in the dtype of the folder."""
-        return self.read_rows(row, 0, row.shape[0])
+        return self.read_rows(parameter, 0, parameter.shape[0])
 
-    def read_rows(self, row: ParameterSpec, start: int, stop: int) -> Tensor:
+    def read_rows(self, parameter: ParameterSpec, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of dimension 0, reading little else of the files."""
-        pieces, deep = [], math.prod(row.shape[1:-1])
-        for part in self._parts[row.name]:
+        pieces, deep = [], math.prod(parameter.shape[1:-1])
+        for part in self._parts[parameter.name]:
             first, last = max(start * deep - part.first_row, 0), min(stop * deep - part.first_row, part.row_count)
             if first < last:
                 pieces.append(self._slice(part, first, last))
         if not pieces:
-            return torch.empty((0, *row.shape[1:]))
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unflatten(0, (-1, *row.shape[1:-1]))
+            return torch.empty((0, *parameter.shape[1:]))
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unflatten(0, (-1, *parameter.shape[1:-1]))
 
     def check(self) -> None:
         """Compare names, shapes and dtypes of every tensor with what the model needs, without reading any."""
@@ -248,11 +248,15 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[
         with open(folder / shard.file, "wb") as file:
             file.write(shard.header)
             file.truncate(shard.total)
-    parts, waiting = hf_tensors(spec), {row.name: row for row in parameters(spec)}
+    parts, waiting = hf_tensors(spec), {parameter.name: parameter for parameter in parameters(spec)}
     for name, tensor in _named_tensors(tensors, tuple(waiting)):
-        row = waiting.pop(name, None)
-        if row is None or tuple(tensor.shape) != row.shape:
-            expected = f"shape {row.shape}, got {tuple(tensor.shape)}" if row else "each of the model's parameters once"
+        parameter = waiting.pop(name, None)
+        if parameter is None or tuple(tensor.shape) != parameter.shape:
+            expected = (
+                f"shape {parameter.shape}, got {tuple(tensor.shape)}"
+                if parameter
+                else "each of the model's parameters once"
+            )
             raise BadInput(f"weights to export: {name}: expected {expected}")
         if tensor.dim() > 2:
             tensor = tensor.flatten(0, -2)  # as HFTensor counts rows
@@ -277,8 +281,8 @@ def _named_tensors(tensors: Source, names: tuple[str, ...]) -> Iterator[tuple[st
     return ((name, tensors(name)) for name in names) if callable(tensors) else iter(tensors)
 
 
-def _write_tensor(path: Path, offset: int, rows: Tensor, transposed: bool, dtype: torch.dtype) -> None:
-    values = (rows.t() if transposed else rows).detach().to(device="cpu", dtype=dtype).contiguous()
+def _write_tensor(path: Path, offset: int, tensor: Tensor, transposed: bool, dtype: torch.dtype) -> None:
+    values = (tensor.t() if transposed else tensor).detach().to(device="cpu", dtype=dtype).contiguous()
     with open(path, "r+b") as file:
         file.seek(offset)
         values.view(-1).view(torch.uint8).numpy().tofile(file)

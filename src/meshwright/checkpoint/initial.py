@@ -1,4 +1,4 @@
-"""The weights that a run starts from: a Hugging Face folder's or another run's, found and held against the model before any is read."""
+"""Initial weights from a Hugging Face folder or another run, located and compared with the model before reading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
-Found = TypeVar("Found")
+Weights = TypeVar("Weights")
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def initial_weights(spec: ModelSpec, init: str) -> Iterator[Initial | None]:
     """
     kind, _, folder = init.partition(":")
     if kind == "hf":
-        found, weights = _asked_of(init, import_hf, folder)
+        found, weights = _find_weights(init, import_hf, folder)
         _check_shapes(init, spec, {row.name: row.shape for row in parameters(found)})
         yield Initial(weights.read_rows, tuple(f"{folder}: {note}" for note in weights.notes))
     elif kind == "checkpoint":
-        newest = _asked_of(init, partial(newest_checkpoint, contents=False), folder)
+        newest = _find_weights(init, partial(newest_checkpoint, contents=False), folder)
         with CheckpointReader(newest) as reader:
             names = reader.names("model.")
             _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
@@ -56,7 +56,7 @@ def check_initial(spec: ModelSpec, init: str) -> None:
         pass
 
 
-def _asked_of(init: str, find: Callable[[Path], Found], folder: str) -> Found:
+def _find_weights(init: str, find: Callable[[Path], Weights], folder: str) -> Weights:
     """What is found in the folder; where it is of no use, the message says which key named it."""
     try:
         return find(Path(folder))

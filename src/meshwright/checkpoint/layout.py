@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Contents
 from meshwright.checkpoint.fit import check_storable
-from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.storage import PiecePlanner, ShardWriter, in_file_order, resolved, results_of, shard_name
 from meshwright.state.parts import StateParts
@@ -41,15 +41,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What this rank writes in every save, in the order of its file; `contents`, on the first rank, says where all ranks' pieces lie."""
+    """The items of this rank in every save, in file order; `contents`, on the first rank, locates all ranks' pieces."""
 
-    rows: tuple[Row, ...]
+    headers: tuple[TensorHeader, ...]
     pieces: tuple[Piece, ...]
     contents: Contents = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        return sum(row.bytes for row in self.rows)
+        return sum(header.bytes for header in self.headers)
 
 
 def plan_layout(ranks: Ranks, tensors: Mapping[str, StateParts]) -> FileLayout:
@@ -66,7 +66,7 @@ def plan_layout(ranks: Ranks, tensors: Mapping[str, StateParts]) -> FileLayout:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         ranks.common(doing, lambda: dcp.save(boxed, storage_writer=recorder, planner=PiecePlanner(), **options))
     ranks.together(doing, lambda: _reraise(recorder.failure))
-    return FileLayout(tuple(recorder.rows), tuple(recorder.pieces), recorder.contents)
+    return FileLayout(tuple(recorder.headers), tuple(recorder.pieces), recorder.contents)
 
 
 class _LayoutRecorder(ShardWriter):
@@ -74,21 +74,21 @@ class _LayoutRecorder(ShardWriter):
 
     def __init__(self, rank: int) -> None:
         super().__init__(Path(), rank, pinned=False)
-        self.rows: list[Row] = []
+        self.headers: list[TensorHeader] = []
         self.pieces: list[Piece] = []
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        items, self.rows = in_file_order(plan)
+        items, self.headers = in_file_order(plan)
         start = 0
-        for item, row in zip(items, self.rows, strict=True):
+        for item, header in zip(items, self.headers, strict=True):
             tensor = resolved(planner, item).detach()
-            assert tensor.is_contiguous(), row.key
+            assert tensor.is_contiguous(), header.key
             self.pieces.append(Piece(item.index.fqn, tensor.reshape(-1).view(torch.uint8), start))
-            start += row.bytes
-        return results_of(items, self.rows, shard_name(self.rank))
+            start += header.bytes
+        return results_of(items, self.headers, shard_name(self.rank))
 
 
 def _reraise(failure: Exception | None) -> None:

@@ -93,7 +93,7 @@ def load_tensors(
         entries, headers = _read_headers(ranks, files, sorted({piece.file for piece in pieces}), doing)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
-        def place() -> dict[str, list[tuple[int, int]]]:
+        def assign() -> dict[str, list[tuple[int, int]]]:
             ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
             for piece in pieces:
                 entry = entry_of(entries[piece.file], piece.key, piece.dtype, piece.shape, opened.path / piece.file)
@@ -103,7 +103,7 @@ def load_tensors(
                     destinations[piece.file, index].append(destination)
             return {file: merge_ranges(needed) for file, needed in ranges.items()}
 
-        transfers = plan_transfers(ranks.together(doing, place), headers)
+        transfers = plan_transfers(ranks.together(doing, assign), headers)
 
         def fill(file: str, index: int, block: Tensor) -> None:
             for destination in destinations.get((file, index), ()):
@@ -159,7 +159,7 @@ def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...],
 
 
 def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:
-    """The manifest and every file but those of tensors; raises DamagedCheckpoint with all that names and sizes and these files show."""
+    """The manifest and all files without tensors; raises DamagedCheckpoint for errors that names, sizes and these files show."""
     data = read_committed(path)
     manifest = parse_manifest(path, data)
     check_run(path, manifest, run_id)
@@ -194,7 +194,7 @@ def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
 def _read_headers(
     ranks: Ranks, files: BlockFiles, needed: list[str], doing: str
 ) -> tuple[dict[str, dict[str, Entry]], dict[str, tuple[int, int]]]:
-    """The entries of the files that this rank needs, and for each file of the load the rank that read its header and the header's bytes.
+    """The entries of the files that this rank needs, and for each file the rank that read its header and the header's bytes.
 
     A header is verified with its block, before the load ends.
     """

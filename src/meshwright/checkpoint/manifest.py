@@ -29,7 +29,7 @@ _COMMIT_LINE = re.compile(rb"[0-9a-f]{32}\n")
 _HEX = {"digest": re.compile(r"[0-9a-f]{32}"), "block": re.compile(r"[0-9a-f]{16}")}
 
 
-Kind = Literal["missing", "truncated", "digest", "extra", "manifest", "commit", "foreign"]
+DamageType = Literal["missing", "truncated", "digest", "extra", "manifest", "commit", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Damage:
 
     file: str
     offset: int | None
-    kind: Kind
+    kind: DamageType
     note: str = ""
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     run_id: str | None = None
-    """The run that wrote it, and the epoch of the start (`durable.lease`); None where no lease was taken, as before there were leases."""
+    """The run that wrote it, and the epoch of its start (`durable.lease`); None for checkpoints without a lease."""
     epoch: int | None = None
     parent: int | None = None
     """Step of the checkpoint that the writing start continued from; None for a run's first start and in older manifests."""
@@ -177,17 +177,17 @@ def check_run(path: Path, manifest: Manifest, run_id: str | None) -> None:
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "foreign", note)])
 
 
-def _read(path: Path, name: str, limit: int, kind: Kind) -> bytes:
+def _read(path: Path, name: str, limit: int, damage_type: DamageType) -> bytes:
     try:
         return read_small(path / name, limit)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(path, [Damage(name, None, "missing")]) from error
     except Damaged as error:
-        raise DamagedCheckpoint(path, [Damage(name, 0, kind, str(error))]) from error
+        raise DamagedCheckpoint(path, [Damage(name, 0, damage_type, str(error))]) from error
     except OSError as error:
         if not unreadable(error):
             raise
-        raise DamagedCheckpoint(path, [Damage(name, 0, kind, f"unreadable: {error.strerror}")]) from error
+        raise DamagedCheckpoint(path, [Damage(name, 0, damage_type, f"unreadable: {error.strerror}")]) from error
 
 
 def _parse(data: Any, path: Path) -> Manifest:
@@ -195,11 +195,11 @@ def _parse(data: Any, path: Path) -> Manifest:
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("block_bytes") != BLOCK_BYTES:
         found = data.get("format") if isinstance(data, dict) else data
         raise Damaged(f"{path}: format {found!r:.40} is not one this version reads (expected {FORMAT})")
-    step, world_size, rows, versions = (data.get(key) for key in ("step", "world_size", "files", "versions"))
+    step, world_size, file_entries, versions = (data.get(key) for key in ("step", "world_size", "files", "versions"))
     attempt, written, run_id, epoch = (data.get(key) for key in ("attempt", "written", "run_id", "epoch"))
-    good = _whole(step) and _whole(world_size) and isinstance(rows, dict) and isinstance(versions, dict)
+    good = _whole(step) and _whole(world_size) and isinstance(file_entries, dict) and isinstance(versions, dict)
     if not good or not isinstance(attempt, str) or not isinstance(written, str):
-        raise Damaged(f"{path}: step, world_size, attempt, written, versions or files is missing or of the wrong kind")
+        raise Damaged(f"{path}: step, world_size, attempt, written, versions or files is missing or of the wrong type")
     if not (run_id is None or plain_name(run_id)) or not (epoch is None or _whole(epoch)):
         raise Damaged(f"{path}: run_id is not a plain name, or epoch not a whole number")
     parent, finite, seconds = (data.get(key) for key in ("parent", "finite", "seconds"))
@@ -207,14 +207,16 @@ def _parse(data: Any, path: Path) -> Manifest:
         raise Damaged(f"{path}: parent is not a step, or finite not a boolean")
     if not (seconds is None or _durations(seconds)):
         raise Damaged(f"{path}: seconds is not a table of durations")
-    files = {name: _record(name, row, path) for name, row in rows.items()}
+    files = {name: _record(name, entry, path) for name, entry in file_entries.items()}
     return Manifest(step, world_size, attempt, written, versions, files, run_id, epoch, parent, finite, seconds)
 
 
-def _record(name: str, row: Any, path: Path) -> FileRecord:
+def _record(name: str, entry: Any, path: Path) -> FileRecord:
     if plain_name(name) is None or name in (MANIFEST, COMMITTED):
         raise Damaged(f"{path}: {name!r:.80} is not a plain file name")
-    size, digest, blocks = (row.get(key) if isinstance(row, dict) else None for key in ("bytes", "digest", "blocks"))
+    size, digest, blocks = (
+        entry.get(key) if isinstance(entry, dict) else None for key in ("bytes", "digest", "blocks")
+    )
     if not _whole(size) or not _hexadecimal(digest, "digest") or not isinstance(blocks, list):
         raise Damaged(f"{path}: the record of {name} lacks bytes, digest or blocks")
     if len(blocks) != -(-size // BLOCK_BYTES) or not all(_hexadecimal(block, "block") for block in blocks):
@@ -233,5 +235,5 @@ def _durations(value: Any) -> TypeGuard[dict[str, float]]:
     )
 
 
-def _hexadecimal(value: Any, kind: str) -> TypeGuard[str]:
-    return isinstance(value, str) and _HEX[kind].fullmatch(value) is not None
+def _hexadecimal(value: Any, digest_name: str) -> TypeGuard[str]:
+    return isinstance(value, str) and _HEX[digest_name].fullmatch(value) is not None

@@ -15,7 +15,7 @@ from meshwright.checkpoint.boxes import leaves, overlapping, volume
 from meshwright.checkpoint.header import ITEM_BYTES
 from meshwright.spec.errors import BadInput
 
-_TOLD = 4
+_SHOWN_PIECES = 4
 """Pieces that a message lists."""
 
 
@@ -91,12 +91,12 @@ def _check_filled(first: Piece, distinct: Sequence[Piece]) -> None:
     missing = math.prod(first.shape) - volume(distinct)
     if missing:
         raise BadInput(
-            f"{what}: {missing} of its {math.prod(first.shape)} elements are held by no rank; {_told(distinct)}"
+            f"{what}: {missing} of its {math.prod(first.shape)} elements are held by no rank; {_piece_list(distinct)}"
         )
 
 
-def _told(pieces: Sequence[Piece]) -> str:
+def _piece_list(pieces: Sequence[Piece]) -> str:
     if not pieces:
         return "no rank holds any"
-    more = f" and {len(pieces) - _TOLD} more pieces" if len(pieces) > _TOLD else ""
-    return ", ".join(map(str, pieces[:_TOLD])) + more
+    more = f" and {len(pieces) - _SHOWN_PIECES} more pieces" if len(pieces) > _SHOWN_PIECES else ""
+    return ", ".join(map(str, pieces[:_SHOWN_PIECES])) + more

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.files import FileRecord, FileWriter, open_regular, read_range
-from meshwright.checkpoint.header import ITEM_BYTES, Entry, Row, encode_header, read_header
+from meshwright.checkpoint.header import ITEM_BYTES, Entry, TensorHeader, encode_header, read_header
 from meshwright.spec.errors import BadInput, Damaged
 
 PIECE_BYTES = 64 << 20
@@ -43,22 +43,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def write_shard(
     path: Path,
-    rows: Sequence[Row],
+    headers: Sequence[TensorHeader],
     resolve: Callable[[int], Tensor],
     *,
     pinned: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> FileRecord:
-    """Write a new safetensors file holding `rows`, durable on return.
+    """Write a new safetensors file holding `headers`, durable on return.
 
-    `resolve(i)` gives the tensor of `rows[i]`, on any device; it is called once each, in order, and not kept. `pinned`
+    `resolve(i)` gives the tensor of `headers[i]`, on any device; it is called once each, in order, and not kept. `pinned`
     stages through page-locked memory (CUDA tensors). `progress` is called with the bytes of each piece written.
     """
-    size = min(PIECE_BYTES, sum(row.bytes for row in rows))
+    size = min(PIECE_BYTES, sum(header.bytes for header in headers))
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    tensors = (_checked(row, resolve(index)) for index, row in enumerate(rows))
+    tensors = (_checked(header, resolve(index)) for index, header in enumerate(headers))
     with FileWriter(path) as out, ThreadPoolExecutor(1) as pool:
-        out.write(encode_header(rows))
+        out.write(encode_header(headers))
         pending: Future[None] | None = None
         for piece in _pieces(tensors, buffers):
             out.digest(piece)
@@ -92,7 +92,7 @@ class ShardFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -143,8 +143,12 @@ def entry_of(entries: Mapping[str, Entry], key: str, dtype: str, shape: tuple[in
     return entry
 
 
-def _checked(row: Row, tensor: Tensor) -> Tensor:
-    assert dtype_name(tensor.dtype) == row.dtype and tuple(tensor.shape) == row.shape, (row, tensor.dtype, tensor.shape)
+def _checked(header: TensorHeader, tensor: Tensor) -> Tensor:
+    assert dtype_name(tensor.dtype) == header.dtype and tuple(tensor.shape) == header.shape, (
+        header,
+        tensor.dtype,
+        tensor.shape,
+    )
     return tensor
 
 

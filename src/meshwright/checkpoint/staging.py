@@ -19,7 +19,12 @@ from meshwright.checkpoint.layout import FileLayout
 from meshwright.spec.errors import OutOfResources
 
 PIN_BYTES = 256 << 20
-"""The arena is page-locked in parts of this size, between which the rank's main thread reaches the driver. No copy crosses two parts."""
+"""Size of the parts in which the arena is page-locked, between which the main thread can call the driver.
+
+No copy crosses two parts.
+"""
+COPY_BYTES = 64 << 20
+"""Largest copy, a divisor of `PIN_BYTES`: between two of them the copy engine serves the small copies of training."""
 
 Copy = tuple[Tensor, Tensor]
 """Destination in the arena and source, both as bytes."""
@@ -51,8 +56,11 @@ class StagingBuffer:
 
 
 class Stager:
-    """Copies the pieces of `layout` into `buffer`. `groups` are the optimizer's parameters in the order of its update, and `parameter_of`
-    names the parameter of each tensor in the layout."""
+    """Copies the pieces of `layout` into `buffer`.
+
+    `groups` are the optimizer's parameters in the order of its update, and `parameter_of` names the parameter of each
+    tensor in the layout.
+    """
 
     def __init__(
         self,
@@ -148,10 +156,10 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _within_parts(target: Tensor, source: Tensor, start: int) -> list[Copy]:
-    """A copy to `start` of the arena, split where page-locked parts meet."""
+    """A copy to `start` of the arena, split where page-locked parts meet and into copies of at most `COPY_BYTES`."""
     copies, done = [], 0
     while done < source.numel():
-        count = min(source.numel() - done, PIN_BYTES - (start + done) % PIN_BYTES)
+        count = min(source.numel() - done, COPY_BYTES - (start + done) % COPY_BYTES)
         copies.append((target[done : done + count], source[done : done + count]))
         done += count
     return copies

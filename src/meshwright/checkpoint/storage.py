@@ -40,7 +40,7 @@ from torch.futures import Future
 from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord, room_for
-from meshwright.checkpoint.header import Row
+from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.pieces import Piece, share_out
 from meshwright.checkpoint.shards import dtype_name, write_shard
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -135,14 +135,16 @@ class ShardWriter(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         if not plan.items:
             return []
-        items, rows = in_file_order(plan)
+        items, headers = in_file_order(plan)
 
         def resolve(index: int) -> torch.Tensor:
             return resolved(planner, items[index])
 
         name = shard_name(self.rank)
-        self.files[name] = write_shard(self.folder / name, rows, resolve, pinned=self._pinned, progress=self._progress)
-        return results_of(items, rows, name)
+        self.files[name] = write_shard(
+            self.folder / name, headers, resolve, pinned=self._pinned, progress=self._progress
+        )
+        return results_of(items, headers, name)
 
 
 def shard_name(rank: int) -> str:
@@ -150,13 +152,13 @@ def shard_name(rank: int) -> str:
     return f"tensors-{rank:05d}.safetensors"
 
 
-def in_file_order(plan: SavePlan) -> tuple[list[WriteItem], list[Row]]:
-    """The items of a rank's plan with their header entries, in the order of its file: wide elements first, then by name and offset."""
+def in_file_order(plan: SavePlan) -> tuple[list[WriteItem], list[TensorHeader]]:
+    """The items of a rank's plan with their header entries in file order: wide elements first, then by name and offset."""
     items = sorted(
         plan.items,
         key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn, _data(item).chunk.offsets),
     )
-    return items, [_row(item) for item in items]
+    return items, [_header_of(item) for item in items]
 
 
 def resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
@@ -166,9 +168,11 @@ def resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return tensor
 
 
-def results_of(items: Sequence[WriteItem], rows: Sequence[Row], file: str) -> list[WriteResult]:
+def results_of(items: Sequence[WriteItem], headers: Sequence[TensorHeader], file: str) -> list[WriteResult]:
     """DCP's results for items that lie in `file`."""
-    return [WriteResult(item.index, row.bytes, (file, row.key)) for item, row in zip(items, rows, strict=True)]
+    return [
+        WriteResult(item.index, header.bytes, (file, header.key)) for item, header in zip(items, headers, strict=True)
+    ]
 
 
 def _box_of(tensors: dict[str, Any], index: MetadataIndex) -> torch.Tensor | None:
@@ -203,12 +207,12 @@ def _volume(item: WriteItem) -> int:
     return math.prod(_data(item).chunk.sizes)
 
 
-def _row(item: WriteItem) -> Row:
+def _header_of(item: WriteItem) -> TensorHeader:
     """A tensor stored whole keeps its name as key, so that a one-rank checkpoint is a plain safetensors file."""
     chunk, data = _data(item).chunk, _data(item)
     whole = tuple(chunk.sizes) == tuple(data.size)
     key = item.index.fqn if whole else f"{item.index.fqn}[{','.join(map(str, chunk.offsets))}]"
-    return Row(key, dtype_name(data.properties.dtype), tuple(chunk.sizes))
+    return TensorHeader(key, dtype_name(data.properties.dtype), tuple(chunk.sizes))
 
 
 def _done(value: Any) -> Future[Any]:

@@ -57,7 +57,7 @@ def list_checkpoints(folder: Path, *, contents: bool = True) -> list[dict[str, A
     nothing loads it.
     """
     run_id = run_id_of(folder)
-    return [_row(path, contents, run_id) for path in find_checkpoints(folder)]
+    return [_checkpoint_record(path, contents, run_id) for path in find_checkpoints(folder)]
 
 
 def run_id_of(folder: Path) -> str | None:
@@ -73,18 +73,18 @@ def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
     `contents=False` looks at names and sizes only; reading verifies what it reads anyway. Raises BadInput when there is
     none, Damaged when all of them are.
     """
-    rows = list_checkpoints(folder, contents=contents)
-    for row in reversed(rows):
-        if row["ok"]:
-            return Path(row["path"])
-    if any(row["committed"] for row in rows):
+    records = list_checkpoints(folder, contents=contents)
+    for record in reversed(records):
+        if record["ok"]:
+            return Path(record["path"])
+    if any(record["committed"] for record in records):
         raise Damaged(f"every checkpoint in {folder} is damaged; `meshwright checkpoint verify {folder}` says where")
     raise BadInput(f"{folder} holds no committed checkpoint")
 
 
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint in a run's folder whose names and sizes are right; 0 where there is none."""
-    return max((row["step"] for row in list_checkpoints(folder, contents=False) if row["ok"]), default=0)
+    return max((record["step"] for record in list_checkpoints(folder, contents=False) if record["ok"]), default=0)
 
 
 def newest_commit(checkpoints: Path) -> tuple[str, int] | None:
@@ -239,7 +239,7 @@ def _check_block(path: Path, manifest: Manifest, block: Block) -> Damage | None:
     return None if same else Damage(block.file, offset, "digest")
 
 
-def _row(path: Path, contents: bool, run_id: str | None) -> dict[str, Any]:
+def _checkpoint_record(path: Path, contents: bool, run_id: str | None) -> dict[str, Any]:
     if contents:
         damage = verify(path, run_id)
     else:

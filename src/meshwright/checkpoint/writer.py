@@ -30,7 +30,7 @@ from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, re
 from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord
-from meshwright.checkpoint.header import Row, encode_header
+from meshwright.checkpoint.header import TensorHeader, encode_header
 from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
@@ -39,6 +39,8 @@ from meshwright.spec.run import Lease
 
 log = logging.getLogger("meshwright")
 
+NICENESS = 5
+"""Added to the writer's, so that training's threads come first where cores are few."""
 BEAT_SECONDS = 1.0
 """Time between two signs of life."""
 ORPHAN_SECONDS = 600.0
@@ -53,12 +55,12 @@ POLL_SECONDS = (0.01, 0.5)
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same for all saves of a start. `rows` are (key, dtype, shape); `contents` is the first rank's alone."""
+    """What stays the same for all saves of a start. `headers` are (key, dtype, shape); `contents` is the first rank's alone."""
 
     folder: str
     rank: int
     ranks: int
-    rows: list[Any]
+    headers: list[Any]
     contents: dict[str, Any]
     lease: dict[str, Any] | None
     keep: int
@@ -105,7 +107,10 @@ def decode(line: bytes) -> Command:
 
 
 class Replies:
-    """The writer's end of the pipe to its rank. Signs of life are dropped while the pipe is full, and everything once the rank is dead."""
+    """The writer's end of the pipe to its rank.
+
+    Heartbeats are dropped while the pipe is full, and all messages once the rank is dead.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._lock = descriptor, threading.Lock()
@@ -133,7 +138,9 @@ class Writer:
         """Carry out a command; what fails is a reply."""
         if isinstance(command, Setup):
             self._setup = command
-            self._header = encode_header([Row(key, dtype, tuple(shape)) for key, dtype, shape in command.rows])
+            self._header = encode_header(
+                [TensorHeader(key, dtype, tuple(shape)) for key, dtype, shape in command.headers]
+            )
             self._contents = decoded_contents(command.contents)
             return
         assert self._setup is not None, "Setup comes first"
@@ -195,11 +202,11 @@ class Writer:
         self._reply("committed", step=save.step, path=str(attempt.target), bytes=size, seconds=seconds)
 
     def _write(self, setup: Setup, save: Save, folder: Path) -> dict[str, FileRecord]:
-        if not setup.rows:
+        if not setup.headers:
             return {}
         self._check_generation(save)
         name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
-        size = sum(Row(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.rows)
+        size = sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers)
         record = write_blocks(folder / name, [memoryview(self._header), data[:size]], setup.threads, self._count)
         self._check_generation(save)
         return {name: record}
@@ -208,7 +215,7 @@ class Writer:
         self.written += written
 
     def _check_generation(self, save: Save) -> None:
-        """Raise Damaged unless the arena holds the snapshot: a writer that was stopped may wake up when the rank copies the next one in."""
+        """Raise Damaged unless the arena holds the snapshot: a stopped writer may resume during the copy of the next one."""
         if self._arena.generation != save.generation:
             raise Damaged(f"the snapshot of step {save.step} is no longer in host memory; this writer was stopped")
 
@@ -310,6 +317,7 @@ class _Warnings(logging.Handler):
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)
     replies = Replies(1)
     logging.getLogger("meshwright").handlers[:] = [_Warnings(replies)]
     writer = Writer(Arena.inherited(int(sys.argv[1])), replies.send)

@@ -1,4 +1,4 @@
-"""A rank's end of its writer: starts the process, hands it one save at a time, watches it, and replaces it when it fails. Torch-free."""
+"""A rank's end of its writer: starts the process, gives it one save at a time, monitors and replaces it. Torch-free."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WriterProcess:
         self._arena, self._setup, self._kept_open = arena, setup, kept_open
         self._silent, self._stalled = silent_seconds, stalled_seconds
         self._process: subprocess.Popen[bytes] | None = None
-        self._rest = b""
+        self._incomplete = b""
         self.starts = 0
         """Writers started so far: more than one means that some failed."""
 
@@ -63,7 +63,7 @@ class WriterProcess:
             pass_fds=[self._arena.descriptor, *self._kept_open],
             start_new_session=True,
         )
-        self._rest = b""
+        self._incomplete = b""
         self.starts += 1
         assert self._process.stdin is not None and self._process.stdout is not None
         os.set_blocking(self._process.stdin.fileno(), False)
@@ -123,7 +123,7 @@ class WriterProcess:
                 raise _WriterLost(self._end()) from None
 
     def _replies(self) -> Iterator[dict[str, Any]]:
-        """The writer's replies to come but signs of life. Raises _WriterLost when it ends, stays silent, or writes nothing for too long."""
+        """The writer's replies except heartbeats. Raises _WriterLost if it ends, stays silent, or writes nothing for too long."""
         progress = (time.monotonic(), "", -1)
         while True:
             for reply in self._read():
@@ -146,7 +146,7 @@ class WriterProcess:
         data = os.read(descriptor, 1 << 16)
         if not data:
             raise _WriterLost(self._end())
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
     def _end(self) -> str:

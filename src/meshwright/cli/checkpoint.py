@@ -21,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Place = Annotated[
+CheckpointFolder = Annotated[
     Path,
     typer.Argument(metavar="RUN_OR_DIR", help="A run folder, its `checkpoints` folder, or one checkpoint's folder."),
 ]
@@ -35,7 +35,7 @@ class Format(StrEnum):
 
 
 @app.command("list")
-def list_(place: Place, as_json: Json = False) -> None:
+def list_(folder: CheckpointFolder, as_json: Json = False) -> None:
     """Show the checkpoints of a run: step, size, and whether each is complete.
 
     Names, sizes and the manifest are checked, which is quick; `verify` also reads the contents.
@@ -44,11 +44,11 @@ def list_(place: Place, as_json: Json = False) -> None:
 
         meshwright checkpoint list runs/quickstart
     """
-    _print(_rows(place, contents=False), as_json)
+    _print(_checkpoint_records(folder, contents=False), as_json)
 
 
 @app.command()
-def verify(place: Place, as_json: Json = False) -> None:
+def verify(folder: CheckpointFolder, as_json: Json = False) -> None:
     """Read every byte of every checkpoint and compare it with its digest.
 
     Ends with code 4 when a committed one is damaged, naming each file and its first bad block of 16 MiB. A folder that
@@ -62,17 +62,17 @@ def verify(place: Place, as_json: Json = False) -> None:
     """
     from meshwright.spec.errors import EXIT_DAMAGED
 
-    rows = _rows(place, contents=True)
-    _print(rows, as_json)
-    bad = [row for row in rows if row["committed"] and not row["ok"]]
+    records = _checkpoint_records(folder, contents=True)
+    _print(records, as_json)
+    bad = [record for record in records if record["committed"] and not record["ok"]]
     if bad:
-        names = ", ".join(Path(row["path"]).name for row in bad)
-        print(f"meshwright: {len(bad)} of {len(rows)} checkpoints damaged: {names}", file=sys.stderr)
+        names = ", ".join(Path(record["path"]).name for record in bad)
+        print(f"meshwright: {len(bad)} of {len(records)} checkpoints damaged: {names}", file=sys.stderr)
         sys.exit(EXIT_DAMAGED)
 
 
 @app.command()
-def diff(a: Place, b: Place, as_json: Json = False) -> None:
+def diff(a: CheckpointFolder, b: CheckpointFolder, as_json: Json = False) -> None:
     """Compare the tensors of two checkpoints bit for bit, however each is sharded; of a run's folder the newest good one.
 
     Ends with code 0 whether they differ or not; with --json, `equal` says it.
@@ -99,7 +99,7 @@ def diff(a: Place, b: Place, as_json: Json = False) -> None:
 
 @app.command()
 def show(
-    place: Place,
+    folder: CheckpointFolder,
     step: Annotated[
         int | None, typer.Argument(metavar="[STEP]", help="Its step; the newest committed one if left out.")
     ] = None,
@@ -114,7 +114,7 @@ def show(
     from meshwright.checkpoint.inspect import choose_checkpoint, describe_checkpoint
 
     with _disk_errors("reading a checkpoint"):
-        path = choose_checkpoint(place, step)
+        path = choose_checkpoint(folder, step)
         description = describe_checkpoint(path)
     if as_json:
         print(json.dumps(description))
@@ -133,7 +133,7 @@ def show(
 
 @app.command()
 def prune(
-    place: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or its `checkpoints` folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or its `checkpoints` folder.")],
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")] = 3,
     as_json: Json = False,
 ) -> None:
@@ -148,7 +148,7 @@ def prune(
     from meshwright.checkpoint.inspect import prune_checkpoints
 
     with _disk_errors("deleting checkpoints"):
-        pruned = prune_checkpoints(place, keep)
+        pruned = prune_checkpoints(folder, keep)
     if as_json:
         print(
             json.dumps({"deleted": [str(path) for path in pruned.deleted], "kept": [str(path) for path in pruned.kept]})
@@ -202,31 +202,31 @@ def from_hf(
     print(f"{folder} → {path}", file=sys.stderr)
 
 
-def _rows(place: Path, *, contents: bool) -> list[dict[str, Any]]:
+def _checkpoint_records(folder: Path, *, contents: bool) -> list[dict[str, Any]]:
     from meshwright.checkpoint.verify import list_checkpoints
 
     with _disk_errors("reading checkpoints"):
-        return list_checkpoints(place, contents=contents)
+        return list_checkpoints(folder, contents=contents)
 
 
-def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
+def _print(records: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"checkpoints": rows}))
+        print(json.dumps({"checkpoints": records}))
         return
     from meshwright.checkpoint.manifest import Damage
 
-    for row in rows:
-        print(_line(row))
-        for each in row["damaged"] if row["committed"] else ():
+    for record in records:
+        print(_line(record))
+        for each in record["damaged"] if record["committed"] else ():
             print(f"    {Damage(**each)}")
-    if not rows:
+    if not records:
         print("no checkpoints", file=sys.stderr)
 
 
-def _line(row: dict[str, Any]) -> str:
-    path = Path(row["path"])
+def _line(record: dict[str, Any]) -> str:
+    path = Path(record["path"])
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    state = "ok" if row["ok"] else "DAMAGED" if row["committed"] else "never committed, not loaded"
+    state = "ok" if record["ok"] else "DAMAGED" if record["committed"] else "never committed, not loaded"
     return f"{path}  {size / 1e6:12,.1f} MB  {state}"
 
 

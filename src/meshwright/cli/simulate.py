@@ -78,6 +78,7 @@ def simulate(
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
     from meshwright.costs.plan_costs import STACK, band, doubt
+    from meshwright.planner.checkpoint_cost import checkpoint_cost
     from meshwright.simulator.step_simulation import memory_of
     from meshwright.spec.fields import to_plain
 
@@ -108,6 +109,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
         "bubble": timeline.bubble,
         "breakdown": _breakdown(run, plan, timeline),
         "ranks": ranks,
+        "checkpoint": to_plain(checkpoint_cost(run, plan, seconds)),
         "trace": str(trace),
     }
 
@@ -138,6 +140,7 @@ def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int |
     from rich.console import Console
 
     from meshwright.cli.plan_words import caution, plan_line, seconds_text
+    from meshwright.planner.checkpoint_cost import CheckpointCost, checkpoint_sentences
     from meshwright.simulator.picture import draw_within
 
     console = Console(highlight=False)
@@ -156,6 +159,8 @@ def _show(run: RunSpec, timeline: Timeline, answer: dict[str, Any], width: int |
             label = PRINTED.get(name, f"exposed {name}")
             console.print(f"  {label:18s} {seconds:9.3f} s {share:6.1%} {'█' * round(40 * share)}")
     _show_ranks(console, run, answer)
+    if answer["checkpoint"] is not None:
+        console.print(f"checkpoints: {'; '.join(checkpoint_sentences(run, CheckpointCost(**answer['checkpoint'])))}")
     picture = draw_within(timeline, width or console.width)
     if picture is not None:
         print(picture)

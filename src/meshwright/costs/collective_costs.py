@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 
@@ -89,8 +89,11 @@ def all_reduce(where: Group, k: Constants, size_bytes: Array, messages: Array = 
 
 
 def all_to_all(where: Group, k: Constants, machine: Machine, size_bytes: Array, outside_share: Array = 1.0) -> Array:
-    """Each rank sends `size_bytes`, spread evenly over the group; what stays in the domain goes by the links, and of what leaves it only
-    `outside_share` by the network, and from there by the links."""
+    """Seconds of an all-to-all in which each rank sends `size_bytes`, spread evenly over the group.
+
+    Traffic inside the domain uses the links. Of the traffic that leaves it, `outside_share` uses the network, and then the
+    links.
+    """
     outside = np.where(where.domains > 1, 1 - where.inside / where.size, 0.0)
     local = (where.inside - 1) / where.size + np.where(np.asarray(outside_share) < 1, outside, 0.0)
     wire = size_bytes * np.maximum(local / link_rate(machine, k), outside * outside_share / port_rate(machine, k))

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
+from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
 from meshwright.workload.model_shape import Shape
-from meshwright.workload.products import layer_products
 from meshwright.workload.step_shape import step_shape
 
 KERNELS = 16.0
@@ -26,14 +26,18 @@ KERNELS = 16.0
 RAGGED = 1.35
 
 ACTIVATION = 2 / 3
-"""Bytes that an activation moves an element of its width (6, in two halves and out) over those of a row's way into its expert's product
-and back (9: read and written twice, and the sum)."""
+"""Bytes of an activation per element of its width, over the bytes of a row's way into its expert's product and back.
+
+6 (two halves in, one out) over 9 (read and written twice, and the sum).
+"""
 BIASES = 20.0
-"""Bytes an element that a routed expert's bias moves where it is added expert by expert: a sum in fp32, joined, cast (Megatron-Core,
-`TEGroupedMLP._apply_bias`)."""
+"""Bytes per element of a routed expert's bias, added expert by expert in other stacks.
+
+A sum in fp32, joined, cast (Megatron-Core, `TEGroupedMLP._apply_bias`).
+"""
 
 TILE = 128.0
-"""Rows and columns of a result that one multiprocessor makes at a time. Libraries choose among tiles of 64 to 256 (CUTLASS)."""
+"""Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
 MOST_OF_PEAK = 0.88
 """Share of a datasheet's peak that no large product exceeds: the best sustained on an H200 is 0.77, on an A100 0.86."""
 
@@ -50,7 +54,7 @@ class LayerTime:
 
 
 def in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
-    """Elements of `count` results m × n, rounded up to whole waves of tiles, one for each multiprocessor; exact where that is 0."""
+    """Elements of `count` results m × n, rounded up to whole waves of tiles over the multiprocessors; exact if there are 0."""
     results = count * m * n
     if not np.any(multiprocessors):
         return results
@@ -109,7 +113,10 @@ def _sustained(machine: Machine, k: Constants, peak: Array, format_share: Array 
 
 
 def _ragged(shape: Shape) -> Array:
-    """What a head size that is no multiple of 8 costs, for tensor cores then run unaligned (BigScience's 104B–200B tables: +33…44%)."""
+    """Slow-down by a head size that is no multiple of 8: tensor cores run unaligned.
+
+    BigScience's 104B–200B tables: +33…44%.
+    """
     return np.where(np.mod(shape.query_width / shape.heads, 8) > 1e-6, RAGGED, 1.0)
 
 
@@ -157,8 +164,11 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
 
 
 def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, moved: Array) -> Array:
-    """Bytes that passes over a routed row move beside its expert's products: over the stream when it is sorted and summed, over the
-    expert's width in the activation. Own engine: of the stream alone, from runs that took both."""
+    """Bytes of the passes over a routed row beside its expert's products.
+
+    Over the stream when it is sorted and summed, over the expert's width in the activation. Own engine: of the stream only,
+    from runs that measured both.
+    """
     width = np.where(k.copies > 0, 0.0, ACTIVATION * shape.expert_ffn)
     biases = shape.expert_bias * layout.host_sizes * BIASES * (shape.expert_in + (1 + shape.gated) * shape.expert_ffn)
     return (shape.hidden + width) * moved + biases

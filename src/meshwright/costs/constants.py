@@ -116,59 +116,88 @@ class Constants:
     """Bytes of permuting and combining per routed token and hidden element."""
     # Of this program's own engine; published runs are priced without them.
     gemm_rowwise: Array = 0.92
-    """Rate of an fp8 product with one scale a row over one with one scale a tensor. Own engine: what one run with scales by row took over
-    one with a scale a tensor, 0.485 over 0.471 s (benchmarks/results/2026-11-23-levers-one-gpu-H200.jsonl)."""
+    """Rate of an fp8 product with scales per row, relative to one scale per tensor.
+
+    Own engine: measured 0.485 over 0.471 s (benchmarks/results/2026-11-23-levers-one-gpu-H200.jsonl).
+    """
     net_tax: Array = 0.05
     """As `overlap_tax`, by communication across nodes: it takes longer, on fewer of the device's multiprocessors."""
     copies: Array = 0.0
-    """1 where the engine's copies of weights and gradients in and out of buffers are counted apart, 0 where `passes` holds them."""
+    """1 if copies of weights and gradients through buffers are counted separately, 0 if `passes` includes them."""
     copy_tax: Array = 0.22
-    """Slow-down of compute by a gather on copy engines, per second, over `overlap_tax`, which is by kernels (0.0506 over 0.227 on 2 H200s:
-    benchmarks/results/2026-11-21-gathers-2xH200.json). Of more devices a guess."""
+    """Slow-down of compute by a copy-engine gather, relative to `overlap_tax` of kernels.
+
+    Per second; 0.0506 over 0.227 on 2 H200s (benchmarks/results/2026-11-21-gathers-2xH200.json). A guess for more devices.
+    """
     copy_link: Array = 1.34
     """Bandwidth of a gather on copy engines over that of one by kernels (387 over 289 GB/s, as above)."""
     moe_back: Array = 2.0
-    """What permuting and combining cost in a backward, over a forward. Own engine: what eight runs of Qwen3-30B-A3B on one and two H200s
-    took (benchmarks/results/2026-11-23-mixture-1xH200.json and -2xH200.json); `moe_passes` is of four later ones (-mixture-sums-)."""
+    """Cost of permuting and combining in a backward, relative to a forward.
+
+    Own engine: from eight runs of Qwen3-30B-A3B on one and two H200s (benchmarks/results/2026-11-23-mixture-1xH200.json and
+    -2xH200.json); `moe_passes` is from four later ones (-mixture-sums-).
+    """
     moe_spread: Array = 0.0
-    """Bytes that are added to `moe_passes` where experts are on several ranks: rows are sorted there again, and the device waits for
-    the host. Own engine: what two runs on 2 H200s took (benchmarks/results/2026-11-22-experts-2xH200.json, `expert-12` and `tensor-12`)."""
+    """Bytes added to `moe_passes` if experts are on several ranks.
+
+    Rows are sorted again there, and the device waits for the host. Own engine: from two runs on 2 H200s
+    (benchmarks/results/2026-11-22-experts-2xH200.json, `expert-12` and `tensor-12`).
+    """
     token_passes: Array = 0.0
-    """Bytes that a layer's exchanges between tensor ranks cost beside the wire, per token and hidden element, where kernels gather several
-    sequences: they arrive by rank and are put in order, and back. Own engine: what two runs of Llama-3-8B on 2 H200s took beyond products
-    and wire (benchmarks/results/2026-11-22-tensor-2xH200.json and 2026-11-22-tensor-fsdp-2xH200.json, `tp2-fsdp`)."""
+    """Bytes, beside the wire, of a layer's exchanges between tensor ranks, per token and hidden element.
+
+    Where kernels gather several sequences: they arrive by rank and are reordered, and back. Own engine: from two runs of
+    Llama-3-8B on 2 H200s, beyond products and wire (benchmarks/results/2026-11-22-tensor-2xH200.json and
+    2026-11-22-tensor-fsdp-2xH200.json, `tp2-fsdp`).
+    """
     copied_tokens: Array = 0.9
-    """Of what shows of an exchange between two tensor ranks by kernels, what still shows where copy engines carry it beside the products
-    (1.04 of 1.22 ms a layer of Llama-3-8B on 2 H200s alone, 0.12 s of a step of 1.56: docs/design/tensor.md)."""
+    """Exposed share of an exchange between two tensor ranks by copy engines, relative to kernels.
+
+    1.04 of 1.22 ms per layer of Llama-3-8B on 2 H200s alone, 0.12 s of a step of 1.56 (docs/design/tensor.md).
+    """
     copied_tokens_of_more: Array = 2.0
-    """The same between more than two ranks: between four a step took 2.39 s in place of 1.95 by kernels (Llama-3-8B on 4 H200s:
-    benchmarks/results/2026-11-22-tensor-4xH200.json). Of more a guess."""
+    """The same between more than two ranks.
+
+    Between four, a step took 2.39 s instead of 1.95 by kernels (Llama-3-8B on 4 H200s:
+    benchmarks/results/2026-11-22-tensor-4xH200.json). A guess for more.
+    """
     lone_copies: Array = 1.0
-    """1 where a rank that shares weights with nobody copies them, and scales and copies their gradients, as ranks that do; 0 where it casts
-    both once (`parallel.fsdp.UnsharedParameterGroup`)."""
+    """1 if a rank without sharding copies weights, and scales and copies gradients, like sharded ranks.
+
+    0 if it casts both once (`parallel.fsdp.UnsharedParameterGroup`).
+    """
     packing: Array = 1.0
     """Share of device memory's bandwidth at which gradients, experts' left out, are laid into the reduced buffer rank by rank
     (`kernels.pack`)."""
     product_sums: Array = 1.0
-    """Bytes moved where the product that makes a gradient adds it to a sum, of those that a pass over both takes. Own engine: the sum read
-    and written and no gradient, 6 of 10; a product that adds took as long as one that does not (docs/design/executor.md)."""
+    """Bytes moved if a product accumulates its gradient, relative to a separate pass over both.
+
+    Own engine: the sum read and written without the gradient, 6 of 10; an accumulating product took as long as a plain one
+    (docs/design/executor.md).
+    """
     side_copies: Array = 0.0
-    """Of the time that such copies take on a stream of their own, the share by which they hold compute up: both want the same memory."""
+    """Share of such copies' time, on their own stream, by which they slow compute down: both use the same memory."""
     logit_bytes: Array = 16.0
     """Bytes moved per logit by the loss, beside the head's products."""
     compiled: Array = 0.0
-    """1 where the compiler sees a recomputed block whole: `full` leaves out the last product, whose result no gradient needs, and
-    `selective` repeats the element-wise passes and not attention."""
+    """1 if the compiler sees a recomputed block whole.
+
+    `full` then leaves out the last product, whose result no gradient needs, and `selective` repeats the element-wise passes
+    and not attention.
+    """
     ragged_vocab: Array = 1.0
-    """Times that the head takes where the vocabulary is no multiple of 8 and its products run unaligned, as before heads were padded."""
+    """Slow-down of the head if the vocabulary is no multiple of 8 and its products run unaligned, before heads were padded."""
     scatter_bytes: Array = 2.0
     """Bytes per gradient element on the wire inside a sharding group, for the closed form; the simulator asks the plan."""
     net_sum: Array = 1.0
-    """Bandwidth of an all-reduce over TCP relative to a gather's, which `net` is then of; other fabrics take both at the product."""
+    """Bandwidth of an all-reduce over TCP relative to a gather, to which `net` refers; other fabrics use the product."""
     net_ring: Array = 1.0
-    """Share of its ports that a ring through more than two ranks of each node reaches over TCP. Own engine: between what two runs sharded
-    over two emulated nodes of four H200s would need, 0.79 and 0.84 of what nodes of two reach
-    (benchmarks/results/2026-11-22-tcp-13b-8xH200.json, `zero3-384`, and 2026-11-22-layered-8xH200.json, `per-micro-batch`)."""
+    """Share of the ports that a TCP ring through more than two ranks per node reaches.
+
+    Own engine: between the values of two runs sharded over two emulated nodes of four H200s, 0.79 and 0.84 of what nodes of
+    two reach (benchmarks/results/2026-11-22-tcp-13b-8xH200.json, `zero3-384`, and 2026-11-22-layered-8xH200.json,
+    `per-micro-batch`).
+    """
     net_yield: Array = 0.0
     """Share of the compute beside a reduction across nodes by which it takes longer (TCP only)."""
 
@@ -188,12 +217,12 @@ def table() -> dict[str, Any]:
     return with_own(published, own)
 
 
-def with_own(rows: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def with_own(published: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """A table with this program's own stack beside the published ones."""
     return {
-        **rows,
-        "stacks": {**rows["stacks"], OWN: own["stack"]},
-        "bands": {**rows["bands"], OWN: own["band"]},
+        **published,
+        "stacks": {**published["stacks"], OWN: own["stack"]},
+        "bands": {**published["bands"], OWN: own["band"]},
         "measured": {OWN: own["measured"]},
         "own_runs": sum(len(runs) for runs in own.get("fitted_on", {}).values()),
     }

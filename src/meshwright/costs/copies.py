@@ -9,14 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
 WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
-"""Bytes per parameter: of a gathered weight, and of the one that is cast to it; a bf16 gradient into the fp32 one; one added to an fp32
-sum."""
+"""Bytes per parameter of each copy.
+
+A gathered weight; a weight cast to it; a bf16 gradient into the fp32 one; a gradient added to an fp32 sum.
+"""
 LONE, SHARD = 16.0, 12.0
 """The same on another stream: a lone rank's two further copies; a reduced shard added to its sum."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.measured import chip_of_profile, guessed_device, guessed_processor, reference_chip, with_profile
 from meshwright.spec.chips import CHIPS, Chip, GiB
 from meshwright.spec.cluster import ClusterSpec
@@ -23,11 +23,10 @@ GUESSED_SPREAD, MEASURED_SPREAD, CORRECTED_SPREAD = (-1.1, 1.1), (-0.3, 0.9), (-
 
 
 def chip_of(cluster: ClusterSpec) -> Chip | None:
-    """The device of `cluster`: the chip table's, or one whose rates its profile measured, or a guess for a processor and for a device of
-    stated memory.
+    """The device of `cluster`: from the chip table, with measured rates, or guessed; None if nothing is known.
 
-    None for a device of which nothing is known. A guessed processor has this host's cores, shared by the node's ranks.
-    Raises BadInput when the profile cannot be read.
+    A processor, and a device of stated memory, are guessed. A guessed processor has this host's cores, shared by the node's
+    ranks. Raises BadInput if the profile cannot be read.
     """
     if cluster.gpu in CHIPS:
         return CHIPS[cluster.gpu]
@@ -39,8 +38,10 @@ def chip_of(cluster: ClusterSpec) -> Chip | None:
 
 
 def is_guessed(cluster: ClusterSpec) -> bool:
-    """Whether the device is a CPU, or not in the chip table, and has no profile: its guessed rates are good for comparing plans, not for
-    predicting seconds."""
+    """Whether the device's rates are guessed: a CPU, or a device not in the chip table, without a profile.
+
+    Guessed rates suffice to compare plans, not to predict seconds.
+    """
     return cluster.gpu not in CHIPS and cluster.profile is None
 
 
@@ -65,7 +66,7 @@ def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
 
 
 def fast_domain(cluster: ClusterSpec) -> int:
-    """Devices that see each other at link speed: what the network says, else a node's, or more where the chip's links leave its hosts."""
+    """Devices connected at link speed: as the network says, else a node's, or more if the chip's links leave its hosts."""
     chip, per_node = chip_of(cluster), cluster.gpus_per_node
     stated = cluster.network.domain if cluster.network else None
     return stated or (max(per_node, chip.domain) if chip and per_node == chip.per_node else per_node)
@@ -112,7 +113,7 @@ def with_latencies(k: Constants, cluster: ClusterSpec) -> Constants:
 def as_measured(
     k: Constants, machine: Machine, cluster: ClusterSpec, number_format: str = "bf16"
 ) -> tuple[Constants, Machine]:
-    """Constants and machine with what the cluster's profile measured, where it has one, and the latencies that the cluster states."""
+    """Constants and machine, updated with the profile's measurements and the latencies of the cluster."""
     if cluster.is_cpu:
         k = on_processor(k)
     if cluster.network:
@@ -126,13 +127,16 @@ def as_measured(
 
 
 def measured_port(cluster: ClusterSpec) -> float | None:
-    """GB/s that measured shares of a port are of, where the profile crossed nodes: what emulated nodes have unless the cluster says."""
+    """GB/s to which measured shares of a port refer, if the profile crossed nodes.
+
+    Emulated nodes have this bandwidth unless the cluster says otherwise.
+    """
     profile = load_profile(cluster.profile) if cluster.profile else None
     return reference_chip(profile).nic / 1e9 if profile and profile.nodes > 1 else None
 
 
 def on_processor(k: Constants) -> Constants:
-    """Constants of ranks on a processor: it computes where it launches, so there is no host beside it, and a step has no fixed cost."""
+    """Constants of CPU ranks: compute and launches share the processor, so host time and fixed step cost are 0."""
     zero = 0.0
     return replace(
         k, slow=1.0, gemm=1.0, attention=1.0, hbm=1.0, link=1.0, net=1.0, tail_us=KERNEL_US, host_us=zero, host_tensor_us=zero,

@@ -1,7 +1,7 @@
-"""From a machine's profile to the constants of the cost model: least squares of every measured kind onto the formula that prices it.
+"""Fits the constants of the cost model to a machine's profile: least squares of each measured type on its formula.
 
-Shares are of the chip table's figures, or for a device that is not in it of the best that was measured, so that a cluster which states
-another bandwidth (what would twice the links buy?) takes the measured share of it.
+Shares are of the chip table's figures, or for a device that is not in it of the best that was measured, so that a
+cluster which states another bandwidth (what would twice the links buy?) takes the measured share of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.costs.compute import in_waves
 from meshwright.costs.constants import Constants
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import host_share
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
@@ -72,22 +72,22 @@ def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> 
 def _fits(profile: MachineProfile, number_format: str, slow: float, start_us: float, link_us: float) -> dict[str, Fit]:
     chip = reference_chip(profile)
     base = _base(profile, number_format)
-    rows = [row for row in profile.products if row.format == base]
+    entries = [entry for entry in profile.products if entry.format == base]
     found: dict[str, Fit] = {}
-    if rows:
-        found["matrix products"] = _products(rows, chip, chip.peak_flops[base], profile)
+    if entries:
+        found["matrix products"] = _products(entries, chip, chip.peak_flops[base], profile)
         narrow, gemm = (found["matrix products"].values[name] for name in ("narrow", "gemm"))
-        if low := [row for row in profile.products if row.format == "fp8"]:
+        if low := [entry for entry in profile.products if entry.format == "fp8"]:
             found["fp8 products"] = _low_products(low, chip, gemm, narrow)
     elif profile.corrections:
         found["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
-    if shapes := [row for row in profile.attention if row.format == base]:
+    if shapes := [entry for entry in profile.attention if entry.format == base]:
         found["attention"] = _attention(shapes, chip.peak_flops[base])
     found |= _memory(profile, chip)
     found |= _links(profile, chip, start_us * 1e-6, link_us * 1e-6)
     found |= _overlap(profile)
     if profile.host_links:
-        widest = max(profile.host_links, key=lambda row: row.devices)
+        widest = max(profile.host_links, key=lambda entry: entry.devices)
         # What was measured is the share of a link that a device gets while so many copy.
         rate = min(widest.to_host, widest.to_device) / float(host_share(widest.devices))
         found["host link"] = Fit({"host": rate}, 1, 0.0)
@@ -103,15 +103,15 @@ def reference_chip(profile: MachineProfile) -> Chip:
 def chip_of_profile(profile: MachineProfile) -> Chip:
     """A chip whose peaks are the best that was measured, for a device that is not in the table."""
     peaks: dict[str, float] = {}
-    for row in profile.products:
-        rate = 2.0 * row.m * row.k * row.n / min(row.seconds, row.burst_seconds)
-        peaks[row.format] = max(peaks.get(row.format, 0.0), rate)
+    for entry in profile.products:
+        rate = 2.0 * entry.m * entry.k * entry.n / min(entry.seconds, entry.burst_seconds)
+        peaks[entry.format] = max(peaks.get(entry.format, 0.0), rate)
     for name, (other, ratio) in HALF_RATE.items():
         if name not in peaks and other in peaks:
             peaks[name] = ratio * peaks[other]
     share = profile.devices if profile.gpu == "cpu" else 1
     guess = guessed_processor(profile.cores // profile.devices)
-    hosts = [min(row.to_host, row.to_device) for row in profile.host_links]
+    hosts = [min(entry.to_host, entry.to_device) for entry in profile.host_links]
     return Chip(
         profile.gpu, "cpu" if profile.gpu == "cpu" else "unknown", profile.memory_bytes // share, peaks or guess.peak_flops,
         hbm=max(profile.copy_bytes_per_s or 0.0, profile.pass_bytes_per_s or 0.0) or guess.hbm,
@@ -131,7 +131,7 @@ def guessed_processor(cores: int) -> Chip:
 
 
 def guessed_device(name: str, memory_bytes: int) -> Chip:
-    """A device with so much memory of which nothing else is known: round rates of a card on PCIe, so that plans can be compared at all."""
+    """A guessed device of a given memory: round rates of a card on PCIe, so that plans can be compared."""
     return Chip(
         name,
         "unknown",
@@ -145,46 +145,46 @@ def guessed_device(name: str, memory_bytes: int) -> Chip:
 
 def correction(profile: MachineProfile) -> float:
     """Times that device time is what the profile's own figures say, by the runs that were fed back: their median."""
-    return float(np.median([row.factor for row in profile.corrections])) if profile.corrections else 1.0
+    return float(np.median([entry.factor for entry in profile.corrections])) if profile.corrections else 1.0
 
 
 def _base(profile: MachineProfile, number_format: str) -> str:
-    """The format whose products stand for those of `number_format`: itself, or for narrow formats and those not measured another."""
-    measured = list(dict.fromkeys(row.format for row in profile.products if row.format != "fp8"))
+    """The measured format that represents `number_format`: itself, or another for narrow formats and those not measured."""
+    measured = list(dict.fromkeys(entry.format for entry in profile.products if entry.format != "fp8"))
     if not measured or number_format in measured:
         return number_format
     return "bf16" if "bf16" in measured else measured[0]
 
 
-def _products(rows: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> Fit:
+def _products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> Fit:
     """`gemm` and `narrow`: seconds × peak ÷ FLOPs is 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
-    slower = np.array([row.seconds * peak / _flops_in_waves(row, chip) for row in rows])
-    inverses = np.array([1 / row.m + 1 / row.k + 1 / row.n for row in rows])
+    slower = np.array([entry.seconds * peak / _flops_in_waves(entry, chip) for entry in entries])
+    inverses = np.array([1 / entry.m + 1 / entry.k + 1 / entry.n for entry in entries])
     (constant, slope), residual = _fitted(np.stack([np.ones_like(inverses), inverses], axis=1), slower)
     values = {"gemm": 1 / constant, "narrow": slope / constant, "slow": correction(profile)}
-    return Fit(values, len(rows), residual)
+    return Fit(values, len(entries), residual)
 
 
-def _low_products(rows: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> Fit:
+def _low_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> Fit:
     """`gemm_low`, with the narrowness of the wider format."""
-    slower = np.array([row.seconds * chip.peak_flops["fp8"] / _flops_in_waves(row, chip) for row in rows])
-    factor = np.array([1 + narrow * (1 / row.m + 1 / row.k + 1 / row.n) for row in rows])
+    slower = np.array([entry.seconds * chip.peak_flops["fp8"] / _flops_in_waves(entry, chip) for entry in entries])
+    factor = np.array([1 + narrow * (1 / entry.m + 1 / entry.k + 1 / entry.n) for entry in entries])
     (constant,), residual = _fitted(factor[:, None], slower)
-    return Fit({"gemm_low": 1 / (constant * gemm)}, len(rows), residual)
+    return Fit({"gemm_low": 1 / (constant * gemm)}, len(entries), residual)
 
 
-def _flops_in_waves(row: ProductTime, chip: Chip) -> float:
+def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
     """FLOPs of a product in whole waves, as the cost model prices it."""
-    return 2.0 * row.k * float(in_waves(row.m, row.n, chip.multiprocessors))
+    return 2.0 * entry.k * float(in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
-def _attention(rows: Sequence[AttentionTime], peak: float) -> Fit:
+def _attention(entries: Sequence[AttentionTime], peak: float) -> Fit:
     """`attention`, of forward and backward together: causal FLOPs, short heads at their discount."""
-    flops = np.array([4.0 * row.tokens * row.span * row.heads * row.head_dim for row in rows])
-    ideal = (1 + BACKWARD) * flops * (1 + SHORT / np.array([row.head_dim for row in rows])) / peak
-    taken = np.array([row.forward_seconds + row.backward_seconds for row in rows])
+    flops = np.array([4.0 * entry.tokens * entry.span * entry.heads * entry.head_dim for entry in entries])
+    ideal = (1 + BACKWARD) * flops * (1 + SHORT / np.array([entry.head_dim for entry in entries])) / peak
+    taken = np.array([entry.forward_seconds + entry.backward_seconds for entry in entries])
     (constant,), residual = _fitted(ideal[:, None], taken)
-    return Fit({"attention": 1 / constant}, len(rows), residual)
+    return Fit({"attention": 1 / constant}, len(entries), residual)
 
 
 def _memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
@@ -197,16 +197,16 @@ def _memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
 
 
 def _links(profile: MachineProfile, chip: Chip, start: float, link: float) -> dict[str, Fit]:
-    """Latency and bandwidth of rings inside a node, then across nodes with the former known; `start` and `link` where it is not."""
-    inside = [row for row in profile.collectives if row.nodes == 1 and row.op in RINGS]
-    across = [row for row in profile.collectives if row.nodes > 1 and row.op in RINGS]
+    """Latency and bandwidth of rings inside a node, then across nodes with the former known; defaults `start` and `link`."""
+    inside = [entry for entry in profile.collectives if entry.nodes == 1 and entry.op in RINGS]
+    across = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op in RINGS]
     found: dict[str, Fit] = {}
     if inside:
         found["links inside a node"] = fit = _inside(inside, chip.link, start, link)
         start, link = fit.values["start_us"] * 1e-6, fit.values["link_us"] * 1e-6
     if across:
         found["network"] = fit = _across(across, chip.nic, start, link)
-        sums = [row for row in profile.collectives if row.nodes > 1 and row.op == "all_reduce"]
+        sums = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op == "all_reduce"]
         if sums:
             found["sums over the network"] = _sums(
                 sums, fit.values["net"] * chip.nic, fit.values["net_us"] * 1e-6, start, link
@@ -214,11 +214,11 @@ def _links(profile: MachineProfile, chip: Chip, start: float, link: float) -> di
     return found
 
 
-def _inside(rows: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
+def _inside(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
     """`link`, `start_us` and `link_us`; with groups of one size only, both latencies keep the ratio of those given."""
-    taken = np.array([row.seconds for row in rows])
-    wire = np.array([(row.ranks - 1) / row.ranks * row.bytes for row in rows])
-    hops = np.array([row.ranks - 1.0 for row in rows])
+    taken = np.array([entry.seconds for entry in entries])
+    wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes for entry in entries])
+    hops = np.array([entry.ranks - 1.0 for entry in entries])
     if len(set(hops)) > 1:
         (cost, start, link), residual = _fitted(np.stack([wire, np.ones_like(hops), hops], axis=1), taken)
     else:
@@ -226,30 +226,34 @@ def _inside(rows: Sequence[CollectiveTime], reference: float, start: float, link
         (cost, times), residual = _fitted(np.stack([wire, np.full_like(hops, known)], axis=1), taken)
         start, link = times * start, times * link
     values = {"link": 1 / (cost * reference), "start_us": start * 1e6, "link_us": link * 1e6}
-    return Fit(values, len(rows), residual)
+    return Fit(values, len(entries), residual)
 
 
-def _across(rows: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
-    """`net` and `net_us`: a ring uses the ports of its own members, and `net` is what rings through nodes like these reach of them."""
-    inner = np.array([start + (row.ranks - row.nodes) * link for row in rows])
-    taken = np.array([row.seconds for row in rows])
+def _across(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
+    """`net` and `net_us`: a ring uses the ports of its members; `net` is the share that rings over such nodes reach."""
+    inner = np.array([start + (entry.ranks - entry.nodes) * link for entry in entries])
+    taken = np.array([entry.seconds for entry in entries])
     # What the inside steps would take alone may be more than the whole took: a tenth stays for the network.
     left = np.maximum(taken - inner, taken / 10)
-    wire = np.array([(row.ranks - 1) / row.ranks * row.bytes / (row.ranks / row.nodes) for row in rows])
-    hops = np.array([row.nodes - 1.0 for row in rows])
+    wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) for entry in entries])
+    hops = np.array([entry.nodes - 1.0 for entry in entries])
     (cost, latency), _ = _fitted(np.stack([wire, hops], axis=1), left, scale=taken)
     predicted = inner + wire * cost + hops * latency
     values = {"net": 1 / (cost * reference), "net_ring": 1.0, "net_us": latency * 1e6}
-    return Fit(values, len(rows), _typical(predicted / taken - 1))
+    return Fit(values, len(entries), _typical(predicted / taken - 1))
 
 
-def _sums(rows: Sequence[CollectiveTime], rate: float, late: float, start: float, link: float) -> Fit:
+def _sums(entries: Sequence[CollectiveTime], rate: float, late: float, start: float, link: float) -> Fit:
     """`net_sum`: bandwidth of all-reduces over that of gathers (`rate`, bytes/s of a port), latencies being known."""
-    ring = np.array([2 * (start + (row.ranks - row.nodes) * link + (row.nodes - 1) * late) for row in rows])
-    tree = np.array([2 * (log2(row.ranks / row.nodes) * link + log2(row.nodes) * late) + start for row in rows])
+    ring = np.array([2 * (start + (entry.ranks - entry.nodes) * link + (entry.nodes - 1) * late) for entry in entries])
+    tree = np.array(
+        [2 * (log2(entry.ranks / entry.nodes) * link + log2(entry.nodes) * late) + start for entry in entries]
+    )
     inner = np.minimum(ring, tree)  # as costs.collective_costs has it
-    taken = np.array([row.seconds for row in rows])
-    wire = np.array([2 * (row.ranks - 1) / row.ranks * row.bytes / (row.ranks / row.nodes) / rate for row in rows])
+    taken = np.array([entry.seconds for entry in entries])
+    wire = np.array(
+        [2 * (entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) / rate for entry in entries]
+    )
     large = wire > taken / 2  # of small ones the latency decides
     large[np.argmax(wire)] = True
     left = np.maximum(taken - inner, taken / 10)[large]
@@ -261,21 +265,24 @@ def _overlap(profile: MachineProfile) -> dict[str, Fit]:
     """What a second of communication adds to the compute beside it, inside a node and across nodes."""
     found: dict[str, Fit] = {}
     for name, constant, crosses in (("overlap", "overlap_tax", False), ("overlap across nodes", "net_tax", True)):
-        rows = [row for row in profile.interference if row.op in RINGS and (row.nodes > 1) == crosses]
-        if rows:
-            taxes = [(row.together_seconds - row.compute_seconds) / row.other_seconds for row in rows]
+        entries = [entry for entry in profile.interference if entry.op in RINGS and (entry.nodes > 1) == crosses]
+        if entries:
+            taxes = [(entry.together_seconds - entry.compute_seconds) / entry.other_seconds for entry in entries]
             tax = min(1.0, max(0.0, float(np.mean(taxes))))
-            told = np.array([(row.compute_seconds + tax * row.other_seconds) / row.together_seconds for row in rows])
-            found[name] = Fit({constant: tax}, len(rows), _typical(told - 1))
+            predicted = np.array(
+                [(entry.compute_seconds + tax * entry.other_seconds) / entry.together_seconds for entry in entries]
+            )
+            found[name] = Fit({constant: tax}, len(entries), _typical(predicted - 1))
     return found
 
 
 def _best(profile: MachineProfile, *, across: bool) -> float | None:
     """The most bytes a second that a ring moved past one rank: by its link inside a node, or by its own port across nodes."""
-    rows = [row for row in profile.collectives if (row.nodes > 1) == across and row.op in RINGS]
-    rates = [(row.ranks - 1) / row.ranks * row.bytes / row.seconds for row in rows]
+    entries = [entry for entry in profile.collectives if (entry.nodes > 1) == across and entry.op in RINGS]
+    rates = [(entry.ranks - 1) / entry.ranks * entry.bytes / entry.seconds for entry in entries]
     return max(
-        (rate * (row.nodes / row.ranks if across else 1) for rate, row in zip(rates, rows, strict=True)), default=None
+        (rate * (entry.nodes / entry.ranks if across else 1) for rate, entry in zip(rates, entries, strict=True)),
+        default=None,
     )
 
 
@@ -287,22 +294,22 @@ def _fitted(
     At most three columns: every subset is tried, as what is left out is zero. The first column always takes part.
     """
     weights = 1 / (taken if scale is None else scale)
-    wanted, rows = taken * weights, columns * weights[:, None]
+    wanted, entries = taken * weights, columns * weights[:, None]
     best: tuple[float, NDArray[np.float64]] | None = None
     others = range(1, columns.shape[1])
     for size in range(columns.shape[1]):
         for chosen in combinations(others, size):
             used = [0, *chosen]
-            part = np.linalg.lstsq(rows[:, used], wanted, rcond=None)[0]
+            part = np.linalg.lstsq(entries[:, used], wanted, rcond=None)[0]
             if part[0] <= 0 or np.any(part < 0):
                 continue
             found = np.zeros(columns.shape[1])
             found[used] = part
-            error = float(np.sum((rows @ found - wanted) ** 2))
+            error = float(np.sum((entries @ found - wanted) ** 2))
             if best is None or error < best[0]:
                 best = error, found
     assert best is not None, "one positive column fits positive figures"
-    return [float(one) for one in best[1]], _typical(rows @ best[1] - wanted)
+    return [float(value) for value in best[1]], _typical(entries @ best[1] - wanted)
 
 
 def _typical(errors: NDArray[np.float64]) -> float:

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
 
 HOST_SHARE, SHARERS = 0.4, 8
-"""Share of its host link that a device gets while all of its node copy (measured on 8×H200: 20 of 50 GB/s, host memory is the limit), and
-how many devices share the host then. Fewer get more, up to the whole link: a guess."""
+"""Share of the host link per device while all devices of the node copy, and the number of devices then.
+
+Measured on 8×H200: 20 of 50 GB/s, limited by host memory. Fewer devices get more, up to the whole link: a guess.
+"""
 
 BOTH_WAYS, BOTH_WAYS_ALONE = 0.26, 0.87
-"""The same in each direction while copies run in both (measured on 8×H200: 13 of 50 GB/s each way when all copy), and the most that a
-lone device gets (43.5 of 50 GB/s)."""
+"""The same in each direction while copies run in both, and the maximum of a single device.
+
+Measured on 8×H200: 13 of 50 GB/s each way when all copy; 43.5 of 50 GB/s alone.
+"""
 
 
 def host_share(devices: Array) -> Array:
@@ -59,15 +63,17 @@ def copied_bytes(shape: Shape, layout: Layouts) -> Array:
 
 
 def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
-    """Bytes of host memory that one device takes: activations of the micro-batches that its schedule holds, and the state of its `owned`
-    parameters."""
+    """Bytes of host memory per device: offloaded activations in flight, and the state of its `owned` parameters."""
     activations = shape.layers / layout.pipeline * layout.in_flight * copied_bytes(shape, layout)
     return layout.offload_activations * activations + layout.offload * owned * layout.state_bytes
 
 
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
-    """Seconds of copies of one micro-batch that compute (`forward`, `backward`, over all layers) does not hide, were every layer moved and
-    each hidden as where `offload_activations` of them are."""
+    """Exposed seconds of the copies of one micro-batch if every layer were offloaded.
+
+    `forward` and `backward` are the compute seconds over all layers; each layer is hidden as if `offload_activations` of
+    them were offloaded.
+    """
     each = shape.layers * copied_bytes(shape, layout) / host_rate(machine)
     moved = np.asarray(layout.offload_activations)
     late = exposed_copy_seconds(moved * each, forward, backward)
@@ -80,6 +86,9 @@ def exposed_copy_seconds(copied: Array, forward: Array, backward: Array) -> tupl
 
 
 def host_optimizer(machine: Machine, owned: Array, state_bytes: Array, sweep: Array) -> Array:
-    """Seconds of an optimizer whose state of `owned` parameters is in host memory: `state_bytes` of each come to the device and go back,
-    both ways at once, and are stepped there, which takes `sweep` by itself, chunk by chunk beside other chunks' copies."""
+    """Seconds of an optimizer with the state of `owned` parameters in host memory.
+
+    `state_bytes` of each are copied to the device and back, in both directions at once, and updated there, which takes
+    `sweep` by itself, chunk by chunk during other chunks' copies.
+    """
     return np.maximum(owned * state_bytes / rate_both_ways(machine), sweep)

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table, unmeasured
-from meshwright.costs.machine import ROWWISE, Machine
+from meshwright.costs.device_rates import ROWWISE, Machine
 from meshwright.costs.machine_rates import (
     FORMATS,
     GUESSED_SPREAD,
@@ -42,8 +42,10 @@ from meshwright.workload.model_shape import Shape, shape_of
 STACK = OWN
 """Whose constants price a plan."""
 LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
-"""What one emulated node sends when the cluster does not say, in all and by each rank: NCCL's all-reduces over loopback between nodes of
-one and of two H200s (benchmarks/fit_own.py)."""
+"""Bandwidth of an emulated node if the cluster gives none, in total and per rank.
+
+NCCL's all-reduces over loopback between nodes of one and of two H200s (benchmarks/fit_own.py).
+"""
 MEASURED_AXES = ("pipeline", "replicate", "shard")
 """Axes of this program's own runs, all of them on one host, which may play several nodes."""
 
@@ -94,10 +96,10 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 
 
 def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing | None:
-    """The cost model's inputs for `plan`; None where it says nothing (a chip that is neither known nor measured, an unknown format).
+    """The cost model's inputs for `plan`; None for an unknown chip or format.
 
-    On unlike nodes those of the slowest pipeline rank: `simulator.slow_nodes` has each rank's own.
-    Raises BadInput for a cluster whose groups contradict it.
+    On unlike nodes those of the slowest pipeline rank: `simulator.slow_nodes` has each rank's own. Raises BadInput for a
+    cluster whose groups contradict it.
     """
     compute, cluster = plan.precision.compute, as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
@@ -126,8 +128,8 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 
 
 @lru_cache(maxsize=64)  # as long as the list of its nodes to make
-def _cached_machine(cluster: ClusterSpec, kind: str) -> Machine:
-    return machine_of(cluster, kind)
+def _cached_machine(cluster: ClusterSpec, product_format: str) -> Machine:
+    return machine_of(cluster, product_format)
 
 
 def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
@@ -135,7 +137,9 @@ def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
     own = plan.precision.linear
     if all(layer.linear is None for layer in plan.layers):
         return [own]
-    return [linear for linear, _ in Counter(one.linear or own for one in plan.strategies(model.layers)).most_common()]
+    return [
+        linear for linear, _ in Counter(layer.linear or own for layer in plan.strategies(model.layers)).most_common()
+    ]
 
 
 def products(precision: Precision, cluster: ClusterSpec) -> str:
@@ -160,7 +164,7 @@ def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
 
 
 def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float]:
-    """The ends of the 80% band round a predicted step time, in seconds: narrow only where this program's own runs were like `plan`'s."""
+    """The 80% band of a predicted step time, in seconds; narrow only if this program measured runs similar to `plan`."""
     (low, high), _ = doubt(cluster, plan)
     return seconds * float(np.exp(low)), seconds * float(np.exp(high))
 
@@ -211,7 +215,7 @@ def number(value: object) -> float:
 
 
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
-    """The step's cost, mean over layers where their strategies differ: layers are alike, so each takes its part of either step."""
+    """The cost of a step; if layer strategies differ, the mean over layers, which are alike."""
     counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
     moved = sum(count for layer, count in counts.items() if layer.activations_offloaded) / model.layers
     costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled, moved) for layer in counts]

@@ -14,7 +14,10 @@ from meshwright.spec.plan import Plan
 GROUPS = (
     "matrix products", "attention", "device memory", "optimizer", "links inside a node", "network", "overlap", "host link", "software",
 )  # fmt: skip
-"""What a prediction rests on. `software` is what no profile measures: element-wise passes, host time, what a step always costs."""
+"""Sources of a prediction.
+
+`software` is what no profile measures: element-wise passes, host time, fixed cost of a step.
+"""
 OF_STACK = ("optimizer", "overlap", "software")
 """Of these no datasheet says anything."""
 STATED = {"links inside a node": "link_gb_per_s", "network": "port_gb_per_s"}
@@ -23,10 +26,10 @@ MEASURE = "guess; `meshwright profile --out FILE` measures it"
 
 
 def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None = None) -> dict[str, str]:
-    """For each group of numbers that `cluster` needs: measured (how well the formula fits, file, date), fitted on how many runs of
-    which stack, datasheet, or guess; and what the band round the step time of `plan` rests on.
+    """The source of each group of numbers for `cluster`: measured, fitted, datasheet or guess; and of the band of `plan`.
 
-    Raises BadInput when the profile cannot be read or the cluster is no machine (`costs.machine_rates.machine_of`).
+    Measured: fit of the formula, file, date. Fitted: number of runs and stack. Raises BadInput when the profile cannot be
+    read or the cluster is no machine (`costs.machine_rates.machine_of`).
     """
     nodes = as_nodes(cluster)
     absent = {"network"} if nodes.nodes == 1 else {"links inside a node"} if nodes.gpus_per_node == 1 else set()

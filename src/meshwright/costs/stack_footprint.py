@@ -1,4 +1,4 @@
-"""Bytes of the fullest rank by category in closed form, of other software stacks: one set of constants a stack says what it keeps.
+"""Memory of the fullest rank by category in closed form, for other software stacks, one set of constants each.
 
 `workload.layout_bytes` counts the tensors of this program. Formulas and sources: docs/design/cost-model.md, "Memory".
 """

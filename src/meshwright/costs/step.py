@@ -25,30 +25,39 @@ from meshwright.costs.collective_costs import (
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copies
-from meshwright.costs.machine import Machine
+from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import exposed_copies, host_optimizer
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
+from meshwright.workload.layer_messages import context_messages, expert_message, tensor_messages, weight_collectives
 from meshwright.workload.layouts import Layouts
-from meshwright.workload.messages import context_messages, expert_message, tensor_messages, weight_collectives
 from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import step_shape
 
 WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
-"""Share of an interleaved pipeline's last round under which gradients travel. The schedule allows 1, a wire that is busy with
-activations less; set by hand (docs/design/cost-model.md, "Blind spots")."""
+"""Share of an interleaved pipeline's last round that hides gradient reductions.
+
+The schedule allows 1, a wire that is busy with activations less; set by hand (docs/design/cost-model.md, "Blind
+spots").
+"""
 EDGES = 1.5
 """Units of a stage whose collectives do not hold up the next one: two of gathers, one of reductions."""
 WEIGHT_HALF = 0.7
-"""Of a forward, what the weight half of a split backward takes: its products, without attention. Gradients travel under that alone."""
+"""Time of the weight half of a split backward, relative to a forward: its products, without attention.
+
+Gradient reductions overlap with that only.
+"""
 RINGS = 10.0
-"""Collectives of a layer, forward and backward, when tensor parallelism splits the sequence: six gathers and four scatters."""
+"""Collectives of a layer, forward and backward, with sequence-split tensor parallelism: six gathers, four scatters."""
 RING_SHOWN = 0.5
 """Of a ring's messages, what attention does not hide: a guess, the same for all stacks."""
 COUNTS_US = 50.0
-"""What a layer waits for the number of rows that come to its experts, beside the all-to-all that brings it: a copy to the host, its
-wake-up, and the first launches after it. A guess (launches of an H200's host take 5 to 10 µs each)."""
+"""Host synchronisation of a layer for the row counts of its experts, beside their all-to-all.
+
+A copy to the host, its wake-up, and the first launches after it. A guess (launches of an H200's host take 5 to 10 µs
+each).
+"""
 CRAMPED = 0.92
 """Share of memory at which an allocator starts to give back and ask again."""
 
@@ -68,8 +77,10 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds of one micro-batch, over all layers, in which compute stands still inside of them: for tensor, context and expert ranks, and
-    for the host's launches."""
+    """Seconds of one micro-batch, over all layers, in which compute waits inside them.
+
+    For tensor, context and expert ranks, and for the host's launches.
+    """
 
     tensor: Array
     context: Array
@@ -192,8 +203,10 @@ def _stalls(machine: Machine, layout: Layouts, k: Constants, filled: Array) -> A
 
 
 def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """A gather and a scattered sum take as long as an all-reduce; the gather for weight gradients is not in the fit. Tokens of several
-    sequences are put in order behind kernels."""
+    """Seconds of tensor-parallel exchanges: a gather and a reduce-scatter take as long as an all-reduce.
+
+    The gather for weight gradients is not in the fit. Tokens of several sequences are reordered after kernels.
+    """
     tokens = step_shape(shape, layout).tokens
     _, sums = tensor_messages(shape, layout, step_shape(shape, layout))
     where = group(machine, k, layout.tensor, layout.tensor_step, crowding(machine, layout, k))
@@ -228,8 +241,11 @@ def _as_repeated(layout: Layouts, k: Constants) -> Layouts:
 
 
 def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, compute: Array) -> Array:
-    """Dispatch and combine, forward and backward; in this program's engine each forward asks first how many rows come, for which the host
-    waits. Where another micro-batch computes beside the exchange, `compute` hides it."""
+    """Seconds of dispatch and combine, forward and backward.
+
+    In this program's engine each forward first exchanges the row counts, for which the host waits. If another micro-batch
+    computes during the exchange, `compute` hides it.
+    """
     if not np.any(shape.moe_layers):
         return np.zeros_like(compute)
     message = expert_message(shape, _as_repeated(layout, k), step_shape(shape, layout))
@@ -243,14 +259,16 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
 
 
 def _expert_launches(shape: Shape, layout: Layouts, k: Constants) -> Array:
-    """What the device waits while the host launches the products of local experts: it has run dry when their sizes came to the host."""
+    """Device idle time while the host launches the products of local experts after it has received their sizes."""
     local = shape.experts / np.maximum(layout.expert, 1.0)
     return shape.moe_layers * local * k.moe_us * 1e-6 * layout.host_sizes
 
 
 def _distinct_domains(domains: Array, top_k: Array, layout: Layouts) -> Array:
-    """Of the copies of a token that leave its domain, the share that is left when each other domain gets one: of `top_k` experts drawn at
-    random, the expected number of domains that have any, no more than the router allows."""
+    """Share of a token's copies that leave the domain if each other domain gets one copy.
+
+    Of `top_k` experts drawn at random, the expected number of domains that have any, at most what the router allows.
+    """
     domains = np.maximum(domains, 1.0)
     outside = 1 - 1 / domains
     distinct = (domains - 1) * (1 - outside**top_k)
@@ -320,7 +338,7 @@ def _shown(traffic: Array, room: Array, tax: Array) -> Array:
 
 
 def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, backward: Array) -> Array:
-    """Gradients summed over replicas once a step and, where the optimizer is sharded, weights gathered again: what is not hidden."""
+    """Exposed seconds, once a step, of gradient sums over replicas and, if the optimizer is sharded, weight gathers."""
     width = layout.tensor
     ranks = layout.data * layout.context
     where = group(machine, k, ranks, layout.data_step, crowding(machine, layout, k))
@@ -354,7 +372,7 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
 
 
 def _yielded(where: Group, layout: Layouts, k: Constants, seconds: Array, backward: Array) -> Array:
-    """What a reduction across nodes takes longer beside backward compute: of one micro-batch (`backward`), or in layered order of all."""
+    """Additional seconds of a reduction across nodes during backward: of one micro-batch, or in layered order of all."""
     return np.where(where.domains > 1, k.net_yield, 0.0) * np.minimum(seconds, backward * _beside(layout))
 
 
@@ -364,7 +382,10 @@ def _beside(layout: Layouts) -> Array:
 
 
 def _tied_sum(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """A weight that the first and the last stage share is summed over both, with nothing beside it (other stacks' fit has it elsewhere)."""
+    """Seconds of the sum of a tied weight over first and last stage, without overlap.
+
+    The fit of other stacks includes it elsewhere.
+    """
     ends = group(machine, k, 2.0, layout.pipeline_step * np.maximum(1.0, layout.pipeline - 1))
     elements = shape.table_params / layout.tensor / np.where(layout.zero >= 3, layout.shards, 1.0)
     apart = (layout.pipeline > 1) & (layout.vee == 0)

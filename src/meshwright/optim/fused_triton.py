@@ -2,10 +2,6 @@
 
 One launch updates tensors of any number and size: a table on the device holds their addresses, and persistent programs
 process their blocks, so that many small tensors cost no launches and leave no multiprocessor idle.
-
-One launch steps tensors of any number and size: a table on the device tells their addresses, and the blocks of all of
-them are dealt out to programs that stay, so that a run of small tensors costs no launches and leaves no multiprocessor
-idle.
 """
 
 from __future__ import annotations
@@ -40,31 +36,31 @@ def fused_update(
     programs = min(sum(blocks), PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
     if not programs:
         return
-    rows, aligned, before = [], True, 0
+    entries, aligned, before = [], True, 0
     for count, *tensors in zip(blocks, weights, gradients, first, second, strict=True):
-        assert all(one.is_contiguous() for one in tensors)
-        places = [one.data_ptr() for one in tensors]
-        aligned = aligned and not any(place % VECTOR for place in places)
-        rows.append([*places, tensors[0].numel(), -before % programs])
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        aligned = aligned and not any(address % VECTOR for address in addresses)
+        entries.append([*addresses, tensors[0].numel(), -before % programs])
         before += count
     # From pinned memory the copy is one more entry of the stream's queue; torch keeps the source until it is through.
-    table = torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
+    table = torch.tensor(entries, pin_memory=True).to(device, non_blocking=True)
     _adamw[(programs,)](
-        table, rates, factor, skip, len(rows), *betas, *(1 - beta for beta in betas), epsilon, kept, programs,
+        table, rates, factor, skip, len(entries), *betas, *(1 - beta for beta in betas), epsilon, kept, programs,
         FORMATS[gradients[0].dtype], aligned, BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _adamw(
-    table, rates, factor, skip, rows, beta1, beta2, rest1, rest2, epsilon, kept, programs,
+    table, rates, factor, skip, entries, beta1, beta2, rest1, rest2, epsilon, kept, programs,
     narrow: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
 ) -> None:  # fmt: skip
     scale = tl.load(factor)
-    todo = tl.where(tl.load(skip) == 0, rows, 0)
+    todo = tl.where(tl.load(skip) == 0, entries, 0)
     lanes = tl.arange(0, block)
-    for row in range(todo):
-        entry = table + row * 6
+    for number in range(todo):
+        entry = table + number * 6
         weights, gradients, first, second = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
         if aligned:
             weights, gradients = tl.multiple_of(weights, 16), tl.multiple_of(gradients, 16)
@@ -73,7 +69,7 @@ def _adamw(
         gradients = gradients.to(tl.pointer_type(narrow))
         first, second = first.to(tl.pointer_type(tl.float32)), second.to(tl.pointer_type(tl.float32))
         size = tl.load(entry + 4)
-        rate, root = tl.load(rates + row), tl.load(rates + rows + row)
+        rate, root = tl.load(rates + number), tl.load(rates + entries + number)
         start = (tl.program_id(0) + tl.load(entry + 5)) % programs * block
         for begin in range(start, size, programs * block):
             index = begin + lanes

@@ -25,7 +25,7 @@ from meshwright.parallel.channels import Channels, Transfer
 from meshwright.parallel.fp8_weights import WeightScales
 from meshwright.parallel.fsdp import CommunicationStreams, Span
 from meshwright.parallel.gradient_sums import GradientSums
-from meshwright.parallel.offload import HostMemory, Moves, addresses, handed_in
+from meshwright.parallel.offload import ActivationOffload, HostMemory, leaf_without_memory, storage_addresses
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.parallel.stages import RankModel, Unit
 from meshwright.parallel.timetable import Visit
@@ -123,7 +123,7 @@ class _Step:
         visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
         self.visits_at = {index: visits_here for index, visits_here in visits.items() if visits_here}
         units = {visit: self.unit_of(visit) for visits_here in self.visits_at.values() for visit in visits_here}
-        self.moves = Moves(
+        self.offload = ActivationOffload(
             executor.host,
             tuple(self.visits_at.values()),
             {visit: unit.kept_elements for visit, unit in units.items()},
@@ -143,7 +143,7 @@ class _Step:
         reduced_next = self.reduced_next()
         for index, action in enumerate(self.rank_actions):
             if index in self.visits_at:
-                self.moves.begin()
+                self.offload.begin_compute()
             for part in action.parts:
                 self.run_action(part, skip_accumulate=index in reduced_next)
         self.recorder.gap()
@@ -217,12 +217,16 @@ class _Step:
         unit.sharded.wait_for_gather()
         trains = action.op == "forward"
         x = None if stage == unit_index == 0 else self.input(stage, number, unit_index, trains)
-        parked = self.moves.park(visit, self.memory_of_others(unit, shared)) if unit.offloads and trains else None
-        leaf, x = handed_in(x.detach()) if parked and x is not None else (x, x)
+        saved = (
+            self.offload.saved_activations(visit, self.memory_of_others(unit, shared))
+            if unit.offloads and trains
+            else None
+        )
+        leaf, x = leaf_without_memory(x.detach()) if saved and x is not None else (x, x)
         with (
             self.recorder.span(action.label, "compute"),
             torch.set_grad_enabled(trains),
-            parked.catching() if parked else nullcontext(),
+            saved.collecting() if saved else nullcontext(),
         ):
             y = unit.run(x, batch, shared)
             if self.is_loss(stage, unit_index):
@@ -235,7 +239,7 @@ class _Step:
             y, balance = self.output_and_balance(y, unit, trains)
         if trains:
             self.kept[visit] = leaf, get_gradient_edge(y), balance
-            self.moves.forward_ended(visit)
+            self.offload.end_forward(visit)
         if unit_index + 1 < len(self.rank_model.stages[stage]):
             self.inputs[stage, number] = y.detach()
         elif self.rank_of[stage + 1] == self.rank_model.pipeline_rank:
@@ -245,7 +249,7 @@ class _Step:
 
     def memory_of_others(self, unit: Unit, shared: SharedInputs) -> frozenset[int]:
         """Addresses that a unit's forward reads but does not own: its weights, and what all blocks share. They are not offloaded."""
-        return addresses([*unit.sharded.gathered_tensors, *(shared.rope or ())])
+        return storage_addresses([*unit.sharded.gathered_tensors, *(shared.rope or ())])
 
     def output_and_balance(self, y: Tensor | Routed, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
         """A unit's output, and the balance loss to differentiate with it."""
@@ -298,7 +302,7 @@ class _Step:
         x, y, balance = self.kept.pop(visit)
         y_gradient = self.output_gradient(stage, number, unit_index)
         with (
-            self.moves.backward(visit),
+            self.offload.backward(visit),
             self.recorder.span(action.label, "compute"),
             nullcontext() if queue is None else sharded.gradient_sink.deferring(queue),
         ):

@@ -1,13 +1,13 @@
 """Offload of activations: saved tensors are copied to host memory after a block's forward and back before its backward.
 
-A visit is one micro-batch in one unit. Its saved tensors are caught by autograd's own hooks and go to the host by whole storages, as bytes,
-so that views of one tensor stay views of one, and every bit comes back. Copies run on two streams beside compute, one in each direction.
-Where compute waits for them is worked out beforehand (`parallel.timetable`).
+A visit is one micro-batch in one unit. Autograd's hooks collect its saved tensors, and whole storages are copied as bytes, so that views of
+one storage stay views of one storage and every bit is preserved. Copies run on two streams beside compute, one for each direction.
+`parallel.timetable` computes beforehand where compute waits for them.
 
-Streams wait for events; the host waits for nothing. Memory that another stream copies from or to is held until compute has waited for the
-copy, so that the allocator cannot hand it out in between.
+Streams wait for events; the host waits for nothing. Memory that another stream reads or writes is referenced until compute has waited for
+the copy, so that the allocator cannot reuse it meanwhile.
 
-Weights, gathered or in fp8, and what all blocks share (rotary tables, masks) stay where they are. Method: Rhu et al. 2016 (vDNN).
+Gathered weights, fp8 weights and tensors that all blocks share (rotary tables, masks) stay on the device. Method: Rhu et al. 2016 (vDNN).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class HostMemory:
         self.least_bytes = (LEAST_BYTES if cuda else 1) if least_bytes is None else least_bytes
         self.out, self.back = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
         self.host_bytes = 0
-        """Bytes of all buffers: the most that waited at once, size by size."""
+        """Bytes of all buffers: for each size, the most that were in use at once."""
         self.most_device_bytes = 0
-        """The most that what goes to the host had on the device when a forward or backward began."""
+        """Peak bytes on the device of tensors to offload, read when a forward or backward starts."""
         self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
 
     def take(self, size: int) -> Tensor:
-        """A buffer of `size` bytes that the stream `out` may write to. Raises OutOfResources as `pinned` does."""
+        """Return a buffer of `size` bytes that the stream `out` may write to. Raises OutOfResources as `pinned` does."""
         if not self._free[size]:
             self.host_bytes += size
             return pinned(self, size, "activations") if self.out is not None else torch.empty(size, dtype=torch.uint8)
@@ -53,24 +53,24 @@ class HostMemory:
         return buffer
 
     def give(self, buffer: Tensor, read: Any) -> None:
-        """Take a buffer back that is read until the event `read` (None: no longer)."""
+        """Take a buffer back. It is read until the event `read` (None: until now)."""
         self._free[buffer.numel()].append((buffer, read))
 
 
 @dataclass
 class _Storage:
-    """One storage of a visit, as bytes: on the device, on the host, or both while it travels."""
+    """One storage of a visit, as bytes: on the device, in host memory, or in both during a copy."""
 
     size: int
     device: Tensor | None
     host: Tensor | None = None
     unread: int = 0
-    """Saved tensors in it that the backward has yet to ask for; with the last one the device's memory goes, as without hooks."""
+    """Saved tensors in it that the backward has not read yet; after the last one the device memory is freed, as without hooks."""
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """A tensor in a storage that may be away."""
+class _SavedTensor:
+    """A tensor in a storage that may be offloaded."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -79,62 +79,62 @@ class _Saved:
     offset: int | torch.SymInt
 
 
-class Parked:
-    """What one visit keeps for its backward. `others` are addresses of storages that are not its own."""
+class SavedActivations:
+    """Tensors that one visit saves for its backward. `others` are addresses of storages that it reads but does not own."""
 
     def __init__(self, memory: HostMemory, others: Collection[int]) -> None:
         self._memory, self._others = memory, others
         self._storages: dict[int, _Storage] = {}
-        self._left: Any = None
-        self._came: Any = None
+        self._offloaded: Any = None
+        self._fetched: Any = None
 
-    def catching(self) -> AbstractContextManager[Any]:
-        """Autograd's saved tensors inside come here."""
+    def collecting(self) -> AbstractContextManager[Any]:
+        """Collect the tensors that autograd saves inside this context."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     @property
     def device_bytes(self) -> int:
-        """What is on the device now."""
+        """Bytes on the device now."""
         return sum(storage.size for storage in self._storages.values() if storage.device is not None)
 
-    def send(self, around: AbstractContextManager[None] | None = None) -> None:
-        """Begin to copy everything out, behind what compute was given until now."""
-        with _beside(self._memory.out), around or nullcontext():
+    def start_offload(self, span: AbstractContextManager[None] | None = None) -> None:
+        """Start to copy every storage to host memory, after what the compute stream has been given so far."""
+        with _on_copy_stream(self._memory.out), span or nullcontext():
             for storage in self._storages.values():
                 assert storage.device is not None
                 storage.host = self._memory.take(storage.size)
                 storage.host.copy_(storage.device, non_blocking=True)
-            self._left = _stamp(self._memory.out)
+            self._offloaded = _record_event(self._memory.out)
 
-    def settle(self) -> None:
-        """Let compute wait until everything is out, and let go of the device's memory."""
-        _wait(self._left)
+    def free_device_memory(self) -> None:
+        """Make the compute stream wait for the copies to host memory, and free the device memory."""
+        _wait_for_event(self._offloaded)
         for storage in self._storages.values():
             storage.device = None
 
-    def fetch(self, around: AbstractContextManager[None] | None = None) -> None:
-        """Begin to copy everything back, beside what compute is given from now on."""
+    def start_fetch(self, span: AbstractContextManager[None] | None = None) -> None:
+        """Start to copy every storage back, beside what the compute stream is given from now on."""
         for storage in self._storages.values():
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=self._memory.device)
-        # Behind compute so far: the new memory may be that of tensors which it has yet to read.
-        with _beside(self._memory.back), around or nullcontext():
+        # After compute so far: the new memory may be that of tensors which compute has yet to read.
+        with _on_copy_stream(self._memory.back), span or nullcontext():
             for storage in self._storages.values():
                 assert storage.device is not None and storage.host is not None
                 storage.device.copy_(storage.host, non_blocking=True)
-            self._came = _stamp(self._memory.back)
+            self._fetched = _record_event(self._memory.back)
 
-    def arrive(self) -> None:
-        """Let compute wait until everything is here."""
-        _wait(self._came)
+    def wait_for_fetch(self) -> None:
+        """Make the compute stream wait for the copies back."""
+        _wait_for_event(self._fetched)
 
-    def close(self) -> None:
-        """The backward has been given to the device: the buffers may be used again."""
+    def release_buffers(self) -> None:
+        """Return the host buffers, once the backward has been launched."""
         for storage in self._storages.values():
             if storage.host is not None:
-                self._memory.give(storage.host, self._came)
+                self._memory.give(storage.host, self._fetched)
         self._storages.clear()
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
         whole = tensor.untyped_storage()
         address, size = whole.data_ptr(), whole.nbytes()
         own = (
@@ -149,9 +149,9 @@ class Parked:
             as_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole, 0, (size,), (1,))
             storage = self._storages[address] = _Storage(size, as_bytes)
         storage.unread += 1
-        return _Saved(storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _SavedTensor(storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def _unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         storage = saved.storage
@@ -166,38 +166,38 @@ class Parked:
         return tensor
 
 
-def _beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """What is given to the device inside runs on `stream`, behind what compute was given until now; on a CPU it runs here."""
+def _on_copy_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Run work on `stream`, after what the compute stream has been given so far; on a CPU in order."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     return torch.cuda.stream(stream)
 
 
-def _stamp(stream: torch.cuda.Stream | None) -> Any:
+def _record_event(stream: torch.cuda.Stream | None) -> Any:
     return None if stream is None else stream.record_event()
 
 
-def _wait(event: Any) -> None:
+def _wait_for_event(event: Any) -> None:
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
-def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Where the memory of `tensors` begins."""
+def storage_addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """The addresses of the storages of `tensors`."""
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
-def handed_in(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A leaf that has x's shape and no memory, and x to compute with, whose gradient becomes the leaf's.
+def leaf_without_memory(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A leaf with the shape of x and no memory, and x to compute with, whose gradient becomes the leaf's.
 
-    A leaf is held by its graph; x as one would stay on the device.
+    A graph references its leaves, so x as a leaf would stay on the device.
     """
     leaf = x.new_empty(()).expand(x.shape).requires_grad_()
-    return leaf, _HandedIn.apply(leaf, x)
+    return leaf, _LeafWithoutMemory.apply(leaf, x)
 
 
-class _HandedIn(torch.autograd.Function):
+class _LeafWithoutMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
         del ctx, leaf
@@ -210,8 +210,8 @@ class _HandedIn(torch.autograd.Function):
         return gradient, None
 
 
-class Moves:
-    """The visits of one step that go to host memory, and when their copies begin and end.
+class ActivationOffload:
+    """Offloads the activations of one step's visits at the times of the timetable.
 
     `computes`, `keeps` and `moved` as in `timetable`. `concurrent_span` makes the span of a copy from its name and its lane, or None.
     """
@@ -224,47 +224,47 @@ class Moves:
         moved: Collection[Visit],
         concurrent_span: Callable[[str, str], AbstractContextManager[None] | None],
     ) -> None:
-        self._memory, self._aside = memory, concurrent_span
+        self._memory, self._span_of = memory, concurrent_span
         self._times = timetable(tuple(computes), tuple(keeps.items()), frozenset(moved))
-        self._position = -1
-        self._parked: dict[Visit, Parked] = {}
+        self._index = -1
+        self._saved: dict[Visit, SavedActivations] = {}
 
-    def begin(self) -> None:
-        """The next forward or backward begins: what must have left by now is let go, and what there is room for sets out back."""
-        self._position += 1
-        for visit in self._times.left.get(self._position, ()):
-            self._parked[visit].settle()
-        for visit in self._times.back.get(self._position, ()):
-            self._parked[visit].fetch(self._span("fetch", visit))
+    def begin_compute(self) -> None:
+        """Before a forward or backward: free the device memory that is due, and start the copies back that have room."""
+        self._index += 1
+        for visit in self._times.left.get(self._index, ()):
+            self._saved[visit].free_device_memory()
+        for visit in self._times.back.get(self._index, ()):
+            self._saved[visit].start_fetch(self._span("fetch", visit))
         if self._memory is not None:
-            here = sum(parked.device_bytes for parked in self._parked.values())
+            here = sum(saved.device_bytes for saved in self._saved.values())
             self._memory.most_device_bytes = max(self._memory.most_device_bytes, here)
 
-    def park(self, visit: Visit, others: Collection[int]) -> Parked | None:
-        """Where the visit's forward leaves what it keeps; None when that stays. `others` as in `Parked`."""
+    def saved_activations(self, visit: Visit, others: Collection[int]) -> SavedActivations | None:
+        """Collector of what the visit's forward saves; None when it stays on the device. `others` as in `SavedActivations`."""
         if visit not in self._times.moved:
             return None
         assert self._memory is not None, "a plan that offloads has memory to offload to"
-        parked = self._parked[visit] = Parked(self._memory, others)
-        return parked
+        saved = self._saved[visit] = SavedActivations(self._memory, others)
+        return saved
 
-    def forward_ended(self, visit: Visit) -> None:
-        """What the visit's forward has left goes out."""
-        if visit in self._parked:
-            self._parked[visit].send(self._span("offload", visit))
+    def end_forward(self, visit: Visit) -> None:
+        """Start to offload what the visit's forward saved."""
+        if visit in self._saved:
+            self._saved[visit].start_offload(self._span("offload", visit))
 
     @contextmanager
     def backward(self, visit: Visit) -> Iterator[None]:
-        """Around the visit's backward: it begins when everything is back."""
-        parked = self._parked.get(visit)
-        if parked is None:
+        """Context of the visit's backward, which waits for the copies back."""
+        saved = self._saved.get(visit)
+        if saved is None:
             yield
             return
-        parked.arrive()
+        saved.wait_for_fetch()
         yield
-        parked.close()
-        del self._parked[visit]
+        saved.release_buffers()
+        del self._saved[visit]
 
     def _span(self, name: str, visit: Visit) -> AbstractContextManager[None] | None:
         stage, micro_batch, unit = visit
-        return self._aside(f"{name} {stage}.{micro_batch}/{unit}", name)
+        return self._span_of(f"{name} {stage}.{micro_batch}/{unit}", name)

@@ -28,23 +28,28 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import shard_size
 
 HEADROOM = 0.91
-"""Share of a device's memory that a plan may fill. An allocator at its limit frees and requests blocks in every step: on H200s a run that
-needed 0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21)."""
+"""Share of a device's memory that a plan may fill.
+
+The remainder is for fragmentation, as an allocator at its limit frees and allocates again. On H200s a run that needed
+0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21).
+"""
 
 HOST_HEADROOM = 0.8
 """Share of a host's memory that a plan may fill; the ranks' processes need the other part."""
 HOST_GIB_PER_DEVICE = 256.0
 """Host memory per device where the cluster does not state it: a guess (DGX A100 to B200 have 1 to 4 TB for 8 devices)."""
 COPY_GENERATIONS = ("hopper",)
-"""Device generations on which copy engines were measured, for weights and for tokens; a search uses copy engines on no other."""
+"""Device generations with measured copy engines, for weights and for tokens; a search uses them on no other."""
 COPY_TENSOR_RANKS = 2
 """Most tensor ranks between which copy engines exchange tokens faster than kernels; between four they took a fifth longer."""
 
 
 OFFLOAD_PENALTY, OFFLOAD_PENALTY_UNMEASURED, MEASURED_DEVICES = 1.01, 1.03, 2
-"""Factors on the predicted seconds of a plan that offloads activations, and devices of one host up to which such plans were measured. Of
-two plans that cannot be told apart, the one without offload has no host memory to pin in its first step. On more devices or hosts the
-prediction is less certain, as the network may share the devices' host links."""
+"""Factors on the predicted seconds of a plan with offloaded activations, and the devices per host measured.
+
+Of two plans that cannot be told apart, the one without offload has no host memory to pin in its first step. On more
+devices or hosts the prediction is less certain, as the network may share the devices' host links.
+"""
 
 
 @dataclass(frozen=True)

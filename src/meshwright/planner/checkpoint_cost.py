@@ -1,4 +1,4 @@
-"""What the checkpoints of a plan cost: host memory, the stall of training, the interval between two, and the storage's bandwidth."""
+"""Cost of a plan's checkpoints: host memory, stall of training, interval, and storage bandwidth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
-from meshwright.costs.plan_costs import as_nodes, number
+from meshwright.costs.plan_costs import as_nodes, number, products
 from meshwright.planner.candidate import host_budget
 from meshwright.policies.checkpoint_times import auto_interval
 from meshwright.simulator.step_simulation import host_bytes
@@ -25,7 +25,10 @@ HOST_COPY_RATE = 10e9
 WRITE_RATE = 2e9
 """Bytes a second that the writer of one rank brings to storage: a guess."""
 SLOWDOWN = 0.01
-"""Part by which steps are longer while a save is copied and written: a guess; `benchmarks/checkpoint_stall.py` measures it."""
+"""Slow-down of steps while a save is copied and written; a guess.
+
+`benchmarks/checkpoint_stall.py` measures it.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,17 @@ class CheckpointCost:
     """What all ranks write on average."""
 
 
-def checkpoint_cost(run: RunSpec, plan: Plan) -> CheckpointCost | None:
-    """The cost of the run's checkpoints, or None for a run that writes none but the last."""
+def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None) -> CheckpointCost | None:
+    """The cost of the run's checkpoints, or None for a run that writes none but the last.
+
+    A step takes `step_seconds`, or what the plan predicts where that is None.
+    """
     spec, cluster = run.checkpoint, as_nodes(run.cluster)
     if not spec.every:
         return None
     whole = parameter_count(run.model) * STATE_BYTES
     rank_bytes = whole / plan.ranks
-    step = plan.predicted.step_seconds if plan.predicted is not None else None
+    step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
     interval = step * spec.every if step is not None and spec.every != "auto" else None
     reason = _reason_to_wait(run, plan, spec, rank_bytes)
     if reason:
@@ -67,7 +73,7 @@ def checkpoint_cost(run: RunSpec, plan: Plan) -> CheckpointCost | None:
     in_host = any(layer.offload != "none" for layer in plan.layers)
     copy = stall = cost = None
     if step is not None and not cluster.is_cpu:
-        machine = machine_of(cluster)
+        machine = machine_of(cluster, products(plan.precision, cluster))
         copy = rank_bytes / (HOST_COPY_RATE if in_host else number(host_rate(machine)))
         update = whole / STATE_BYTES / plan.ranks * UPDATE_BYTES / number(machine.hbm)
         stall = max(0.0, copy - (step - update))

@@ -27,18 +27,24 @@ from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engin
 from meshwright.workload.groups import shard_size
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
-"""Most plans that are simulated unit by unit, the fewest, and the sum of `_work` after which no further plan is. The others are only
-simulated by whole stages, as a large plan takes a second unit by unit."""
+"""Maximum and minimum of plans simulated by units, and the sum of `_work` after which no further one is.
+
+The others are only simulated by whole stages, as a large plan takes a second unit by unit.
+"""
 MAX_IMPROVED = 3
 """Leading simulated plans whose neighbours are simulated too; only the first where steps are large."""
 NEIGHBOUR_REACH = 1.05
 """Factor on a plan's estimated step time up to which its neighbours are simulated."""
 UNTRIED_RATIO = 0.95
-"""Assumed ratio of the time by units to the estimate by stages for a family of plans that was not simulated yet. Of 175 random plans nine
-in ten had 0.99 to 1.01; of 120 on networks that expose all traffic, 0.96 to 1.04."""
+"""Assumed ratio of the time by units to the estimate by stages for a family without a simulated plan.
+
+Of 175 random plans nine in ten had 0.99 to 1.01; of 120 on networks that expose all traffic, 0.96 to 1.04.
+"""
 ROOMY_SHARE = 0.93
-"""Share of the usable memory above which a pipeline with virtual stages counts as crowded: these lose an eighth to fragmentation (4 H200s:
-107 instead of 95 GiB). Other plans ran at full speed with all of it."""
+"""Share of the usable memory above which a pipeline with virtual stages counts as crowded.
+
+These lose an eighth to fragmentation (4 H200s: 107 of 95 GiB). Others filled all of it at full speed.
+"""
 ALIKE = 0.01
 """Relative difference of step times below which the simpler plan is taken."""
 

@@ -24,7 +24,10 @@ from meshwright.spec.plan import AxisName
 from meshwright.spec.run import RunSpec
 
 OUTER: tuple[AxisName, ...] = ("pipeline", "replicate", "shard")
-"""Axes whose order is searched, in the usual best order from the outermost: a stage boundary sends the fewest bytes, a gather the most."""
+"""Axes whose order is searched, in the usual best order from the outermost.
+
+A stage boundary sends the fewest bytes, a gather the most.
+"""
 INNER: tuple[AxisName, ...] = ("context_ring", "context_ulysses", "tensor")
 
 

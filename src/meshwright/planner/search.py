@@ -49,24 +49,39 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 POINTS_PER_FAMILY, REACH = 4, 1.15
-"""Points of each family that the sweep returns, and the factor on the fastest time up to which it does at first. The factor covers how much
-the deviation of the closed form differs between families; it grows where the estimates turn out slower."""
+"""Points per family that the sweep returns, and their initial limit relative to the fastest.
+
+It covers the difference in error of the closed form between families. The limit grows if estimates are slower.
+"""
 MIN_ESTIMATES, MAX_PER_FAMILY = 24, 8
 """Fewest plans that are estimated by whole stages, and the most of them in one family."""
 MAX_EFFORT, ACTIONS_PER_EFFORT = 240.0, 400.0
-"""Limit on the total effort of estimates, where 1 is the fixed effort of one plan, and schedule actions that cost an effort of 1."""
+"""Limit on the total effort of estimates, and schedule actions with an effort of 1.
+
+The fixed effort of one plan is 1.
+"""
 MARGINS = (1.05, 0.97, 0.9, 0.8)
-"""Factors on the usable memory for the closed form, which deviates a little from the exact account that decides. The next one is tried
-where no plan of the one before fits."""
+"""Factors on the usable memory for the closed form, which deviates slightly from the exact account.
+
+The next one is tried where no plan of the one before fits.
+"""
 TIGHTER_MARGINS = (0.97, 0.9)
-"""Factors for a point whose best strategy does not fit by the exact account; with less memory another strategy may be the best."""
+"""Factors for a point whose best strategy exceeds the exact account; another may be best with less memory."""
 UNTRIED_RATIO = 0.95
-"""Assumed ratio of the estimate to the closed form for a schedule that was not estimated yet: 1 of 1,500 plans had a lower one."""
+"""Assumed ratio of the estimate to the closed form for a schedule without an estimate.
+
+1 of 1,500 plans had a lower one.
+"""
 SIBLING_RATIO = 0.97
-"""On several nodes, factor on the ratio of a schedule's estimated plans, assumed for its other meshes and micro-batches. With 1, 2 of 500
-random questions missed a plan that was 2 to 4% faster."""
+"""On several nodes, factor on the ratio of a schedule's estimated plans for its other meshes and micro-batches.
+
+With 1, 2 of 500 random questions missed a plan that was 2 to 4% faster.
+"""
 KERNEL_VARIANT_REACH = 1.02
-"""Factor on the fastest estimate up to which a plan with copy engines is estimated with kernels too, whose windows need no memory."""
+"""Limit, relative to the fastest estimate, for estimating a copy-engine plan with kernels too.
+
+Kernels need no memory for windows.
+"""
 NO_OFFLOAD_REACH = 1.06
 """The same factor for a plan that offloads activations, up to which the plan without offload is estimated too."""
 StrategiesOf = Callable[[int], Iterator[Strategy]]

@@ -51,8 +51,10 @@ MIN_TOKENS = 512
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 """Stages per rank that are tried for the interleaved schedule, where the plan does not list stages."""
 WIDE_DOMAIN, FEW_SEQUENCES = 8, 2
-"""Tensor × Ulysses ranks that are tried beyond a smaller fast domain when each domain has fewer sequences than the second number: then
-there is little else to split."""
+"""Tensor × Ulysses ranks that are tried beyond a smaller fast domain, and the sequences per domain below which.
+
+Then there is little else to split.
+"""
 MAX_ANY_DIVISOR = 64
 """Sequences per rank up to which every divisor is tried as the micro-batch size; above, only powers of two."""
 
@@ -97,8 +99,10 @@ class Points:
 
     meshes: tuple[Mesh, ...]
     mesh_columns: Mapping[str, np.ndarray]
-    """Columns by mesh: an axis's size under its name, `data`, `context`, `expert`, strides as `… stride`; `copied` where copy engines
-    gather weights; `pace` and `port` of unlike nodes."""
+    """Columns by mesh: an axis's size under its name, `data`, `context`, `expert`; strides as `… stride`.
+
+    `copied` where copy engines gather weights; `pace` and `port` of unlike nodes.
+    """
     mesh: np.ndarray
     """Index into `meshes`."""
     micro: np.ndarray

@@ -19,8 +19,11 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 UNITS, STAGES, DEEP = (3, 4), (2, 3), 16
-"""Micro-batches per pipeline rank in the two short steps, unit by unit and by stages (by stages at most 1% off where compared; (1, 2) was
-15% off), and pipeline ranks from which only the shorter one by stages is simulated unit by unit."""
+"""Micro-batches per pipeline rank in the two short steps, by units and by stages.
+
+By stages at most 1% off where compared; (1, 2) was 15% off. From the third number of ranks on, only the first of the
+second is simulated by units.
+"""
 Parts = dict[str, float]
 """Seconds by the names of `Timeline.breakdown`; their sum is the step."""
 Play = Callable[[Plan, Timing], Timeline | Totals]

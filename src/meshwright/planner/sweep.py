@@ -44,7 +44,7 @@ from meshwright.workload.plan_bytes import formats
 from meshwright.workload.rank_layers import balanced_layers
 
 BATCH_POINTS = 512
-"""Points whose strategies are priced together. The best so far excludes points of later batches, and the arrays stay small."""
+"""Points priced together: earlier results rule out others, and arrays stay small."""
 BOUND_SAFETY = 0.97
 """Factor on a lower bound, as communication may hide behind work that a strategy adds."""
 SPLIT_BACKWARD_SCHEDULES = [number for number, name in enumerate(SCHEDULES) if entry_of(name).splits_backward]

@@ -13,12 +13,12 @@ Busy = tuple[float, float, float]
 
 
 class Durations:
-    """Compute seconds by action. A row holds its units, then their sum for actions on the whole stage."""
+    """Compute seconds by action. An entry holds the units, then their sum for actions on the whole stage."""
 
     def __init__(self, timing: Timing) -> None:
         forward, inputs, weights = (_summed(t) for t in (timing.forward, timing.backward_input, timing.backward_weight))
-        backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
-        self._rows = {
+        backward = [[i + w for i, w in zip(*halves, strict=True)] for halves in zip(inputs, weights, strict=True)]
+        self._seconds_by_op = {
             "forward": forward,
             "forward_only": forward,
             "backward": backward,
@@ -32,7 +32,7 @@ class Durations:
         if action.pair:
             shorter, longer = sorted(self.compute(part) for part in action.pair)
             return longer + self._shown * shorter
-        return self._rows[action.op][action.stage][-1 if action.unit is None else action.unit]
+        return self._seconds_by_op[action.op][action.stage][-1 if action.unit is None else action.unit]
 
 
 def stretched(start: float, work: float, busy: Iterable[Busy]) -> float:

@@ -1,4 +1,4 @@
-"""What carries a micro-batch's boundary from one pipeline rank to another: a link inside a domain, or a share of its nodes' ports."""
+"""The link between pipeline ranks for a micro-batch's boundary: inside a domain, or a share of the nodes' ports."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def links_of(
     by_stage = _ranks_by_stage(layout)
     fabrics = [alike.network.fabric if alike.network else None for alike in rank_clusters(cluster, layout)]
 
-    def link(one: int, other: int) -> Link:
-        pairs = by_stage[one], by_stage[other]
-        ends = prices[one], prices[other]
-        if fabrics[one] == fabrics[other]:
-            return _link(pairs, cluster.gpus_per_node, ends, tcp=fabrics[one] == "tcp", bridge=Link())
+    def link(source: int, target: int) -> Link:
+        pairs = by_stage[source], by_stage[target]
+        ends = prices[source], prices[target]
+        if fabrics[source] == fabrics[target]:
+            return _link(pairs, cluster.gpus_per_node, ends, tcp=fabrics[source] == "tcp", bridge=Link())
         rate = cluster.network.bridge_gb_per_s if cluster.network else None
         return _link(
             pairs, cluster.gpus_per_node, ends, tcp=True, bridge=Link(FABRIC_US["tcp"] * 1e-6, (rate or inf) * 1e9)

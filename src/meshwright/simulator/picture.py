@@ -28,7 +28,10 @@ def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
 
 
 def draw_within(timeline: Timeline, characters: int) -> str | None:
-    """The same to scale in rows of at most `characters`, a step in units drawn by stage; None where a forward is less than one wide."""
+    """`draw` to scale in lines of at most `characters`; None if a forward is narrower than one.
+
+    A step in units is drawn by stage.
+    """
     schedule = timeline.schedule
     name = len(str(schedule.ranks - 1))
     spans = _by_stage(timeline)

@@ -46,7 +46,7 @@ class _Rank:
     """How far one rank has come, and when each of its lanes is free."""
 
     number: int
-    place: int = 0
+    position: int = 0
     clock: float = 0.0
     """When the compute lane is free."""
     lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -60,7 +60,7 @@ class _Rank:
     """Gathers that compute has not waited for yet, by stage and unit."""
     reductions: list[Way] = field(default_factory=list)
     sums: dict[int, float] = field(default_factory=dict)
-    """Seconds of adding an action's gradients to those before, by its place; none where they are reduced before their unit makes more."""
+    """Seconds of accumulating an action's gradients, by its index; 0 if they are reduced before their unit computes more."""
     busy: list[Busy] = field(default_factory=list)
     """Collectives that may still slow compute down."""
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
@@ -106,7 +106,9 @@ class _Simulation:
         while self.todo:
             self._follow(self.ranks[self.todo.pop()])
         rows = self.schedule.actions
-        stuck = [f"rank {r.number} at {rows[r.number][r.place]}" for r in self.ranks if r.place < len(rows[r.number])]
+        stuck = [
+            f"rank {r.number} at {rows[r.number][r.position]}" for r in self.ranks if r.position < len(rows[r.number])
+        ]
         if stuck:
             raise BadInput(f"schedule {self.schedule.name} deadlocks: {', '.join(stuck)}")
         window = max(mine.last for mine in self.ranks) - min(mine.first for mine in self.ranks)
@@ -124,11 +126,11 @@ class _Simulation:
 
     def _follow(self, mine: _Rank) -> None:
         actions, steps = self.schedule.actions[mine.number], self.steps
-        while mine.place < len(actions):
-            action = actions[mine.place]
+        while mine.position < len(actions):
+            action = actions[mine.position]
             if not steps[action.op](mine, action):
                 return
-            mine.place += 1
+            mine.position += 1
 
     def _compute(self, mine: _Rank, action: Action) -> bool:
         ways: list[Way] = []
@@ -167,7 +169,7 @@ class _Simulation:
 
     def _copies(self, mine: _Rank, action: Action) -> float:
         """Seconds in which compute copies gathered weights out, and adds new gradients to those before."""
-        seconds, timing = mine.sums.get(mine.place, 0.0), self.timing
+        seconds, timing = mine.sums.get(mine.position, 0.0), self.timing
         if mine.gathers:
             for part in action.parts:
                 used = part.op != "backward_weight" and mine.gathers.pop((part.stage, part.unit or 0), None)
@@ -304,19 +306,21 @@ def makes_gradients(schedule: Schedule, part: Action) -> bool:
 
 
 def sums_of(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
-    """By place in a rank's row, seconds in which an action's gradients are added to those before: all that are made, but for those of an
-    action whose gradients are reduced before any of its units makes more."""
+    """By index in a rank's schedule, seconds of accumulating an action's gradients onto earlier ones.
+
+    All that are computed, except gradients that are reduced before their units compute more.
+    """
     found: dict[int, float] = {}
     alone: set[int] = set()
     since: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for place, action in enumerate(schedule.actions[rank]):
+    for position, action in enumerate(schedule.actions[rank]):
         if action.op == "reduce_grad":
-            places = since.pop((action.stage, action.unit or 0), [])
-            alone.update(places if len(places) == 1 else ())
+            positions = since.pop((action.stage, action.unit or 0), [])
+            alone.update(positions if len(positions) == 1 else ())
         elif action.op in COMPUTE:
             for part in action.parts:
                 if makes_gradients(schedule, part):
                     row = timing.accumulate[part.stage]
-                    found[place] = found.get(place, 0.0) + (sum(row) if part.unit is None else row[part.unit])
-                    since[part.stage, part.unit or 0].append(place)
-    return {place: seconds for place, seconds in found.items() if place not in alone}
+                    found[position] = found.get(position, 0.0) + (sum(row) if part.unit is None else row[part.unit])
+                    since[part.stage, part.unit or 0].append(position)
+    return {position: seconds for position, seconds in found.items() if position not in alone}

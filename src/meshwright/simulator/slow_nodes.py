@@ -27,9 +27,9 @@ def rank_prices(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Cluster
 
 
 def kind_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -> dict[NodeType, float]:
-    """By kind of node, the blocks that one of its devices computes, a sequence at a time, while one of the slowest kind computes one.
+    """By node type, the blocks that its device computes, a sequence at a time, while the slowest type computes one.
 
-    Empty where the cost model says nothing of a kind.
+    Empty if the cost model has no rates for a type.
     """
     seconds = {}
     for kind, _ in node_type_runs(cluster):

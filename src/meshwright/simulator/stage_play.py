@@ -1,8 +1,9 @@
-"""A step played by whole stages, for ranking many plans: some percent from the play of every unit, in a thirtieth of its time.
+"""Simulates a step by whole stages, to rank many plans: some percent from the simulation by units, 30 times faster.
 
-A stage action takes its units' compute, what their gathers and reductions show beside it, and the copies for them: worked out once for a
-stage, since micro-batches are alike. Only the first forward gathers what is kept for the step, and only the last backward reduces what is
-reduced once. The pipeline is then followed over flat lists that `program_of` makes of a schedule, whatever the timing.
+A stage action takes its units' compute, what their gathers and reductions show beside it, and the copies for them:
+worked out once for a stage, since micro-batches are alike. Only the first forward gathers what is kept for the step,
+and only the last backward reduces what is reduced once. The pipeline is then followed over flat lists that `program_of`
+makes of a schedule, whatever the timing.
 """
 
 from __future__ import annotations
@@ -78,13 +79,16 @@ class Totals:
 
 
 def program_of(order: ComputeOrder, micro_batches: int, units: Sequence[int] = ()) -> Program:
-    """A schedule's order of compute as flat lists; with `units` of each stage, all micro-batches that a stage has in one go run through
-    each before the next. Messages are sent and received as `schedules.transfers` says. No order of the registry deadlocks."""
+    """A schedule's order of compute as flat lists.
+
+    With `units` of each stage, all consecutive micro-batches of a stage run through a unit before the next. Messages follow
+    `schedules.transfers`. No schedule of the registry deadlocks.
+    """
     return _Compiler(order, micro_batches, units).program()
 
 
 def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool) -> Totals:
-    """The step that the program makes when units take as long as `timing` says, gathered and reduced as the strategies of `units` ask."""
+    """The simulated step of the program, with the unit times of `timing` and the gathers and reductions of `units`."""
     costs = _Costs(timing, units, program.micro_batches, layered)
     taken = [costs.of(slot) for slot in program.slots]
     sizes = timing.boundary_bytes
@@ -119,8 +123,7 @@ def play_stages(program: Program, timing: Timing, units: Units, *, layered: bool
 def _followed(
     program: Program, taken: Sequence[Taken], links: Sequence[float]
 ) -> tuple[list[float], list[float], list[float], list[float]]:
-    """When each action ends; by rank, when its first one starts, how long it only waits for messages on their way, and how long for
-    collectives over shards."""
+    """(end of each action; by rank its first start, its wait for messages in transfer, its wait for shard collectives)."""
     ranks = len(program.placement)
     ends = [0.0] * (len(program.steps) + 1)
     issues, arrivals = [0.0] * (program.messages + 1), [0.0] * (program.messages + 1)
@@ -170,7 +173,7 @@ class _Costs:
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _first_alike(self) -> list[int]:
-        """By stage, the first whose actions take as long: the same seconds of the same units, and the same end of the model if any."""
+        """By stage, the first stage with equal action times: the same seconds of the same units, and the same model end if any."""
         timing = self.timing
         tables = [
             timing.forward, timing.backward_input, timing.backward_weight, timing.unshard, timing.reduce, timing.copy_out, timing.copy_in,
@@ -189,8 +192,8 @@ class _Costs:
         run = self.many if self.layered else 1
         for end, stage in sorted(zip(ends, stages, strict=True)):
             reduce = timing.reduce[stage] if timing.reduce else [0.0] * len(self.units[stage])
-            rows = zip(timing.backward_input[stage], timing.backward_weight[stage], [*reduce[1:], 0.0], strict=True)
-            seconds = [max(run * (inputs + weights), before) for inputs, weights, before in rows]
+            halves = zip(timing.backward_input[stage], timing.backward_weight[stage], [*reduce[1:], 0.0], strict=True)
+            seconds = [max(run * (inputs + weights), before) for inputs, weights, before in halves]
             now = end - sum(seconds)
             for unit in reversed(range(len(seconds))):
                 now += seconds[unit]
@@ -212,28 +215,28 @@ class _Costs:
                     reductions += self.timing.reduce[stage][unit] * (times if strategy.gradients == "shard" else 1)
         return gathers + reductions if self.timing.one_communicator else max(gathers, reductions)
 
-    def _of(self, kind: str, stage: int, unit: int | None, turn: Turn) -> Taken:
+    def _of(self, op: str, stage: int, unit: int | None, turn: Turn) -> Taken:
         stage = self._alike[stage]
-        key = kind, stage, turn
+        key = op, stage, turn
         if key not in self._known:
-            by_unit = self._walked(kind, stage, turn)
-            self._known[key] = by_unit, _joined(by_unit if kind in FORWARD else by_unit[::-1])
+            by_unit = self._walked(op, stage, turn)
+            self._known[key] = by_unit, _joined(by_unit if op in FORWARD else by_unit[::-1])
         by_unit, whole = self._known[key]
         return whole if unit is None else by_unit[unit]
 
-    def _walked(self, kind: str, stage: int, turn: Turn) -> list[Taken]:
+    def _walked(self, op: str, stage: int, turn: Turn) -> list[Taken]:
         """What a stage's units take, one after another."""
         timing, order = self.timing, range(len(self.units[stage]))
-        forward, weights = kind in FORWARD, kind in ("backward", "backward_weight")
-        rows = {
+        forward, weights = op in FORWARD, op in ("backward", "backward_weight")
+        times = {
             "backward_input": [timing.backward_input],
             "backward_weight": [timing.backward_weight],
             "backward": [timing.backward_input, timing.backward_weight],
-        }.get(kind, [timing.forward])
+        }.get(op, [timing.forward])
         units = order if forward else order[::-1]
         run = self.many if self.layered else 1
         edge = turn == ("first" if forward else "last")
-        gathered = [kind != "backward_weight" and self._gathers(stage, unit, forward, edge) for unit in units]
+        gathered = [op != "backward_weight" and self._gathers(stage, unit, forward, edge) for unit in units]
         if not forward and stage == self.stages - 1:  # a forward of the head is followed by its backward
             gathered[0] = False
         reduced = [weights and self._reduces(stage, unit, edge) for unit in units]
@@ -242,7 +245,7 @@ class _Costs:
         pending = 0.0
         """Of the reduction that the unit before issued."""
         for at, unit in enumerate(units):
-            own = sum(row[stage][unit] for row in rows)
+            own = sum(time[stage][unit] for time in times)
             copies = timing.copy_out[stage][unit] if gathered[at] and timing.copy_out else 0.0
             if reduced[at]:
                 copies += timing.copy_in[stage][unit] if timing.copy_in else 0.0
@@ -305,34 +308,34 @@ class _Compiler:
     """Follows each rank as far as it gets, as `simulate` does."""
 
     def __init__(self, order: ComputeOrder, micro_batches: int, units: Sequence[int]) -> None:
-        self.placement, rows = order
+        self.placement, by_rank = order
         self.micro_batches, self.units = micro_batches, units
         self.held = rank_of(self.placement)
         self.slots: dict[Slot, int] = {}
         self.closing: dict[int, int] = {}
         self.links: dict[tuple[int, int, int], int] = {}
-        self.rows: list[list[tuple[int, int, tuple[Input, ...]]]] = []
+        self.by_rank: list[list[tuple[int, int, tuple[Input, ...]]]] = []
         """By rank: (action, slot, inputs)."""
         self.made: dict[Input, int] = {}
         """Behind which action each input is sent to another rank."""
         first = 1
-        for mine in rows:
-            self.rows.append(self._numbered(_layered(mine, units) if units else mine, first))
-            first += len(self.rows[-1])
+        for mine in by_rank:
+            self.by_rank.append(self._numbered(_layered(mine, units) if units else mine, first))
+            first += len(self.by_rank[-1])
         self.messages: dict[Input, Message] = {}
         self.queue_of: dict[Input, list[Message]] = {}
         self._connect()
 
     def program(self) -> Program:
-        steps, places = [], [0] * len(self.rows)
-        done = bytearray(sum(map(len, self.rows)) + 1)
+        steps, places = [], [0] * len(self.by_rank)
+        done = bytearray(sum(map(len, self.by_rank)) + 1)
         done[0] = 1
         waiting: dict[int, list[int]] = {}
         met: dict[int, int] = {}
-        todo = list(range(len(self.rows)))
+        todo = list(range(len(self.by_rank)))
         while todo:
             rank = todo.pop()
-            row, place = self.rows[rank], places[rank]
+            row, place = self.by_rank[rank], places[rank]
             while place < len(row):
                 action, slot, inputs = row[place]
                 if inputs:
@@ -359,7 +362,7 @@ class _Compiler:
         return Program(
             steps=tuple(steps),
             slots=tuple(self.slots),
-            counts=tuple(Counter(slot for _, slot, _ in row) for row in self.rows),
+            counts=tuple(Counter(slot for _, slot, _ in row) for row in self.by_rank),
             links=tuple(self.links),
             messages=len(self.messages),
             placement=self.placement,
@@ -374,18 +377,18 @@ class _Compiler:
         for number, action in enumerate(mine, first):
             slot: list[tuple[str, int, int | None, Turn]] = []
             inputs: list[Input] = []
-            for kind, stage, micro_batch, unit, *_ in action.parts:
-                forward, turn = kind in FORWARD, "middle"
+            for op, stage, micro_batch, unit, *_ in action.parts:
+                forward, turn = op in FORWARD, "middle"
                 if forward:
                     # In layered order every unit of a stage has its own first micro-batch.
                     if micro_batch == 0:
                         turn = "first"
                 elif last[stage] == micro_batch:
                     turn = "last"
-                slot.append((kind, stage, unit, turn))
-                if kind in ("backward", "backward_weight"):
+                slot.append((op, stage, unit, turn))
+                if op in ("backward", "backward_weight"):
                     self.closing[stage] = number
-                if kind != "backward_weight":
+                if op != "backward_weight":
                     inputs += self._exchanged(forward, stage, micro_batch, unit, number)
             row.append((number, self.slots.setdefault(tuple(slot), len(self.slots)), tuple(inputs)))
         return row
@@ -402,9 +405,12 @@ class _Compiler:
         return [(forward, stage, micro_batch)] if takes else []
 
     def _connect(self) -> None:
-        """Give every message its place in its channel, in the order in which they are sent, and the action behind which it is received: the
-        one before its consumer, or earlier so that no later message overtakes it."""
-        consumers = {one: (number, row[0][0]) for row in self.rows for number, _, inputs in row for one in inputs}
+        """Assign every message its position in its channel and the action after which it is received.
+
+        Messages have the order in which they are sent. The action is the one before the consumer, or an earlier one so that no
+        later message overtakes it.
+        """
+        consumers = {one: (number, row[0][0]) for row in self.by_rank for number, _, inputs in row for one in inputs}
         channels: dict[tuple[int, int], list[tuple[int, Input]]] = defaultdict(list)
         for one, number in self.made.items():
             forward, stage, _ = one
@@ -439,9 +445,7 @@ def _last_weights(mine: Sequence[Action]) -> dict[int, int]:
 def _layered(mine: Sequence[Action], units: Sequence[int]) -> list[Action]:
     """Each run of one kind of action of one stage, unit by unit."""
     cut: list[Action] = []
-    for (kind, stage), run in groupby(mine, key=lambda action: action[:2]):
+    for (op, stage), run in groupby(mine, key=lambda action: action[:2]):
         together, order = list(run), range(units[stage])
-        cut += [
-            action._replace(unit=unit) for unit in (order if kind in FORWARD else order[::-1]) for action in together
-        ]
+        cut += [action._replace(unit=unit) for unit in (order if op in FORWARD else order[::-1]) for action in together]
     return cut

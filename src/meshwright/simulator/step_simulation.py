@@ -1,4 +1,4 @@
-"""A Plan played before it is run: the schedule that the executor plays too, what each action takes by the cost model, and the timeline."""
+"""Simulates the step of a Plan: the executor's schedule with times of the cost model, as a timeline."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
 
 
 def stage_program(plan: Plan, layers: int) -> Program:
-    """The plan's schedule for `play_stages`: by units where all micro-batches run through each. Raises BadInput as `training_schedule`."""
+    """The plan's schedule for `play_stages`: by units if all micro-batches run through each.
+
+    Raises BadInput as `training_schedule`.
+    """
     key = schedule_key(plan, layers)
     return _program_of(key, tuple(map(len, unit_strategies(plan, layers))) if plan.layered else ())
 
@@ -92,8 +95,10 @@ def _moments(name: str, ranks: int, micro_batches: int, per_rank: int) -> tuple[
 
 
 def host_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: int) -> tuple[float, float]:
-    """Bytes of a node's memory that hold activations, and the optimizer's state, of layers with `offload`: of the fullest node where
-    pipeline ranks are on several. Raises BadInput as `training_schedule` does."""
+    """Bytes of a node's memory for offloaded activations and for offloaded optimizer state, of the fullest node.
+
+    Raises BadInput as `training_schedule` does.
+    """
     return _activations_on_host(model, train, plan.without_prediction, nodes), optimizer_on_host(model, plan, nodes)
 
 
@@ -163,8 +168,10 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 
 
 def inside_compute(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> dict[str, float]:
-    """Seconds of a step's compute that are exposed communication of tensor, context and expert ranks and with host memory, and waiting for
-    the host's launches, mean over pipeline ranks."""
+    """Exposed seconds inside a step's compute, mean over pipeline ranks.
+
+    Communication of tensor, context and expert ranks and with host memory, and waits for the host's launches.
+    """
     return dict(timing_of(model, train, plan, cluster).inside)
 
 
@@ -191,5 +198,5 @@ def priced_or_refused(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: C
     return priced
 
 
-def _column(rows: Sequence[Sequence[Seconds]], name: str) -> Table:
-    return [[getattr(one, name) for one in row] for row in rows]
+def _column(by_stage: Sequence[Sequence[Seconds]], name: str) -> Table:
+    return [[getattr(seconds, name) for seconds in stage] for stage in by_stage]

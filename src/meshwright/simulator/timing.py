@@ -54,7 +54,7 @@ class Timing:
     copy_in: Table = ()
     """Compute's time to copy a unit's gradients into the buffer that is reduced."""
     accumulate: Table = ()
-    """Compute's time to add a micro-batch's gradients of a unit to the sum of those before: of several that are reduced together."""
+    """Compute seconds to accumulate a micro-batch's gradients of a unit onto earlier ones, of those reduced together."""
     one_reduction: bool = False
     """Compute waits for a reduction before it copies the next one in, as FSDP2 does to have one buffer of each."""
     one_communicator: bool = True
@@ -74,8 +74,10 @@ class Timing:
     optim_seconds: Sequence[float] = ()
     """By rank, the optimizer. Empty: nothing."""
     inside: Mapping[str, float] = field(default_factory=dict)
-    """Of a step's compute, mean over ranks, the communication in it that its arithmetic does not hide, by axis, and under `host` what it
-    waits for launches. Only told, not played."""
+    """Exposed communication inside a step's compute by axis, mean over ranks; `host` is the wait for launches.
+
+    It is reported, not simulated.
+    """
 
     def between(self, sender: int, receiver: int) -> Link:
         """The link from one pipeline rank to another."""

@@ -1,4 +1,4 @@
-"""Timelines as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: a process for each rank, a thread for each lane."""
+"""Writes timelines as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: a process per rank, a thread per lane."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def _names(lanes: dict[tuple[int, str], int], ranks: Mapping[int, str]) -> list[
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for (rank, lane), number in lanes.items():
         events.append(_metadata("thread_name", rank, number, name=lane))
-        events.append(_metadata("thread_sort_index", rank, number, sort_index=_place(lane)))
+        events.append(_metadata("thread_sort_index", rank, number, sort_index=_sort_index(lane)))
     return events
 
 
-def _place(lane: str) -> int:
+def _sort_index(lane: str) -> int:
     word = lane.partition(" ")[0]
     return LANES.index(word) if word in LANES else len(LANES)
 

@@ -25,9 +25,9 @@ from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
 from meshwright.workload.dtypes import accumulated_by_products, bytes_of, gathered_width, state_bytes
 from meshwright.workload.groups import experts_over, shard_size
+from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, with_blocks
-from meshwright.workload.products import layer_products
 from meshwright.workload.step_shape import step_shape
 
 Unit = int | Literal["embed", "head"]
@@ -97,7 +97,7 @@ class UnitCosts:
             return Seconds(both / 3, 0.0, both * 2 / 3)
         if unit == "head":  # its forward makes its gradients too (kernels.loss)
             return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
-        block = self._kind(unit)
+        block = self._priced_block(unit)
         if not self._strategy(unit).activations_offloaded:
             return block
         out, back = self._late_copies(unit)
@@ -119,7 +119,7 @@ class UnitCosts:
         return self._beside(unit, self._replicas, self._summed(self.owned(unit) * width))
 
     def tied_sum(self) -> float:
-        """Seconds in which the first and the last pipeline rank add up the gradients of a weight that both have: an all-reduce of two."""
+        """Seconds in which the first and the last pipeline rank sum the gradients of a tied weight: an all-reduce of two."""
         if not (self._tied_apart and self.model.tied):
             return 0.0
         machine, layout, k = self.priced.machine, self.priced.layout, self.priced.constants
@@ -152,7 +152,7 @@ class UnitCosts:
         return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
 
     def copy_in(self, unit: Unit) -> float:
-        """The same of a reduction's: gradients copied into the buffer that is reduced, and on another stream added to the shard's sum."""
+        """The same for a reduction: gradients copied into its buffer and, on another stream, added to the shard's sum."""
         precision, shards, sent = self.plan.precision, shard_size(self.plan), bytes_of(self.plan.precision.reduce)
         added = self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
         count, moved = self.count(unit), bytes_of(precision.compute) + sent
@@ -167,9 +167,9 @@ class UnitCosts:
         return self._moved((count + laid) * moved, count * beside)
 
     def accumulate(self, unit: Unit) -> float:
-        """Seconds in which compute adds a micro-batch's gradients to their sum in the format of the reduction: both read, one written.
+        """Compute seconds to accumulate a micro-batch's gradients in the dtype of the reduction: two reads, one write.
 
-        Where the product that makes a gradient adds it, the sum is what it reads and writes in place of the gradient.
+        If the product accumulates, it reads and writes the sum in place of the gradient.
         """
         both = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
         count = float(self.count(unit))
@@ -202,8 +202,10 @@ class UnitCosts:
         return number(here + launches + host_optimizer(machine, there, state_bytes(self.plan.precision), sweep))
 
     def _beside(self, unit: Unit, where: Group, alone: float) -> float:
-        """Seconds of a reduction that takes `alone` with nothing beside it, while the backward of a unit like its own is computed: of one
-        micro-batch, or in layered order of all."""
+        """Seconds of a reduction during the backward of an equal unit, given its seconds `alone`.
+
+        Of one micro-batch, or in layered order of all.
+        """
         if number(where.domains) == 1:
             return alone
         one, times = self.compute(unit), self.plan.batch.accumulate if self.plan.layered else 1
@@ -232,7 +234,7 @@ class UnitCosts:
     def _over(self, where: Group, copied: bool) -> Group:
         return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
 
-    def _kind(self, unit: int) -> Seconds:
+    def _priced_block(self, unit: int) -> Seconds:
         """Arithmetic of one micro-batch in a block, without copies to host memory."""
         strategy = self._strategy(unit)
         kind = strategy.recompute, self.model.routed(unit), strategy.linear or self.plan.precision.linear
@@ -247,7 +249,7 @@ class UnitCosts:
             moved = [one for one in blocks if self._strategy(one).activations_offloaded]
             kinds = Counter((self._strategy(one).recompute, self.model.routed(one)) for one in moved)
             copied = sum(count * self._travels(*kind) for kind, count in kinds.items())
-            computes = [self._kind(one) for one in blocks]
+            computes = [self._priced_block(one) for one in blocks]
             forward = sum(one.forward for one in computes)
             backward = sum(one.backward_input + one.backward_weight for one in computes)
             out, back = exposed_copy_seconds(copied, forward, backward)

@@ -211,7 +211,8 @@ def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None
     checkpoint, where = session.run.checkpoint, f"after step {session.step}"
     if checkpoint.every or checkpoint.at_end:
         try:
-            if saver.save(session.step, limit=checkpoint.grace_seconds):
+            limit = checkpoint.grace_seconds if flag < INTERRUPT else None
+            if saver.save(session.step, waits=True, limit=limit):
                 where += "; run it again (without --fresh) to continue from its checkpoint"
             else:
                 where += (

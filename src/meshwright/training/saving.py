@@ -158,19 +158,19 @@ class Saver:
             self._background.prepare()
             self._describe()
 
-    def save(self, step: int, *, limit: float | None = None) -> bool:
+    def save(self, step: int, *, waits: bool = False, limit: float | None = None) -> bool:
         """Save the state after `step`, the current one, unless that is done; then keep the newest checkpoints only. Collective.
 
-        A save that does not block returns once it has begun. One that does raises its failure; it returns False when it did not end within
-        `limit` seconds, where that is given.
+        With `waits`, and after the last step, it returns once the checkpoint is committed and raises a failure; it returns False where
+        `limit` is given and the commit takes more seconds. Otherwise it returns once the save has begun.
         """
         self._timer.restart()
-        if self._background is not None and not self._ready and limit is None:
+        if self._background is not None and not self._ready and not waits:
             self._make_ready()
         if self._background is None or not self._ready:
             self._write(step)
             return True
-        waits = limit is not None or step == self._session.run.train.steps
+        waits = waits or step == self._session.run.train.steps
         return self._finish(self._background, step, limit) if waits else self._begin(self._background, step)
 
     def report(self) -> None:
@@ -183,7 +183,7 @@ class Saver:
         if cost is not None and result.seconds is not None:
             self._timer.measured(cost, sum(result.seconds.values()))
         if result.failure is None:
-            self._report_commit(result)
+            self._report_commit(result, cost)
         elif isinstance(result.failure, LeaseLost):
             self._reporter.fail(result.failure)
         else:
@@ -255,12 +255,14 @@ class Saver:
             if ended or not more:
                 return ended
 
-    def _report_commit(self, result: SaveResult) -> None:
+    def _report_commit(self, result: SaveResult, cost: float | None = None) -> None:
         if result.path is None or result.seconds is None:
             return
         self._reported = self._committed = result.step
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result.seconds.items())
         text = f"checkpoint {result.path.name}: {result.bytes / 1e6:,.0f} MB beside training (seconds: {phases})"
+        if cost is not None:
+            text += f"; cost training {cost:.2f} s"
         if self._skipped:
             text += f"; {self._skipped} saves that were due meanwhile were skipped"
         self._skipped = 0

@@ -1,7 +1,7 @@
-"""Elements and bytes of activations: what one forward of a block keeps for its backward, and what the backward holds beside it.
+"""Elements and bytes of activations: kept by a block's forward for its backward, and held during the backward.
 
-Counts what autograd keeps of a block whose element-wise work is fused: every matrix product's input, what attention reads and writes, the
-two residuals.
+Counts what autograd keeps of a block whose element-wise work is fused: every matrix product's input, what attention
+reads and writes, the two residuals.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ Array = Any
 def activation_bytes(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, host_offloaded: bool = False
 ) -> tuple[float, ...]:
-    """By virtual stage, in the order a micro-batch visits them, the bytes that one forward of its blocks leaves until its backward: on the
-    device, or with `host_offloaded` in host memory."""
+    """Bytes that one forward of each virtual stage keeps until its backward, in the order of a micro-batch.
+
+    On the device, or offloaded to host memory.
+    """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
     elements, strategies = saved_elements_by_layer(model, plan), plan.strategies(model.layers)
@@ -116,7 +118,7 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
 
 
 def _feed_forward(model: ModelSpec, layer: int) -> tuple[float, float, float]:
-    """Elements of one token before the activation, behind it, and of what routing makes: copies for and of its experts, and choices."""
+    """Elements of one token before and after the activation, and of routing: copies for and of its experts, and choices."""
     width, routed = model.ffn_hidden, 0.0
     if model.routed(layer):
         width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden

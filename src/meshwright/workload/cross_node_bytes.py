@@ -21,8 +21,8 @@ from meshwright.spec.plan import RECOMPUTE_MODES, SHARD_AXES, Plan
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, gathered_width
 from meshwright.workload.groups import context_size, shard_size
+from meshwright.workload.layer_messages import END_EXCHANGES, layer_messages
 from meshwright.workload.layouts import layout_of
-from meshwright.workload.messages import END_EXCHANGES, layer_messages
 from meshwright.workload.model_shape import shape_of, with_blocks
 from meshwright.workload.step_shape import step_shape
 
@@ -59,7 +59,8 @@ class CrossNodeBytes:
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is gathered and reduced together: its elements but for routed experts, padded to whole shards, and how often in a step."""
+    """A unit that is gathered and reduced together: its elements, and its uses per step.
+    Elements are without routed experts, padded to whole shards."""
 
     elements: int
     experts: int
@@ -73,7 +74,7 @@ class _Unit:
 def cross_node_bytes(
     model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: Counts, *, masked: bool = False
 ) -> CrossNodeBytes:
-    """What a step of `plan` moves between the nodes of `layout`, at `seq_len` tokens a sequence, `masked` or not to its documents."""
+    """Bytes that a step of `plan` moves between the nodes of `layout`, at `seq_len` tokens, `masked` to documents or not."""
     shard, precision = shard_size(plan), plan.precision
     rings = {
         "shard": _ring_borders(layout, layout.groups(*SHARD_AXES)),
@@ -145,8 +146,8 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
 
 
 def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
-    """Elements of embed, positions, every layer by its number, and head on one tensor rank, with each weight's rows filled up to a multiple
-    of the shards; apart, those of routed experts on one expert rank."""
+    """Elements of embed, positions, every layer by its number, and head, on one tensor rank.
+    Each weight's rows are padded to a multiple of the shards. Routed experts of one expert rank are separate."""
     shard, tensor = shard_size(plan), plan.axis_size("tensor")
     division = Division(Part(0, tensor), Part(0, tensor * (plan.experts.expert if plan.experts else 1)))
     found: dict[str, int] = defaultdict(int)
@@ -163,7 +164,7 @@ def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[s
 
 
 def _pipeline(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
-    """Every micro-batch's activations once down the stages and its gradients once up, where neighbours live on different nodes."""
+    """Bytes of activations down and gradients up the stages, for all micro-batches, between neighbours on different nodes."""
     message = _stream(model, plan, seq_len) / layout.size("tensor")
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     holders = [rank for _, rank in sorted((stage.start, rank) for rank, row in enumerate(table) for stage in row)]
@@ -191,7 +192,7 @@ def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
 
 
 def _inside_layers(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool) -> dict[str, float]:
-    """Bytes of the messages inside layers, by axis: tokens of tensor ranks, heads and key/value parts of context ranks, routed tokens."""
+    """Bytes of the messages inside layers, by axis: tensor, context and routed tokens."""
     train = TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=seq_len)
     shape, columns = shape_of(model, seq_len), layout_of(model, train, plan)
     element = bytes_of(plan.precision.compute)

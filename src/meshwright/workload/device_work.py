@@ -1,9 +1,9 @@
-"""What one step asks of one rank's device, counted from model and plan alone: products by shape, attention, bytes, collectives.
+"""Work of one rank's device in a step, from model and plan only: products, attention, bytes, collectives.
 
-It is the least that any implementation with these layers and formats must do: nothing recomputed, no copy that a better buffer would
-save, and every element-wise chain in one kernel that reads each tensor it needs once and writes each that it makes once. Experts get equal
-numbers of rows, and a ring's ranks equal shares of a causal attention. Over measured rates it gives the time that the device needs
-(`benchmarks/roofline.py`).
+It is the least that any implementation with these layers and formats must do: nothing recomputed, no copy that a better
+buffer would save, and every element-wise chain in one kernel that reads each tensor it needs once and writes each that
+it makes once. Experts get equal numbers of rows, and a ring's ranks equal shares of a causal attention. Over measured
+rates it gives the time that the device needs (`benchmarks/roofline.py`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Format, Operation
 from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.workload.layer_messages import layer_messages, weight_collectives
+from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts, layout_of
-from meshwright.workload.messages import layer_messages, weight_collectives
 from meshwright.workload.model_shape import Shape, shape_of, with_blocks
-from meshwright.workload.products import layer_products
 from meshwright.workload.step_shape import StepShape, step_shape
 
 NORM, ROPE = 8.0, 4.0
-"""Elements read and written, forward and backward: of a norm that is joined to the residual sum before it, per element of the stream; of
-the rotary embedding, per element of queries and keys."""
+"""Elements read and written, forward and backward.
+
+Of a norm fused with the previous residual sum, per element of the stream; of the rotary embedding, per element of
+queries and keys.
+"""
 SWIGLU, GELU = 8.0, 5.0
 """The same of the activation, per element of the feed-forward width."""
 ENDS = 12.0
@@ -39,8 +42,10 @@ CAST, SUM = 6.0, 6.0
 TOTAL = 4.0
 """Bytes per parameter of a shard: its gradients' sum, written where they came by an exchange."""
 COMBINED = 2.0
-"""The same, per element of the stream, of each routed row on its way from its expert's product into its token's sum, and of that sum. The
-way in is the product's own reading."""
+"""The same, per element of the stream, of each routed row from its expert's product into its token's sum, and of that sum.
+
+The way in is the product's own read.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,10 @@ class LinearWork:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """`count` causal attentions, forward and backward, over `tokens` tokens in sequences of `seq`; a rank of a ring does a part of each.
-    A token sees `window` tokens, itself included, or all before it."""
+    """`count` causal attentions, forward and backward, over `tokens` tokens in sequences of `seq`.
+
+    A rank of a ring computes a part of each. A token sees `window` tokens, itself included, or all before it.
+    """
 
     seq: int
     heads: int

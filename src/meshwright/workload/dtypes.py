@@ -28,7 +28,7 @@ def low_share(precision: Precision, linear: Linear) -> float:
 
 
 def accumulates_before_reduction(plan: Plan, strategy: LayerStrategy) -> bool:
-    """Whether a rank accumulates gradients of several micro-batches, in the reduction's dtype, before it reduces them over shards."""
+    """Whether a rank accumulates gradients in the reduction's dtype before it reduces them over shards."""
     return plan.batch.accumulate > 1 and (plan.layered or strategy.gradients == "whole")
 
 

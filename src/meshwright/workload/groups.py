@@ -11,7 +11,7 @@ def context_size(plan: Plan) -> int:
 
 
 def shard_size(plan: Plan) -> int:
-    """Ranks that share parameters, gradients and optimizer state: the shard axis times context ranks, which hold the same weights."""
+    """Ranks over which parameters, gradients and optimizer state are sharded: shard axis times context ranks."""
     return plan.axis_size("shard") * context_size(plan)
 
 

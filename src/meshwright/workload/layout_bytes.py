@@ -1,4 +1,4 @@
-"""Bytes of the fullest rank by category in closed form, for arrays of layouts: the account of `plan_bytes` for layouts without a Plan."""
+"""Memory of the fullest rank by category in closed form, for arrays of layouts: `plan_bytes` without a Plan."""
 
 from __future__ import annotations
 
@@ -133,6 +133,6 @@ def _sizes(model: ModelSpec, low: float) -> _Sizes:
 
 
 def _sends(layout: Layouts, last: bool) -> Array:
-    """Messages of one micro-batch that an end of the pipeline sends: in a V the first rank turns at no border, the last at one a turn."""
+    """Messages of one micro-batch that an end of the pipeline sends; in a V only the last rank sends at the turn."""
     stages = np.asarray(layout.virtual, float)
     return np.where(np.asarray(layout.vee) > 0, 2 * stages - 2 if last else stages, 2 * stages - 1)

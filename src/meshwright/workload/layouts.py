@@ -1,4 +1,4 @@
-"""Layouts of a step over ranks as columns: one number or NumPy array for each property, for one plan or a hundred thousand."""
+"""Layouts of a step as columns: a number or NumPy array for each property, for one plan or a hundred thousand."""
 
 from __future__ import annotations
 
@@ -99,10 +99,12 @@ class Layouts:
     sequence: Array = 0.0
     """1 when tensor parallelism keeps only its share of the sequence of what it does not split by width."""
     port: Array = 1.0
-    """Bandwidth of the ports that its groups use over the machine's (unlike nodes: less where only a slower network joins them)."""
+    """Bandwidth of the ports of its groups over the machine's; less for unlike nodes joined by a slower network."""
     tensor_stride: Array = 0.0
-    """Ranks from one member of an axis's groups to the next (`spec.layout.Layout.stride`); 0 where axes lie tensor, context, shards,
-    replicas, pipeline from the innermost outward."""
+    """Ranks from one member of an axis's groups to the next (`spec.layout.Layout.stride`).
+
+    0 if axes are ordered tensor, context, shard, replicate, pipeline from the innermost outward.
+    """
     ring_stride: Array = 0.0
     ulysses_stride: Array = 0.0
     shard_stride: Array = 0.0
@@ -170,12 +172,15 @@ class Layouts:
 
 
 UNEVEN = 0.2
-"""What the busiest of many expert ranks gets beyond the mean where nobody says: 1.2 times the mean. Balanced by a weak loss alone, 32 ranks
-with one expert each got 1.35 to 2.1 times the mean in real training (LAER-MoE's traces, ASPLOS 2026)."""
+"""Excess of the busiest of many expert ranks over the mean by default: 1.2 times the mean.
+
+Balanced by a weak loss alone, 32 ranks with one expert each got 1.35 to 2.1 times the mean in real training (LAER-MoE's
+traces, ASPLOS 2026).
+"""
 
 
 def usual_imbalance(expert_ranks: Array) -> Array:
-    """Tokens of the busiest of so many expert ranks over the mean: 1 for one rank, and the more ranks the nearer to 1 + `UNEVEN`."""
+    """Tokens of the busiest expert rank over the mean: 1 for one rank, and towards 1 + `UNEVEN` for many."""
     return 1 + UNEVEN * (1 - 1 / np.maximum(expert_ranks, 1.0))
 
 

@@ -55,7 +55,10 @@ def formats(
 def fullest_rank_memory(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
 ) -> dict[str, int]:
-    """Bytes of the fullest rank: weights, gradients, optimizer, gathered, activations, transfers (under a pipeline), logits, framework.
+    """Bytes of the fullest rank by category.
+
+    weights, gradients, optimizer, gathered, activations, transfers (under a pipeline), logits, framework. `alive` is
+    `memory_by_rank`'s.
 
     `alive` is `memory_by_rank`'s.
     """
@@ -160,7 +163,10 @@ def _bytes_by_kind(
 
 
 def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy]) -> float:
-    """Sums that earlier micro-batches left: each rank's shard, or its own of the whole; none in layered order or with one micro-batch."""
+    """Gradient sums of earlier micro-batches: each rank's shard, or its whole sum.
+
+    None in layered order or with one micro-batch.
+    """
     if plan.layered or plan.batch.accumulate == 1:
         return 0
     stored = bytes_of(plan.precision.stored)

@@ -1,4 +1,4 @@
-"""Sizes of one rank's step: micro-batches, sequence segments and the experts present. Today they follow from the plan alone."""
+"""Sizes of one rank's step: micro-batches, sequence segments and the experts present; today a function of the plan."""
 
 from __future__ import annotations
 

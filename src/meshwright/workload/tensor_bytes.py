@@ -1,9 +1,10 @@
-"""Bytes of pipeline ranks by kind, as arithmetic on arrays: what the exact account of a Plan (`memory`) and the closed form for many
-layouts at once (`footprint`) share. The executor, FSDP2 and the kernels decide which tensors are alive
-(docs/design/cost-model.md, "Memory").
+"""Bytes of pipeline ranks by category, as array arithmetic shared by the exact account and the closed form.
 
-A rank is fullest at one of three moments: in the head (logits and the head's gradients), in the first block's backward while all
-activations are alive (gradients on their way), or when backward has ended (every gradient's sum, and copies that travel).
+The executor, FSDP2 and the kernels decide which tensors are alive (docs/design/cost-model.md, "Memory").
+
+A rank is fullest at one of three moments: in the head (logits and the head's gradients), in the first block's backward
+while all activations are alive (gradients on their way), or when backward has ended (every gradient's sum, and copies
+that travel).
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ class RankTensors:
     reduces: Array
     """1 when units reduce their gradients while all activations are still stored."""
     offloaded_share: Array
-    """Share of the parameters with the optimizer in host memory. The device keeps their shard in the resident dtype, their gradient sum and
-    staging buffers."""
+    """Share of the parameters with the optimizer in host memory.
+
+    The device keeps their shard in the resident dtype, their gradient sum and staging buffers.
+    """
     layers: Array
     alive: Array
     """Bytes of activations that unfinished micro-batches saved for their backwards."""
@@ -165,8 +168,10 @@ def _head_moment(rank: RankTensors, f: Formats, stream: Array) -> dict[str, Arra
 
 
 def _first_backward_moment(rank: RankTensors, f: Formats, stream: Array) -> dict[str, Array]:
-    """A block's gradients are made while the buffers of the reduction before are there: the head's, or a block's; on a pipeline's first
-    rank, whose backward of the micro-batch before ended with the embedding, that one's."""
+    """Bytes of reduction buffers that coexist with a block's gradients: the head's, or a block's.
+
+    On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
+    """
     # A unit that both ends share waits, summed in the format of the reduction, for the embedding's part.
     waits = np.where(rank.head >= rank.ends, 0.0, 1 / rank.shards)
     before = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)

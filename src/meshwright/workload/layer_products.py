@@ -15,7 +15,7 @@ from meshwright.workload.step_shape import StepShape
 
 @dataclass(frozen=True)
 class Product:
-    """One launch of `count` equal products (m, k) × (k, n) in a layer's forward; its backward computes both operands' gradients."""
+    """`count` equal products (m, k) × (k, n) in one launch of a layer's forward; backward has two more each."""
 
     role: Literal["linear", "router", "expert"]
     """`linear` products have the plan's linear format, the others the compute dtype."""

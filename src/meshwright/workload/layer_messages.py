@@ -18,7 +18,7 @@ from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import StepShape
 
 END_EXCHANGES = 2
-"""Tensor collectives of the embedding, and of the head, for one micro-batch: one forward and one backward over all its tokens."""
+"""Tensor collectives of embedding and head for one micro-batch: one forward and one backward each, over all its tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,39 @@
+"""The arena: one memory for two processes, with a generation that tells whether it holds a complete snapshot."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import arena as arenas
+from meshwright.checkpoint.arena import Arena, available_host_memory
+
+
+def test_an_inherited_descriptor_shows_the_same_snapshot() -> None:
+    arena = Arena.create(10_000)
+    other = Arena.inherited(os.dup(arena.descriptor))
+    assert (other.size, other.generation) == (10_000, 0)
+    expected = arena.begin_snapshot()
+    assert other.generation % 2 == 1, "a snapshot is copied in"
+    arena.data[:5] = b"state"
+    arena.complete_snapshot()
+    assert other.generation == expected == 2 and bytes(other.data[:5]) == b"state"
+    arena.begin_snapshot()
+    assert arena.begin_snapshot() == 4, "one that was not completed is begun again"
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "inactive", "left"), [("1000", 700, 200, 500), ("max", 700, 200, None), (None, 0, 0, None)]
+)
+def test_a_containers_limit_bounds_the_host_memory_that_is_left(
+    tmp_path: Path, limit: str | None, used: int, inactive: int, left: int | None
+) -> None:
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+    found = available_host_memory(tmp_path)
+    assert found == left if left is not None else found > 1 << 20
+    assert arenas.DATA_OFFSET % 4096 == 0
