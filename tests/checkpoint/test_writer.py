@@ -186,8 +186,8 @@ def test_host_memory_that_changes_while_it_is_written_is_never_loaded(
     assert writers.save(2)["event"] == "committed" and newest(tmp_path) == 1
 
 
-def test_a_reply_is_not_lost_behind_signs_of_life() -> None:
-    """A rank reads nothing between two saves, so that signs of life fill the pipe."""
+def test_a_reply_is_not_lost_behind_heartbeats() -> None:
+    """A rank reads nothing between two saves, so that heartbeats fill the pipe."""
     reading, written = os.pipe()
     replies = writing.Replies(written)
     for _ in range(10_000):

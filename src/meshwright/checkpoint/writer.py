@@ -43,7 +43,7 @@ log = logging.getLogger("meshwright")
 NICENESS = 5
 """Added to the writer's, so that training's threads come first where cores are few."""
 BEAT_SECONDS = 1.0
-"""Time between two signs of life."""
+"""Time between two heartbeats."""
 REPLY_SECONDS = 10.0
 """How long a reply waits for room in the pipe, whose reader may be stopped."""
 MESSAGE_LIMIT = 2000
@@ -112,18 +112,18 @@ def decode(line: bytes) -> Command:
 
 
 class Replies:
-    """The writer's end of the pipe to its rank. What the rank cannot take is dropped: a sign of life at once, a reply after a while."""
+    """The writer's end of the pipe to its rank. What the rank cannot take is dropped: a heartbeat at once, a reply after a while."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._lock = descriptor, threading.Lock()
         os.set_blocking(descriptor, False)
 
     def send(self, event: str, **fields: Any) -> None:
-        """Write a reply, waiting up to `REPLY_SECONDS` for room: signs of life fill the pipe while the rank reads no replies."""
+        """Write a reply, waiting up to `REPLY_SECONDS` for room: heartbeats fill the pipe while the rank reads no replies."""
         self._write(event, fields, REPLY_SECONDS)
 
     def beat(self, **fields: Any) -> None:
-        """Write a sign of life, if there is room."""
+        """Write a heartbeat, if there is room."""
         self._write("beat", fields, 0.0)
 
     def _write(self, event: str, fields: dict[str, Any], seconds: float) -> None:
