@@ -112,7 +112,10 @@ def decode(line: bytes) -> Command:
 
 
 class Replies:
-    """The writer's end of the pipe to its rank. What the rank cannot take is dropped: a heartbeat at once, a reply after a while."""
+    """The writer's end of the pipe to its rank.
+
+    What the rank cannot take is dropped: a heartbeat at once, a reply after a while.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._lock = descriptor, threading.Lock()
