@@ -108,7 +108,7 @@ def upload_checkpoint(store: ObjectStore, path: Path, keep: int) -> int:
 
 
 def download_checkpoint(store: ObjectStore, entry: MirrorEntry, checkpoints: Path) -> Path:
-    """Copy a checkpoint from the store to `checkpoints` and verify every byte; it becomes visible whole and durable, or not at all.
+    """Copy a checkpoint from the store to `checkpoints`, verified; it becomes visible whole and durable, or not at all.
 
     Raises Damaged when it is not what was written, OutOfResources when the disk has no room. Only the one writer of a folder calls this.
     """

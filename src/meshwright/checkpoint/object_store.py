@@ -28,8 +28,9 @@ _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs":
 
 
 class ObjectStore:
-    """The objects under `url`, such as `s3://bucket/prefix`. Credentials come from the environment, as the store's own tools take them.
+    """The objects under `url`, such as `s3://bucket/prefix`.
 
+    Credentials come from the environment, where the store's own tools look for them.
     A request that fails is repeated after growing pauses until `patience` seconds have passed; then CommunicationFailure is raised.
     Thread-safe.
     """
