@@ -36,7 +36,10 @@ def test_one_stage_each(name):
 
 @pytest.mark.parametrize("name", ["interleaved", "breadth_first"])
 def test_several_stages_each(name):
-    """(p - 1) / (v m + p - 1) as soon as there are p micro-batches, also where p does not divide them (arXiv 2104.04473 §2.2.2)."""
+    """The bubble is (p - 1) / (v m + p - 1) once m >= p, also where p does not divide m.
+
+    The formula is that of arXiv 2104.04473 §2.2.2.
+    """
     for p, m, v in sizes(name):
         f, i, w = UNEQUAL[(p + m) % 4]
         timeline = played(name, p, m, v, f, i, w)

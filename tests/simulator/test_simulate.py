@@ -20,8 +20,8 @@ from meshwright.spec.errors import BadInput
 from tests.schedules.test_validity import GOOD, written
 
 
-def spans_of(timeline, kind, rank=0):
-    return [(start, end) for r, _, a, start, end in timeline.records if a.op == kind and r == rank]
+def spans_of(timeline, op, rank=0):
+    return [(start, end) for r, _, a, start, end in timeline.records if a.op == op and r == rank]
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth_and_is_exposed_where_nothing_runs():
