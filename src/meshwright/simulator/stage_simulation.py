@@ -22,11 +22,11 @@ from meshwright.simulator.timing import Timing
 from meshwright.spec.plan import LayerStrategy
 
 Turn = Literal["first", "middle", "last"]
-"""first: the first forward of a stage in the step. last: its last action that computes weight gradients. middle: any other."""
+"""first: the first forward of a stage in the step; last: its last action that computes weight gradients; middle: others."""
 DurationKey = tuple[tuple[str, int, int | None, Turn], ...]
 """(op, stage, unit, turn) of an action, or of both actions of an overlap: actions with equal keys take equal time."""
 Message = tuple[int, int, int, int, int]
-"""(number, action after which it is sent, action after which its receive is posted, previous message of the channel, link)."""
+"""(number, action before the send, action before the receive is posted, previous message of the channel, link)."""
 
 
 Units = Sequence[Sequence[LayerStrategy]]

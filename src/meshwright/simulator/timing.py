@@ -60,7 +60,7 @@ class Timing:
     shared_communicator: bool = True
     """Gathers and reductions of the shard axis run one after another, as in FSDP2 of torch 2.11; false: side by side."""
     gather_slowdown: float = 1.0
-    """Compute takes `gather_slowdown` times as long while the same rank gathers. If several collectives run, the largest factor applies."""
+    """Factor on compute time while the same rank gathers. If several collectives run, the largest factor applies."""
     reduce_slowdown: float = 1.0
     """Factor on compute time while the same rank reduces over the shard axis."""
     replicate_slowdown: float = 1.0
