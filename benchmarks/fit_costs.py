@@ -23,8 +23,8 @@ import yaml
 
 from meshwright.calibration.published_rows import Case, failed, measured_seconds, read_record
 from meshwright.calibration.row_predictions import memory
-from meshwright.costs.collective_costs import MOST_OF_LINE
-from meshwright.costs.compute import MOST_OF_PEAK
+from meshwright.costs.collective_costs import MAX_LINE_SHARE
+from meshwright.costs.compute import MAX_PEAK_SHARE
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.stack_footprint import Keeping, footprint
@@ -49,7 +49,7 @@ PRIORS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Constant → (guess, standard deviation of its logarithm)."""
 LIMITS = {
-    "gemm": MOST_OF_PEAK, "attention": MOST_OF_PEAK, "hbm": 0.95, "link": MOST_OF_LINE, "net": MOST_OF_LINE, "tensor_exposed": 1.0,
+    "gemm": MAX_PEAK_SHARE, "attention": MAX_PEAK_SHARE, "hbm": 0.95, "link": MAX_LINE_SHARE, "net": MAX_LINE_SHARE, "tensor_exposed": 1.0,
     "expert_exposed": 1.0, "hide": 1.0, "overlap_tax": 1.0, "pipe_exposed": 1.0, "moe_passes": 100.0,
 }  # fmt: skip
 """Upper limit of each constant by physics: rates below the line rate, communication exposed at most once, overlap that takes at most all of
@@ -412,7 +412,7 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     for name in sorted(set(generations)):
         chosen = comparable & (generations == name)
         if chosen.sum() >= 15:
-            shares[str(name)] = min(MOST_OF_PEAK, float(f"{np.quantile(reached[chosen], 0.75):.4g}"))
+            shares[str(name)] = min(MAX_PEAK_SHARE, float(f"{np.quantile(reached[chosen], 0.75):.4g}"))
     return shares
 
 
