@@ -143,11 +143,13 @@ class Saver:
         if step == last or self._background is None:
             return by_steps or (flags.saves and flags.step > self._began)
         if not self._ready and (flags.unready or not flags.step):
+            self._skipped += by_steps and self._delayed
             self._delayed |= by_steps
             return False
         if self._busy(flags):
             self._skipped += by_steps
             return False
+        self._skipped += by_steps and self._delayed
         due, self._delayed = by_steps or self._delayed or (flags.saves and flags.step > self._began), False
         return due
 
