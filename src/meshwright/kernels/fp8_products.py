@@ -51,9 +51,9 @@ class Fp8Matrix(NamedTuple):
 
 
 def scale_of(largest: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """The smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`, fp32, shaped like `largest`.
+    """The smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`.
 
-    Computed with integer operations, so that no compiler rounds differently. NaN where `largest` is not finite: a cast to fp8 may convert
+    They are fp32 and have the shape of `largest`. Computed with integer operations, so that no compiler rounds differently. NaN where `largest` is not finite: a cast to fp8 may convert
     infinity to the largest number, and the product would then be finite.
     """
     bits = largest.float().clamp(min=_MIN_MAGNITUDE).view(torch.int32)

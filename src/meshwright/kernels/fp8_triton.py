@@ -16,7 +16,7 @@ from torch import Tensor
 BLOCK = 4096
 """Elements per program of the kernel that only rounds."""
 TILE_ROWS, TILE_COLUMNS = 128, 64
-"""Tile of one program: rows of the transposed tile have 128 bytes, a whole cache line; rows that are read have 128 bytes of bf16."""
+"""Tile of one program: rows of the transposed tile have 128 bytes, a cache line; rows that are read have 128 bytes."""
 
 
 @torch.library.custom_op("meshwright::fp8_round_both", mutates_args=())

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ROWS, TILE_COLUMNS = 128, 32
-"""Tile of one program: rows of the transposed tile have 128 bytes, a whole cache line; rows that are read have 64 bytes of bf16."""
+"""Tile of one program: rows of the transposed tile have 128 bytes, a cache line; rows that are read have 64 bytes."""
 
 
 @torch.library.custom_op("meshwright::fp8_swiglu", mutates_args=())

@@ -10,7 +10,7 @@ BLOCK = 1024
 
 
 def copy_rows(gradient: Tensor, out: Tensor, ranks: int, offset: int, rank_elements: int) -> int:
-    """Copy the rows of each rank to `offset` within its `rank_elements` elements of `out`; return how many elements each rank gets."""
+    """Copy the rows of each rank to `offset` of its `rank_elements` elements; return the number of elements per rank."""
     rows = triton.cdiv(gradient.shape[0], ranks)
     part = rows * gradient[0].numel() if rows else 0
     if part:
