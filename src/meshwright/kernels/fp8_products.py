@@ -53,8 +53,8 @@ class Fp8Matrix(NamedTuple):
 def scale_of(largest: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """The smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`.
 
-    They are fp32 and have the shape of `largest`. Computed with integer operations, so that no compiler rounds differently. NaN where `largest` is not finite: a cast to fp8 may convert
-    infinity to the largest number, and the product would then be finite.
+    They are fp32 and have the shape of `largest`. Integer operations compute them, so that no compiler rounds differently. NaN where
+    `largest` is not finite: a cast to fp8 may convert infinity to the largest number, and the product would then be finite.
     """
     bits = largest.float().clamp(min=_MIN_MAGNITUDE).view(torch.int32)
     scale = (((bits + _CARRY) & _EXPONENT) - (_MAX_EXPONENT[fp8_dtype] << 23)).view(torch.float32)
