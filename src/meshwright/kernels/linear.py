@@ -35,7 +35,7 @@ class Linear(nn.Linear):
     """Receives the weight gradient's factors after `split_backward`; None adds the gradient to `weight.grad`."""
     taps: tuple[Tensor, ...] | None = None
     """Inputs without memory whose gradients are the factors of the weight gradient: dY and X."""
-    spread: int = 1
+    gathered_ranks: int = 1
     """Tokens that this layer receives for each token of the block's input (`parallel.products`)."""
 
     # pyrefly: ignore [bad-override-param-name]  # every block here calls its input x
@@ -59,7 +59,7 @@ def split_backward(block: nn.Module) -> None:
     Wraps `block.forward`; call it after compilation.
 
         `forward` takes x `(…, features)` first. Every Linear inside runs once and sees the same leading dimensions, the
-    last of them     multiplied by `spread`. Weight gradients no longer pass through autograd's accumulation, so hooks on
+    last of them multiplied by `gathered_ranks`. Weight gradients no longer pass through autograd's accumulation, so hooks on
     them do not fire.
     """
     forward = block.forward
@@ -70,7 +70,7 @@ def split_backward(block: nn.Module) -> None:
             # The taps stay set after forward: eager recompute runs the block again during backward, with any taps of that shape.
             for linear in linears:
                 *batch, tokens = x.shape[:-1]
-                linear.taps = _new_taps(linear, torch.Size((*batch, tokens * linear.spread)))
+                linear.taps = _new_taps(linear, torch.Size((*batch, tokens * linear.gathered_ranks)))
         return forward(x, *inputs, **options)
 
     block.forward = tapped
