@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.schedules.registry import build
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.timing import even
+from meshwright.simulator.timing import uniform_timing
 from tests.schedules.sizes import sizes
 
 UNEQUAL = [(1, 1, 1), (1, 2, 0), (3, 2, 2), (2, 3, 1)]
@@ -17,7 +17,7 @@ UNEQUAL = [(1, 1, 1), (1, 2, 0), (3, 2, 2), (2, 3, 1)]
 
 def played(name, ranks, batches, stages, f=1.0, i=1.0, w=1.0):
     schedule = build(name, ranks, batches, stages)
-    return simulate(schedule, even(schedule.stages, forward=f, backward_input=i, backward_weight=w))
+    return simulate(schedule, uniform_timing(schedule.stages, forward=f, backward_input=i, backward_weight=w))
 
 
 def idle(timeline):

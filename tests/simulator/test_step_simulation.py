@@ -151,9 +151,10 @@ def test_copied_gathers_wait_for_no_reduction_and_slow_compute_less() -> None:
     kernels, copies = (
         timing_of(LLAMA, job(given), replace(given, gather_engine=engine), NODE) for engine in ("kernel", "copy")
     )
-    assert kernels.one_communicator and kernels.gather_slowdown == kernels.reduce_slowdown
+    assert kernels.shared_communicator and kernels.gather_slowdown == kernels.reduce_slowdown
     assert (
-        not copies.one_communicator and 1 < copies.gather_slowdown < copies.reduce_slowdown == kernels.reduce_slowdown
+        not copies.shared_communicator
+        and 1 < copies.gather_slowdown < copies.reduce_slowdown == kernels.reduce_slowdown
     )
     assert copies.reduce == kernels.reduce and copies.copy_out == kernels.copy_out
     assert kernels.unshard[0][1] / copies.unshard[0][1] == pytest.approx(1.34, abs=0.1)
