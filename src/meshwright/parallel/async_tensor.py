@@ -1,4 +1,4 @@
-"""Tensor-parallel products that overlap with the transfer of their tokens: asynchronous variants of the operators in `products`.
+"""Tensor-parallel products that overlap with the transfer of their tokens, variants of the operators in `products`.
 
 A gathered product is computed in pieces of a few ranks' tokens each. This rank's own tokens come first, while the copies of the others'
 run. A scattered product is computed in the opposite order, this rank's own tokens last, while finished pieces are copied to the ranks that

@@ -120,14 +120,14 @@ class MessagePeers(Peers):
             tokens = slice(peer * part, (peer + 1) * part)
             works[peer] = [self._receive(sequence[tokens], peer) for sequence in whole]
         sent = [self._send(sequence, peer) for peer in order for sequence in x]
-        return _MessageGather(works, sent)
+        return _GatherByMessages(works, sent)
 
     def start_sum(self, shape: torch.Size, like: Tensor) -> PendingSum:
         self._uses += 1
         received = like.new_empty((self.ranks, *shape))
         peers = [peer for peer in range(self.ranks) if peer != self.rank]
         works = [self._receive(sequence, peer) for peer in peers for sequence in received[peer]]
-        return _MessageSum(self, received, works)
+        return _SumByMessages(self, received, works)
 
     def _send(self, tensor: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
         """Start a send; the caller keeps the returned tensor until the send has ended."""
@@ -143,7 +143,7 @@ def _require_work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-class _MessageGather(PendingGather):
+class _GatherByMessages(PendingGather):
     def __init__(self, works: dict[int, list[dist.Work]], sent: list[tuple[dist.Work, Tensor]]) -> None:
         self._works, self._sent = works, sent
 
@@ -155,7 +155,7 @@ class _MessageGather(PendingGather):
                 self._sent.pop()[0].wait()
 
 
-class _MessageSum(PendingSum):
+class _SumByMessages(PendingSum):
     def __init__(self, messages: MessagePeers, received: Tensor, works: list[dist.Work]) -> None:
         self.received, self._messages, self._works = received, messages, works
         self._sent: list[tuple[dist.Work, Tensor]] = []
@@ -198,10 +198,10 @@ class PeerMemory(Peers):
                 for target, sequence in zip(whole, source, strict=True):
                     target[peer * part : (peer + 1) * part].copy_(sequence, non_blocking=True)
                 copied[peer] = self.stream.record_event()
-        return _CopyGather(copied)
+        return _GatherByCopies(copied)
 
     def start_sum(self, shape: torch.Size, like: Tensor) -> PendingSum:
-        return _CopySum(self, shape, like)
+        return _SumByCopies(self, shape, like)
 
     def begin(self, size: int) -> _Window:
         """Start the next exchange and return its window, whose slots have at least `size` bytes."""
@@ -213,7 +213,7 @@ class PeerMemory(Peers):
         return self._window
 
 
-class _CopyGather(PendingGather):
+class _GatherByCopies(PendingGather):
     def __init__(self, copied: dict[int, Any]) -> None:
         self._copied = copied
 
@@ -221,7 +221,7 @@ class _CopyGather(PendingGather):
         torch.cuda.current_stream().wait_event(self._copied[peer])
 
 
-class _CopySum(PendingSum):
+class _SumByCopies(PendingSum):
     def __init__(self, memory: PeerMemory, shape: torch.Size, like: Tensor) -> None:
         full, self._memory = torch.Size((memory.ranks, *shape)), memory
         self._window, self._number = memory.begin(like.element_size() * full.numel()), memory.uses
