@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.kernels.loss import compiled
+from meshwright.kernels.loss import compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.parallel.peers import Peers
 
@@ -179,7 +179,7 @@ class _TokenSums:
     def total(self) -> Tensor:
         """The sum over all ranks; called after every part was sent."""
         self._sum.wait()
-        add = compiled(_sum_in_rank_order) if self._own.is_cuda else _sum_in_rank_order
+        add = compile_once(_sum_in_rank_order) if self._own.is_cuda else _sum_in_rank_order
         return add(self._sum.received, self._own, self._peers.rank)
 
 

@@ -47,7 +47,7 @@ class GroupedLinear(Linear):
         self.out_features, self.in_features = linear.weight.shape
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(linear, name))
-        self.group, self.gathered_ranks, self.peers = group, ranks, peers
+        self.group, self.tokens_per_input_token, self.peers = group, ranks, peers
 
 
 class GatheredLinear(GroupedLinear):
@@ -71,7 +71,7 @@ class ScatteredLinear(GroupedLinear):
 
 def gather_and_multiply(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence[Tensor]:
     """The output `(batch, seq, out)` of each layer for x `(batch, seq / ranks, in)`, with one all-gather."""
-    group, ranks = linears[0].group, linears[0].gathered_ranks
+    group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if not torch.is_grad_enabled():
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         return gathered_products(x, weights, biases, group, ranks)
@@ -84,7 +84,7 @@ def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor])
 
     Uses one reduce-scatter.
     """
-    group, ranks = linears[0].group, linears[0].gathered_ranks
+    group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if torch.is_grad_enabled():
         parts = ((x, linear.weight, *(linear.taps or (None, None))) for linear, x in zip(linears, xs, strict=True))
         y = _ScatteredProducts.apply(group, ranks, *chain.from_iterable(parts))
