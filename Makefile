@@ -14,7 +14,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-storage lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -29,6 +29,9 @@ test-all: $(VENV)/.installed-test lint
 
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint
+
+test-storage: $(VENV)/.installed-storage
+	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests benchmarks
@@ -78,6 +81,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.installed-test: pyproject.toml constraints.txt
 	$(call install,'.[test]')
 	@touch $(VENV)/.installed $@
+
+# The S3 server of the tests and its many dependencies are installed for them alone.
+$(VENV)/.installed-storage: pyproject.toml constraints.txt
+	$(call install,'.[test-storage]')
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
 	rm -rf $(VENV) build dist .ruff_cache

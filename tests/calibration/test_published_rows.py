@@ -21,7 +21,7 @@ from meshwright.calibration.row_predictions import predict_records
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"
 MEASURED = ("iter_time_s", "tokens_per_s", "tflops_per_gpu", "mfu", "mem_gb")
-ROW = {
+RECORD = {
     "source": "a paper", "model": "Llama-3-8B", "gpu": "H100", "gpus": "16", "tp": "2", "pp": "1", "dp": "8", "micro_batch": "1",
     "global_batch": "64", "seq": "4096", "layers": "32", "hidden": "4096", "dtype": "bf16",
 }  # fmt: skip
@@ -62,13 +62,13 @@ def test_no_row_is_in_the_package(runs: list[dict[str, str]]) -> None:
 
 
 def test_blanks_take_stated_defaults() -> None:
-    reading = read_record({**ROW, "micro_batch": "", "dtype": ""})
+    reading = read_record({**RECORD, "micro_batch": "", "dtype": ""})
     assert reading.case is not None
     assumed_text = " | ".join(reading.assumed)
     for word in ("micro_batch 1", "cp 1", "ep 1", "vpp 1", "kv_heads 8", "dtype bf16", "network 400 Gb/s", "ffn"):
         assert word in assumed_text or word == "ffn"
     assert float(reading.case.shape.ffn) == 14336
-    unknown = read_record({**ROW, "model": "Mine", "layers": "10", "hidden": "1024"})
+    unknown = read_record({**RECORD, "model": "Mine", "layers": "10", "hidden": "1024"})
     assert unknown.case is not None
     assert unknown.case.shape.heads == unknown.case.shape.kv_width / 2 / (1024 / unknown.case.shape.heads)
 
@@ -81,7 +81,7 @@ def test_blanks_take_stated_defaults() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_expressed_says_why(changed: dict[str, str], word: str) -> None:
-    (prediction,) = predict_records([{**ROW, **changed}])
+    (prediction,) = predict_records([{**RECORD, **changed}])
     assert prediction.seconds is None
     assert prediction.reason is not None
     assert word in prediction.reason
@@ -95,14 +95,16 @@ texts = st.one_of(
 
 @given(
     st.dictionaries(
-        st.sampled_from([*ROW, "cp", "ep", "vpp", "zero/fsdp", "recompute", "interconnect", "params", "ffn", "note"]),
+        st.sampled_from(
+            [*RECORD, "cp", "ep", "vpp", "zero/fsdp", "recompute", "interconnect", "params", "ffn", "note"]
+        ),
         texts,
     )
 )
 @example({"layers": "", "hidden": "1"})
 @settings(max_examples=150, deadline=None)
 def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
-    (prediction,) = predict_records([{**ROW, **changed}])
+    (prediction,) = predict_records([{**RECORD, **changed}])
     assert (prediction.seconds is None) == bool(prediction.reason)
     if prediction.seconds is not None:
         assert prediction.seconds > 0
@@ -116,7 +118,7 @@ def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
 )
 def test_no_size_is_a_wrong_figure(column: str, value: str) -> None:
     """An impossible size gives a reason or counts as blank; a time is never negative or NaN."""
-    (prediction,) = predict_records([{**ROW, column: value}])
+    (prediction,) = predict_records([{**RECORD, column: value}])
     if value in ("-1", "-0.5", "0.3", "1e-300", "1e308"):
         assert prediction.seconds is None and prediction.reason is not None and column in prediction.reason
     elif prediction.seconds is not None:
@@ -124,9 +126,9 @@ def test_no_size_is_a_wrong_figure(column: str, value: str) -> None:
 
 
 def test_a_time_may_come_from_tokens() -> None:
-    assert measured_seconds({**ROW, "tokens_per_s": "131072"}) == 64 * 4096 / 131072
-    assert measured_seconds(ROW) is None
-    assert all(key in ROW for key in PLAN_COLUMNS)
+    assert measured_seconds({**RECORD, "tokens_per_s": "131072"}) == 64 * 4096 / 131072
+    assert measured_seconds(RECORD) is None
+    assert all(key in RECORD for key in PLAN_COLUMNS)
 
 
 @pytest.mark.parametrize(

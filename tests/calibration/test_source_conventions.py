@@ -14,7 +14,7 @@ from meshwright.calibration.source_conventions import CONVENTIONS, applicable_co
 from meshwright.workload.layouts import Layouts
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
-ROW = {
+RECORD = {
     "source": "a paper", "model": "Qwen3-30B-A3B", "gpu": "H100", "gpus": "16", "tp": "1", "pp": "1", "dp": "16", "micro_batch": "1",
     "global_batch": "64", "seq": "4096", "layers": "48", "hidden": "2048", "ep": "8", "dtype": "bf16",
 }  # fmt: skip
@@ -55,7 +55,7 @@ def test_cells_that_a_source_prints_stay(runs: list[dict[str, str]]) -> None:
     ],
 )
 def test_expert_ranks_that_no_model_has(changed: dict[str, str], words: tuple[str, ...]) -> None:
-    reading = read_record({**ROW, **changed})
+    reading = read_record({**RECORD, **changed})
     assert reading.case is None
     assert reading.reason is not None
     assert all(word in reading.reason for word in words)
@@ -66,14 +66,14 @@ def test_expert_ranks_that_no_model_has(changed: dict[str, str], words: tuple[st
     [("NVIDIA-NeMo/NeMo docs", "H100", 8), ("NVIDIA-NeMo/Megatron-Bridge docs", "GB200", 16), ("a paper", "H100", 1)],
 )
 def test_blank_expert_ranks_follow_the_recipes_of_a_source(source: str, gpu: str, ranks: int) -> None:
-    reading = read_record({**ROW, "source": source, "gpu": gpu, "ep": ""})
+    reading = read_record({**RECORD, "source": source, "gpu": gpu, "ep": ""})
     assert reading.case is not None
     assert reading.case.layout.expert == ranks
     assert any(f"ep {ranks}" in words for words in reading.assumed)
 
 
 def test_a_release_is_named_or_assumed_in_words(runs: list[dict[str, str]]) -> None:
-    named, unnamed = (read_record({**ROW, "note": note}) for note in ("container 26.02", ""))
+    named, unnamed = (read_record({**RECORD, "note": note}) for note in ("container 26.02", ""))
     assert named.case is not None and unnamed.case is not None
     assert named.case.release == pytest.approx(1 + 1 / 12)
     assert unnamed.case.release == 0 and any("release not named" in words for words in unnamed.assumed)
@@ -83,7 +83,7 @@ def test_a_release_is_named_or_assumed_in_words(runs: list[dict[str, str]]) -> N
 
 def test_load_of_experts_is_uneven_unless_a_source_says_otherwise() -> None:
     plain, forced = (
-        read_record({**ROW, "source": source}) for source in ("a paper", "NVIDIA-NeMo/Megatron-Bridge docs")
+        read_record({**RECORD, "source": source}) for source in ("a paper", "NVIDIA-NeMo/Megatron-Bridge docs")
     )
     assert plain.case is not None
     assert forced.case is not None
@@ -105,7 +105,7 @@ def test_load_of_experts_is_uneven_unless_a_source_says_otherwise() -> None:
     ],
 )
 def test_modules_of_selective_recompute(text: str, mode: int) -> None:
-    case = read_record({**ROW, "recompute": text}).case
+    case = read_record({**RECORD, "recompute": text}).case
     assert case is not None
     assert case.layout.recompute == mode
 
@@ -125,7 +125,7 @@ def test_llama_3_gathers_weights_and_sums_gradients_once_a_step(runs: list[dict[
 
 
 def test_runs_that_are_no_full_training_are_refused() -> None:
-    record = {**ROW, "source": "NVIDIA-NeMo/NeMo docs", "note": "FP8; LoRA fine-tuning"}
+    record = {**RECORD, "source": "NVIDIA-NeMo/NeMo docs", "note": "FP8; LoRA fine-tuning"}
     reading = read_record(record)
     assert reading.case is None and reading.reason is not None and "LoRA" in reading.reason
     assert read_record({**record, "note": "FP8; SFT fine-tuning"}).case is not None
@@ -145,6 +145,6 @@ def test_a_second_predicted_token_is_a_layer(runs: list[dict[str, str]]) -> None
 
 
 def test_a_rate_in_flops_is_a_time_only_where_its_source_says_what_it_counts() -> None:
-    record = {**ROW, "tflops_per_gpu": "400", "params": "30e9"}
+    record = {**RECORD, "tflops_per_gpu": "400", "params": "30e9"}
     assert measured_seconds(record) is None
     assert measured_seconds({**record, "source": "Llama 3 herd"}) is not None

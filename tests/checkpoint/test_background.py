@@ -99,7 +99,7 @@ def test_a_writer_that_is_killed_or_stopped_costs_one_save(tmp_path: Path, numbe
     os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     failure = rank.save(2).failure
     if number == signal.SIGSTOP:
-        assert failure is not None and "saving step 2: the writer gave no sign of life for 2 s" in str(failure)
+        assert failure is not None and "saving step 2: the writer sent no heartbeat for 2 s" in str(failure)
         until(lambda: {path.name for path in (tmp_path / "checkpoints").iterdir()} == {step_name(1)})
     else:
         assert failure is None, "it was replaced before the save"

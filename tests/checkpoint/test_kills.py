@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoint.kills import VICTIMS, kill_once
 
-SHORT, LONG = 6, 210
+SHORT, BLOCKS, BLOCK = 6, 6, 35
 
 
 def test_a_process_killed_at_a_random_time(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_a_process_killed_at_a_random_time(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.crash
-@pytest.mark.timeout(1800)
-def test_two_hundred_processes_killed_at_random_times(tmp_path: Path) -> None:
-    for seed in range(SHORT, LONG):
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_two_hundred_processes_killed_at_random_times(tmp_path: Path, block: int) -> None:
+    for seed in range(SHORT + block * BLOCK, SHORT + (block + 1) * BLOCK):
         kill_once(tmp_path / str(seed), seed)

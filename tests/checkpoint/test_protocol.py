@@ -144,11 +144,11 @@ def machine(examples: int, steps: int) -> None:
 
 
 def test_random_histories() -> None:
-    machine(12, 10)
+    machine(8, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.timeout(1800)
 def test_many_random_histories() -> None:
-    machine(400, 30)
+    machine(150, 30)

@@ -184,3 +184,20 @@ def test_host_memory_that_changes_while_it_is_written_is_never_loaded(
 
     monkeypatch.setattr(block_file, "_write_at", corrupted)
     assert writers.save(2)["event"] == "committed" and newest(tmp_path) == 1
+
+
+def test_a_reply_is_not_lost_behind_heartbeats() -> None:
+    """A rank reads nothing between two saves, so that heartbeats fill the pipe."""
+    reading, written = os.pipe()
+    replies = writing.Replies(written)
+    for _ in range(10_000):
+        replies.beat(phase="idle", written=0)
+    sender = threading.Thread(target=replies.send, args=("committed",), kwargs={"step": 7})
+    sender.start()
+    received = b""
+    while b'"committed"' not in received:
+        received = received[-100:] + os.read(reading, 1 << 16)
+    sender.join(10)
+    assert received.endswith(b'{"event": "committed", "step": 7}\n')
+    os.close(reading)
+    replies.send("deleted", step=7)  # a rank that is dead

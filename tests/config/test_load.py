@@ -335,6 +335,15 @@ def test_a_resolved_run_of_an_earlier_version_may_have_the_removed_key() -> None
 
 
 @pytest.mark.usefixtures("here")
+def test_a_plan_file_of_an_earlier_version_loads_as_before() -> None:
+    text = PLAN.replace("global_batch: 4", "global_batch: 8").replace("accumulate: 2", "accumulate: 4")
+    earlier = write("plan.yaml", f"{text}\nreduce_engine: kernel\n")
+    assert load_plan(earlier) == load_plan(write("current.yaml", text))
+    run = run_of("model: llama-nano\ncluster: {gpus_per_node: 2}\nplan: plan.yaml")
+    assert Path(str(run.plan)).resolve() == earlier.resolve()
+
+
+@pytest.mark.usefixtures("here")
 def test_a_resolved_run_is_readable_when_the_files_it_names_are_gone() -> None:
     plan = write(
         "plan.yaml",

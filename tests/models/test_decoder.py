@@ -51,17 +51,17 @@ def test_presets_own_exactly_the_parameters_of_the_table(name):
     )
 
 
-@pytest.mark.parametrize("kind", list(ALL))
-def test_variants_own_exactly_the_parameters_of_the_table(kind):
-    model = on_meta(ALL[kind])
-    table = {row.name: row.shape for row in parameters(ALL[kind])}
+@pytest.mark.parametrize("model_name", list(ALL))
+def test_variants_own_exactly_the_parameters_of_the_table(model_name):
+    model = on_meta(ALL[model_name])
+    table = {row.name: row.shape for row in parameters(ALL[model_name])}
     assert {key: tuple(value.shape) for key, value in model.named_parameters()} == table
     assert not list(model.buffers())
 
 
-@pytest.mark.parametrize("kind", list(ALL))
-def test_fast_equals_plain(kind):
-    spec = ALL[kind]
+@pytest.mark.parametrize("model_name", list(ALL))
+def test_fast_equals_plain(model_name):
+    spec = ALL[model_name]
     tokens = some_tokens(spec)
     documents = (torch.arange(40) // 13).expand(2, -1)
     targets = tokens.roll(-1, 1).index_fill(1, torch.tensor([5, 39]), -100)
@@ -84,9 +84,9 @@ def test_loss_is_the_sum_over_counted_targets():
     assert torch.allclose(model(tokens, targets=targets), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "sliding"])
-def test_masked_packed_logits_equal_separate_documents(kind):
-    spec = ALL[kind]
+@pytest.mark.parametrize("model_name", ["llama", "qwen3", "gpt2", "sliding"])
+def test_masked_packed_logits_equal_separate_documents(model_name):
+    spec = ALL[model_name]
     model, tokens = built(spec), some_tokens(spec, batch=1, seq=60)
     lengths = [17, 1, 30, 12]
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
@@ -144,10 +144,10 @@ def test_variants_equal_a_naive_implementation(spec):
         assert torch.allclose(model(tokens)[0], naive_logits(model, spec, tokens[0]), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "parallel"])
-def test_flops_of_the_spec_are_those_counted(kind):
+@pytest.mark.parametrize("model_name", ["llama", "qwen3", "gpt2", "parallel"])
+def test_flops_of_the_spec_are_those_counted(model_name):
     """Counted as executed: the plain twin computes the whole square of scores, which is what `causal=False` counts."""
-    spec, seq = ALL[kind], 32
+    spec, seq = ALL[model_name], 32
     model, tokens = built(spec, plain=True), some_tokens(spec, seq=seq)
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets=tokens).backward()
@@ -155,8 +155,9 @@ def test_flops_of_the_spec_are_those_counted(kind):
 
 
 def test_the_chunked_loss_multiplies_no_more_than_the_plain_one():
-    """In bf16, because the counter does not know the in-place product that wider formats accumulate with; with a vocabulary that
-    needs no padding.
+    """Counted in bf16, with a vocabulary that needs no padding.
+
+    Wider formats accumulate with an in-place product that the counter does not know.
     """
     counts, spec = [], replace(LLAMA, vocab_size=136)
     for plain in (False, True):

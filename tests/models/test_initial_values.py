@@ -14,12 +14,12 @@ from meshwright.models.initial_values import initial_values
 from meshwright.spec.model import ParameterSpec, parameters
 from tests.models.tiny import LLAMA, built
 
-ROW = ParameterSpec("layers.0.mlp.down.weight", (1000, 1024), "normal", 0.02)
-COUNT = ROW.count
+PARAMETER = ParameterSpec("layers.0.mlp.down.weight", (1000, 1024), "normal", 0.02)
+COUNT = PARAMETER.count
 
 
-def whole(row=ROW, seed=0):
-    return initial_values(seed, row, 0, row.count, "cpu")
+def whole(parameter=PARAMETER, seed=0):
+    return initial_values(seed, parameter, 0, parameter.count, "cpu")
 
 
 def in_python(seed, name, index, std):
@@ -37,15 +37,15 @@ def in_python(seed, name, index, std):
 
 
 def test_values_are_those_of_big_integers():
-    row = replace(ROW, shape=(1 << 40,))
+    parameter = replace(PARAMETER, shape=(1 << 40,))
     for start in (0, 12345, (1 << 39) + 7):
-        got = initial_values(3, row, start, 5, "cpu").tolist()
-        expected = [in_python(3, row.name, start + i, row.std) for i in range(5)]
+        got = initial_values(3, parameter, start, 5, "cpu").tolist()
+        expected = [in_python(3, parameter.name, start + i, parameter.std) for i in range(5)]
         assert got == pytest.approx(expected, rel=1e-6)
 
 
 def test_moments():
-    values = whole().double() / ROW.std
+    values = whole().double() / PARAMETER.std
     noise = 1 / math.sqrt(COUNT)
     assert abs(values.mean()) < 4 * noise
     assert abs(values.var() - 1) < 4 * noise * math.sqrt(2)
@@ -55,12 +55,12 @@ def test_moments():
 
 
 def test_neighbours_and_other_names_and_seeds_are_independent():
-    values = whole().double() / ROW.std
+    values = whole().double() / PARAMETER.std
     others = [
         values.roll(1),
         values.roll(1024),
-        whole(replace(ROW, name="layers.1.mlp.down.weight")).double() / ROW.std,
-        whole(seed=1).double() / ROW.std,
+        whole(replace(PARAMETER, name="layers.1.mlp.down.weight")).double() / PARAMETER.std,
+        whole(seed=1).double() / PARAMETER.std,
     ]
     for other in others:
         assert abs((values * other).mean()) < 4 / math.sqrt(COUNT)
@@ -70,29 +70,31 @@ def test_neighbours_and_other_names_and_seeds_are_independent():
 @given(st.integers(0, COUNT - 1), st.integers(1, 5000))
 def test_a_slice_is_that_slice_of_the_whole(start, count):
     count = min(count, COUNT - start)
-    assert torch.equal(initial_values(0, ROW, start, count, "cpu"), WHOLE[start : start + count])
+    assert torch.equal(initial_values(0, PARAMETER, start, count, "cpu"), WHOLE[start : start + count])
 
 
 WHOLE = whole()
 
 
 def test_standard_deviation_only_scales():
-    doubled = whole(replace(ROW, std=0.04))
+    doubled = whole(replace(PARAMETER, std=0.04))
     assert torch.equal(doubled, 2 * WHOLE)
     assert doubled.dtype == torch.float32
 
 
 def test_ones_and_zeros():
-    assert torch.equal(initial_values(0, replace(ROW, fill="ones"), 3, 4, "cpu"), torch.ones(4))
-    assert torch.equal(initial_values(0, replace(ROW, fill="zeros"), 3, 4, "cpu"), torch.zeros(4))
+    assert torch.equal(initial_values(0, replace(PARAMETER, fill="ones"), 3, 4, "cpu"), torch.ones(4))
+    assert torch.equal(initial_values(0, replace(PARAMETER, fill="zeros"), 3, 4, "cpu"), torch.zeros(4))
 
 
 def test_a_model_holds_the_values_of_its_table():
     model = built(LLAMA, dtype=torch.float32, vary=False)
-    for row in parameters(LLAMA):
-        assert torch.equal(model.get_parameter(row.name).flatten(), initial_values(1, row, 0, row.count, "cpu"))
+    for parameter in parameters(LLAMA):
+        assert torch.equal(
+            model.get_parameter(parameter.name).flatten(), initial_values(1, parameter, 0, parameter.count, "cpu")
+        )
 
 
 @pytest.mark.gpu
 def test_cuda_gives_the_same_bits():
-    assert torch.equal(initial_values(0, ROW, 0, COUNT, "cuda").cpu(), WHOLE)
+    assert torch.equal(initial_values(0, PARAMETER, 0, COUNT, "cuda").cpu(), WHOLE)

@@ -17,8 +17,8 @@ from tests.checkpoint.test_hf import Rotary
 from tests.models.tiny import MIXTRAL, MIXTURES, SHARED, built, some_tokens
 
 
-def mixture_of(kind: str, **options: Any) -> MixtureOfExperts:
-    return built(MIXTURES[kind], **options).layers["1"].moe
+def mixture_of(model_name: str, **options: Any) -> MixtureOfExperts:
+    return built(MIXTURES[model_name], **options).layers["1"].moe
 
 
 def some_input(batch: int = 2, seq: int = 12) -> torch.Tensor:
@@ -43,9 +43,9 @@ def naive(moe: MixtureOfExperts, spec: Any, token: torch.Tensor) -> tuple[torch.
 
 
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_every_token_goes_to_its_likeliest_experts(kind: str, plain: bool) -> None:
-    spec, moe, x = MIXTURES[kind], mixture_of(kind, plain=plain), some_input()
+@pytest.mark.parametrize("model_name", MIXTURES)
+def test_every_token_goes_to_its_likeliest_experts(model_name: str, plain: bool) -> None:
+    spec, moe, x = MIXTURES[model_name], mixture_of(model_name, plain=plain), some_input()
     routed = moe(x)
     loads = torch.zeros(2, spec.experts, dtype=torch.float64)
     for row in range(2):
@@ -94,9 +94,9 @@ def test_the_balance_loss_reaches_the_router() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
-@pytest.mark.parametrize("kind", ["mixtral", "shared expert"])
-def test_a_block_compiles_whole(kind: str) -> None:
-    model, tokens = built(MIXTURES[kind]), some_tokens(MIXTURES[kind])
+@pytest.mark.parametrize("model_name", ["mixtral", "shared expert"])
+def test_a_block_compiles_whole(model_name: str) -> None:
+    model, tokens = built(MIXTURES[model_name]), some_tokens(MIXTURES[model_name])
     results = []
     for wrap in (False, True):
         for block in model.layers.values():
@@ -116,7 +116,7 @@ def test_nothing_is_read_by_the_host_on_the_way_to_the_experts() -> None:
     assert routed.x.shape == (2, 12, MIXTRAL.hidden) and routed.load.shape == (MIXTRAL.experts,)
 
 
-def their_model(kind: str, layers: int, weight: float) -> Any:
+def their_model(model_name: str, layers: int, weight: float) -> Any:
     import transformers as t
 
     small = {
@@ -127,7 +127,7 @@ def their_model(kind: str, layers: int, weight: float) -> Any:
     config = {
         "mixtral": lambda: t.MixtralConfig(num_local_experts=5, **small),
         "qwen3 moe": lambda: t.Qwen3MoeConfig(num_experts=6, moe_intermediate_size=24, norm_topk_prob=True, **small),
-    }[kind]()
+    }[model_name]()
     torch.manual_seed(0)
     return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
@@ -154,12 +154,15 @@ def as_ours(name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("layers", "weight"), [(1, 0.5), (2, 0.0)])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3 moe"])
+@pytest.mark.parametrize("model_name", ["mixtral", "qwen3 moe"])
 def test_loss_and_every_gradient_equal_transformers(
-    kind: str, layers: int, weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_name: str, layers: int, weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their balance loss takes batch and layers together and counts every copy: for one sequence and layer, per_token times ours."""
-    theirs = their_model(kind, layers, weight)
+    """Transformers' balance loss takes batch and layers together and counts every copy of a token.
+
+    For one sequence and one layer it is per_token times ours.
+    """
+    theirs = their_model(model_name, layers, weight)
     theirs.save_pretrained(tmp_path)
     spec, reader = import_hf(tmp_path)
     ours = built(spec)

@@ -351,6 +351,15 @@ def test_an_unreadable_file_is_named(folder, name, text):
     assert f"{name}: " in page_of(folder).text.partition("Not in this report")[2]
 
 
+def test_a_plan_file_of_an_earlier_version_is_read_as_before(folder):
+    with (folder / "plan.yaml").open("a") as file:
+        file.write("reduce_engine: kernel\n")
+    assert "plan.yaml: not a plan" not in page_of(folder).text
+    with (folder / "plan.yaml").open("a") as file:
+        file.write("reduce_engine: exchange\n")
+    assert "plan.yaml: not a plan" in page_of(folder).text
+
+
 def test_damaged_lines_are_left_out_and_counted(folder):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('garbage\n{"kind": "step", "step": 41, "loss": 1.0}\n')

@@ -42,7 +42,7 @@ def test_linear_layers_of_blocks_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "wrong", "said"),
+    ("name", "capability", "wrong", "message"),
     [
         ("NVIDIA A100-SXM4-80GB", (8, 0), None, "NVIDIA A100-SXM4-80GB has no fp8 products.*compute capability 8.9"),
         ("NVIDIA H200", (9, 0), None, None),
@@ -55,7 +55,7 @@ def test_linear_layers_of_blocks_and_nothing_else() -> None:
     ],
 )
 def test_a_gpu_that_would_compute_something_else_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], wrong: str | None, said: str | None
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], wrong: str | None, message: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -64,5 +64,5 @@ def test_a_gpu_that_would_compute_something_else_is_refused(
     with torch.device("meta"):
         model = Decoder(SPEC)
     multiply_low(model, plan("none"), torch.device("cuda", 0))
-    with nullcontext() if said is None else pytest.raises(BadInput, match=said):
+    with nullcontext() if message is None else pytest.raises(BadInput, match=message):
         multiply_low(model, LOW, torch.device("cuda", 0))

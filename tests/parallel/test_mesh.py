@@ -87,7 +87,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch, layout: Layout, rank: int) -> tupl
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_splits_once_an_axis(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All ranks split the world in one order, by the same divisions, and do nothing else: no barrier, no store, no loop over groups."""
+    """All ranks split the world in one order and by the same divisions.
+
+    They do nothing else: no barrier, no access to the store, no loop over groups.
+    """
     layout = LAYOUTS[name]
     seen = set()
     for rank in range(layout.ranks):

@@ -36,13 +36,15 @@ KEEPING = {
 }  # fmt: skip
 MODES: tuple[Recompute, ...] = ("selective", "none", "all_but_attention")
 SMALL, CHOSEN = 0.05, 32
-"""What the account leaves out: of what is kept at most statistics of norms and attention, and bytes of each choice of a router: which
-expert, two places, a weight."""
+"""What the account leaves out: the largest share of the kept bytes, and bytes per choice of a router.
+
+The share is that of the statistics of norms and attention; a choice is an expert's number, two indices and a weight.
+"""
 
 
-@pytest.mark.parametrize("kind, mode", quick_first(1, product(KEEPING, MODES), unpack=True))
-def test_a_compiled_block_keeps_what_the_account_says(kind: str, mode: Recompute) -> None:
-    model = built(KEEPING[kind]).bfloat16()
+@pytest.mark.parametrize("model_name, mode", quick_first(1, product(KEEPING, MODES), unpack=True))
+def test_a_compiled_block_keeps_what_the_account_says(model_name: str, mode: Recompute) -> None:
+    model = built(KEEPING[model_name]).bfloat16()
     block, tokens = model.layers["0"], torch.zeros(2, 64, dtype=torch.long)
     shared = model.shared(tokens, None, None, torch.bfloat16)
     others = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *(shared.rope or ())]}
@@ -58,6 +60,6 @@ def test_a_compiled_block_keeps_what_the_account_says(kind: str, mode: Recompute
     x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         run(x, shared.rope, shared.mask)
-    told = 2 * tokens.numel() * saved_elements(KEEPING[kind], 0, mode)
-    chosen = CHOSEN * tokens.numel() * KEEPING[kind].experts_per_token
+    told = 2 * tokens.numel() * saved_elements(KEEPING[model_name], 0, mode)
+    chosen = CHOSEN * tokens.numel() * KEEPING[model_name].experts_per_token
     assert told <= sum(seen.values()) <= (1 + SMALL) * told + chosen

@@ -17,7 +17,7 @@ from meshwright.spec.rank_environment import RankEnvironment
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The limits of open files that the code sees (last entry) and sets, in place of this process's own."""
+    """The limits of open files that the code sees (last entry) and sets, in rank_environment of this process's own."""
     limits = [(24, 24)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
@@ -30,7 +30,7 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def place(port: int, address: str = "127.0.0.1") -> RankEnvironment:
+def rank_environment(port: int, address: str = "127.0.0.1") -> RankEnvironment:
     return RankEnvironment(1, 2, 1, 2, address, port)
 
 
@@ -51,7 +51,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one(limits: list[tuple[int, int]])
 
 
 def test_a_rank_0_that_listens_is_reached(listener: socket.socket) -> None:
-    reach(place(listener.getsockname()[1]), timedelta(seconds=5))
+    reach(rank_environment(listener.getsockname()[1]), timedelta(seconds=5))
     assert listener.accept()
 
 
@@ -63,6 +63,6 @@ def test_a_missing_rank_0_is_one_sentence(
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(CommunicationFailure) as refused:
-        reach(place(port, address), timedelta(seconds=0.1))
+        reach(rank_environment(port, address), timedelta(seconds=0.1))
     text = str(refused.value)
     assert text.startswith(f"rank 1 cannot reach rank 0 at {address}:{port} (tried for 0 s: ") and "\n" not in text

@@ -1,4 +1,8 @@
-"""What is moved leaves when its memory is wanted and comes back when there is room, and never more is there than the account says."""
+"""When offloaded activations leave and return.
+
+They leave when their memory is needed and return when there is free memory; the device never holds more than the account
+says.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ def of_a_pipeline(micro_batches: int, ahead: int, layers: int) -> list[tuple[Vis
     return [visits for row in order + backwards[micro_batches - ahead :] for visits in row]
 
 
-ONE = visits(0, 1, 2, 3, 4, 5, 6, 7, 99, 7, 6, 5, 4, 3, 2, 1, 0)
+ONE_RANK = visits(0, 1, 2, 3, 4, 5, 6, 7, 99, 7, 6, 5, 4, 3, 2, 1, 0)
 """Eight layers and the head, one micro-batch."""
 LAYERED = [((0, m, layer),) for layer in range(4) for m in range(3)]
 LAYERED += [((0, m, layer),) for layer in range(3, -1, -1) for m in range(3)]
@@ -44,19 +48,19 @@ def layers(*numbers: int) -> set[Visit]:
     return {(0, number, 0) for number in numbers}
 
 
-def numbers(places: Mapping[int, Sequence[Visit]]) -> dict[int, list[int]]:
-    return {place: [visit[1] for visit in found] for place, found in places.items()}
+def numbers(visits_by_index: Mapping[int, Sequence[Visit]]) -> dict[int, list[int]]:
+    return {index: [visit[1] for visit in group] for index, group in visits_by_index.items()}
 
 
 def test_of_layers_that_all_leave_two_stay_and_each_has_one_compute_to_hide_behind() -> None:
-    table = times(ONE, layers(*range(8)))
+    table = times(ONE_RANK, layers(*range(8)))
     assert table.moved == layers(0, 1, 2, 3, 4, 5)
     assert numbers(table.left) == {layer + 2: [layer] for layer in range(6)}
     assert numbers(table.back) == {15 - layer: [layer] for layer in range(6)}
 
 
 def test_copies_of_a_few_layers_have_all_of_the_forward_and_of_the_backward() -> None:
-    table = times(ONE, layers(0, 1, 2, 3))
+    table = times(ONE_RANK, layers(0, 1, 2, 3))
     assert table.moved == layers(0, 1), "room is for what is kept, and for two"
     # Six are there from the sixth forward on; memory is wanted with the seventh, and there is some when the first backward has ended.
     assert numbers(table.left) == {6: [0], 7: [1]} and numbers(table.back) == {10: [1], 11: [0]}
@@ -64,19 +68,19 @@ def test_copies_of_a_few_layers_have_all_of_the_forward_and_of_the_backward() ->
 
 def test_layers_that_keep_little_make_little_room() -> None:
     small = dict.fromkeys(layers(4, 5, 6, 7), 0.25)
-    table = times(ONE, layers(0, 1, 2, 3), small)
+    table = times(ONE_RANK, layers(0, 1, 2, 3), small)
     assert numbers(table.left) == {3: [0], 4: [1]} and numbers(table.back) == {13: [1], 14: [0]}
     large = dict.fromkeys(layers(4, 5, 6, 7), 4.0)
-    assert sorted(numbers(times(ONE, layers(0, 1, 2, 3), large).left)[7]) == [0, 1]
+    assert sorted(numbers(times(ONE_RANK, layers(0, 1, 2, 3), large).left)[7]) == [0, 1]
 
 
 def test_what_makes_room_for_nothing_stays() -> None:
-    assert times(ONE, layers(0)).moved == times(ONE, layers(0, 1)).moved == frozenset()
+    assert times(ONE_RANK, layers(0)).moved == times(ONE_RANK, layers(0, 1)).moved == frozenset()
     assert times(visits(0, 1, 0, 1), layers(0, 1)).moved == frozenset()
 
 
 @given(
-    order=st.sampled_from([ONE, LAYERED, of_a_pipeline(6, 3, 3), of_a_pipeline(4, 4, 3), of_a_pipeline(5, 1, 4)]),
+    order=st.sampled_from([ONE_RANK, LAYERED, of_a_pipeline(6, 3, 3), of_a_pipeline(4, 4, 3), of_a_pipeline(5, 1, 4)]),
     seed=st.integers(0, 10**6),
 )
 def test_memory_is_the_accounts_and_every_copy_has_its_time(order: list[tuple[Visit, ...]], seed: int) -> None:

@@ -69,7 +69,10 @@ def _product(shape: tuple[int, int, int], dtype: Literal["bf16", "fp8"], k: Cons
 
 
 def _attention(seq: int, head: int, machine: Machine, window: int | None) -> AttentionTime:
-    """Causal: half of 4 × tokens × seq × width, without the scores outside a window; small heads slower, backward 2.5 forwards."""
+    """Causal attention: half of 4 × tokens × seq × width, without the scores outside a window.
+
+    Small heads run slower; the backward takes 2.5 times the forward.
+    """
     tokens, heads = 16384, 32
     seen = 1 - (1 - window / seq) ** 2 if window else 1.0
     forward = 2 * tokens * seq * seen * heads * head / (machine.half_peak * TRUE["attention"]) * (1 + 32 / head)

@@ -8,7 +8,7 @@ from meshwright.schedules.idle_time import fill
 from meshwright.schedules.in_flight import NAMES
 from meshwright.schedules.registry import build, entry_of, refusal
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.timing import even
+from meshwright.simulator.timing import uniform_timing
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -18,7 +18,7 @@ def test_idle_time_is_what_playing_leaves(name: str, ranks: int) -> None:
     for micro_batches in (ranks, 2 * ranks, 4 * ranks):
         if refusal(name, ranks, micro_batches, virtual):
             continue
-        played = simulate(build(name, ranks, micro_batches, virtual), even(ranks * virtual)).step_seconds
+        played = simulate(build(name, ranks, micro_batches, virtual), uniform_timing(ranks * virtual)).step_seconds
         stage = 3.0 * virtual
         idle = (played - micro_batches * stage) / ((ranks - 1) * stage / virtual)
         assert float(fill(NAMES.index(name), ranks, micro_batches)) == pytest.approx(idle, abs=0.01)

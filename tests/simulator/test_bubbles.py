@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.schedules.registry import build
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.timing import even
+from meshwright.simulator.timing import uniform_timing
 from tests.schedules.sizes import sizes
 
 UNEQUAL = [(1, 1, 1), (1, 2, 0), (3, 2, 2), (2, 3, 1)]
@@ -17,7 +17,7 @@ UNEQUAL = [(1, 1, 1), (1, 2, 0), (3, 2, 2), (2, 3, 1)]
 
 def played(name, ranks, batches, stages, f=1.0, i=1.0, w=1.0):
     schedule = build(name, ranks, batches, stages)
-    return simulate(schedule, even(schedule.stages, forward=f, backward_input=i, backward_weight=w))
+    return simulate(schedule, uniform_timing(schedule.stages, forward=f, backward_input=i, backward_weight=w))
 
 
 def idle(timeline):
@@ -36,7 +36,10 @@ def test_one_stage_each(name):
 
 @pytest.mark.parametrize("name", ["interleaved", "breadth_first"])
 def test_several_stages_each(name):
-    """(p - 1) / (v m + p - 1) as soon as there are p micro-batches, also where p does not divide them (arXiv 2104.04473 §2.2.2)."""
+    """The bubble is (p - 1) / (v m + p - 1) once m >= p, also where p does not divide m.
+
+    The formula is that of arXiv 2104.04473 §2.2.2.
+    """
     for p, m, v in sizes(name):
         f, i, w = UNEQUAL[(p + m) % 4]
         timeline = played(name, p, m, v, f, i, w)

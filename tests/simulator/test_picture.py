@@ -5,14 +5,14 @@ import pytest
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.simulator.picture import draw
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.timing import even
+from meshwright.simulator.timing import uniform_timing
 
 DOCS = Path(__file__).parents[2] / "docs" / "design" / "schedules.md"
 
 
 def drawn(name, ranks, batches):
     schedule = build(name, ranks, batches, 2 if name == "breadth_first" else None)
-    return draw(simulate(schedule, even(schedule.stages)))
+    return draw(simulate(schedule, uniform_timing(schedule.stages)))
 
 
 def test_a_picture_of_1f1b():

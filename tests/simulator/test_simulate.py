@@ -13,19 +13,19 @@ from meshwright.schedules.expand import expand
 from meshwright.schedules.looping import forward_only
 from meshwright.schedules.registry import SCHEDULES, build, refusal
 from meshwright.schedules.schedule import Schedule, looped
-from meshwright.simulator.durations import stretched
+from meshwright.simulator.durations import end_with_slowdown
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.timing import Link, Timing, even
+from meshwright.simulator.timing import Link, Timing, uniform_timing
 from meshwright.spec.errors import BadInput
 from tests.schedules.test_validity import GOOD, written
 
 
-def spans_of(timeline, kind, rank=0):
-    return [(start, end) for r, _, a, start, end in timeline.records if a.op == kind and r == rank]
+def spans_of(timeline, op, rank=0):
+    return [(start, end) for r, _, a, start, end in timeline.records if a.op == op and r == rank]
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth_and_is_exposed_where_nothing_runs():
-    timing = replace(even(2, backward_weight=0), boundary_bytes=[6.0], link=Link(0.5, 4.0))
+    timing = replace(uniform_timing(2, backward_weight=0), boundary_bytes=[6.0], link=Link(0.5, 4.0))
     timeline = simulate(build("gpipe", 2, 1), timing)
     assert spans_of(timeline, "forward", 1) == [(3.0, 4.0)]
     assert timeline.step_seconds == 1 + 2 + 1 + 1 + 2 + 1
@@ -34,13 +34,13 @@ def test_a_message_takes_latency_and_bytes_over_bandwidth_and_is_exposed_where_n
 
 
 def test_a_link_may_differ_by_pair_and_direction():
-    timing = replace(even(2, backward_weight=0), boundary_bytes=[1.0], links={(1, 0): Link(3.0)})
+    timing = replace(uniform_timing(2, backward_weight=0), boundary_bytes=[1.0], links={(1, 0): Link(3.0)})
     timeline = simulate(build("gpipe", 2, 1), timing)
     assert [mine["pipeline"] for mine in timeline.exposed_seconds] == [3.0, 0.0]
 
 
 def test_messages_of_one_channel_follow_one_another():
-    timing = replace(even(2, backward_weight=0), boundary_bytes=[4.0], link=Link(0.0, 1.0))
+    timing = replace(uniform_timing(2, backward_weight=0), boundary_bytes=[4.0], link=Link(0.0, 1.0))
     timeline = simulate(build("gpipe", 2, 3), timing)
     assert spans_of(timeline, "send") == [(1, 5), (5, 9), (9, 13)]
     assert spans_of(timeline, "forward", 1) == [(5, 6), (9, 10), (13, 14)]
@@ -84,7 +84,7 @@ def test_one_communicator_makes_gathers_wait_for_reductions():
     table = [[1.0] * 4]
     timing = Timing(forward=table, backward_input=table, backward_weight=table, unshard=table, reduce=[[2.5] * 4])
     together = simulate(schedule, timing)
-    apart = simulate(schedule, replace(timing, one_communicator=False))
+    apart = simulate(schedule, replace(timing, shared_communicator=False))
     assert together.step_seconds > apart.step_seconds
 
 
@@ -114,7 +114,7 @@ def test_a_reduction_may_have_to_wait_for_the_one_before_and_compute_with_it():
     ones = [[1.0] * 3]
     timing = Timing(forward=ones, backward_input=ones, backward_weight=ones, reduce=[[5.0] * 3])
     assert spans_of(simulate(schedule, timing), "backward") == [(3, 5), (5, 7), (7, 9)]
-    one = simulate(schedule, replace(timing, one_reduction=True))
+    one = simulate(schedule, replace(timing, single_reduce_buffer=True))
     assert spans_of(one, "backward") == [(3, 5), (5, 7), (10, 12)]
     assert spans_of(one, "reduce_grad") == [(5, 10), (10, 15), (15, 20)]
     assert one.exposed["shard"] == 3.0 + 3.0 + 5.0
@@ -154,7 +154,7 @@ def test_the_loss_makes_its_gradients_in_its_forward():
 
 def test_a_slow_rank_holds_up_the_pipeline():
     schedule = build("1f1b", 2, 8)
-    usual = simulate(schedule, even(2))
+    usual = simulate(schedule, uniform_timing(2))
     times = [[1.0], [2.0]]
     slow = simulate(schedule, Timing(forward=times, backward_input=times, backward_weight=times))
     assert slow.compute_seconds == (24.0, 48.0)
@@ -165,12 +165,12 @@ def test_a_slow_rank_holds_up_the_pipeline():
 def test_an_overlap_hides_the_part_of_its_shorter_side_that_it_is_told_to():
     schedule = build("dualpipe_v", 1, 3)
     pairs = sum(action.op == "overlap" for action in schedule.actions[0])
-    apart, together = (simulate(schedule, replace(even(2), overlap_hidden=hidden)) for hidden in (0.0, 1.0))
+    apart, together = (simulate(schedule, replace(uniform_timing(2), overlap_hidden=hidden)) for hidden in (0.0, 1.0))
     assert apart.step_seconds - together.step_seconds == pytest.approx(pairs * 1.0)
 
 
 def test_ranks_wait_for_each_other_before_the_optimizer():
-    timing = replace(even(2), norm_seconds=0.5, optim_seconds=[1.0, 2.0])
+    timing = replace(uniform_timing(2), norm_seconds=0.5, optim_seconds=[1.0, 2.0])
     timeline = simulate(build("gpipe", 2, 2), timing)
     assert spans_of(timeline, "norm_barrier", 0) == spans_of(timeline, "norm_barrier", 1) == [(9.0, 9.5)]
     assert spans_of(timeline, "optim", 1) == [(9.5, 11.5)]
@@ -178,7 +178,7 @@ def test_ranks_wait_for_each_other_before_the_optimizer():
 
 
 def test_a_pass_without_backward():
-    timeline = simulate(forward_only(looped(4), 8), even(4))
+    timeline = simulate(forward_only(looped(4), 8), uniform_timing(4))
     assert timeline.step_seconds == 11
     assert timeline.bubble == pytest.approx(3 / 11)
 
@@ -189,14 +189,14 @@ def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
     ones = [[0.5, 0.5]] * schedule.stages
     slow = [[0.65, 0.65] if rank == 1 else [0.5, 0.5] for rank in schedule.rank_of]
     timing = replace(
-        even(schedule.stages, 2), forward=slow, backward_input=slow, backward_weight=slow, unshard=ones, reduce=ones,
+        uniform_timing(schedule.stages, 2), forward=slow, backward_input=slow, backward_weight=slow, unshard=ones, reduce=ones,
         replicate=ones, boundary_bytes=[0.3] * (schedule.stages - 1),
         link=Link(0.0, 1.0), gather_slowdown=1.2, reduce_slowdown=1.2, optim_seconds=[1.0] * 3,
     )  # fmt: skip
     timeline = simulate(schedule, timing)
     assert sum(timeline.breakdown.values()) == pytest.approx(timeline.step_seconds)
     assert all(seconds >= -1e-9 for seconds in timeline.breakdown.values())
-    assert timeline.peak_in_flight == simulate(build(name, 3, 7), even(schedule.stages)).peak_in_flight
+    assert timeline.peak_in_flight == simulate(build(name, 3, 7), uniform_timing(schedule.stages)).peak_in_flight
     for rank in range(3):
         mine = [(start, end) for r, lane, _, start, end in timeline.records if (r, lane) == (rank, "compute")]
         assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(mine))
@@ -204,16 +204,16 @@ def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
 
 def test_a_deadlock_is_told_and_a_mismatch_too():
     with pytest.raises(BadInput, match="deadlocks: rank 0 at B0.0, rank 1 at F1.0"):
-        simulate(written("RG0.0<1 B0.0 F0.0 SA0.0>1", GOOD[1]), even(2))
+        simulate(written("RG0.0<1 B0.0 F0.0 SA0.0>1", GOOD[1]), uniform_timing(2))
     with pytest.raises(BadInput, match="rank 0 sends SA0.0>1 where rank 1 expects RA1.1<0"):
-        simulate(written(GOOD[0], "RA1.1<0 F1.0 B1.0 SG1.0>0"), even(2))
+        simulate(written(GOOD[0], "RA1.1<0 F1.0 B1.0 SG1.0>0"), uniform_timing(2))
 
 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"forward": ()}, r"timing.forward: expected a row for each of 2 stages, got 0"),
-        ({"unshard": [[1.0]]}, r"timing.unshard: expected a row for each of 2 stages, got 1"),
+        ({"forward": ()}, r"timing.forward: expected a list for each of 2 stages, got 0"),
+        ({"unshard": [[1.0]]}, r"timing.unshard: expected a list for each of 2 stages, got 1"),
         ({"reduce": [[1.0], [1.0, 1.0]]}, r"timing.reduce\[1\]: expected 1 units, got 2"),
         ({"boundary_bytes": [1.0, 1.0]}, "timing.boundary_bytes: expected 1 numbers, got 2"),
         ({"optim_seconds": [1.0]}, "timing.optim_seconds: expected 2 numbers, got 1"),
@@ -221,15 +221,15 @@ def test_a_deadlock_is_told_and_a_mismatch_too():
 )
 def test_a_timing_that_does_not_fit_is_refused(wrong, reason):
     with pytest.raises(BadInput, match=reason):
-        simulate(expand(build("gpipe", 2, 2), 1), replace(even(2), **wrong))
+        simulate(expand(build("gpipe", 2, 2), 1), replace(uniform_timing(2), **wrong))
 
 
 def test_work_slows_down_only_inside_busy_intervals():
-    assert stretched(0.0, 2.0, []) == 2.0
-    assert stretched(0.0, 2.0, [(1.0, 5.0, 2.0)]) == 3.0
-    assert stretched(0.0, 2.0, [(1.0, 2.0, 2.0), (1.5, 2.0, 2.0)]) == 2.5, "two at once count once"
-    assert stretched(0.0, 2.0, [(0.0, 2.0, 2.0), (1.0, 4.0, 4.0)]) == 4.75, "the slower of two counts"
-    assert stretched(3.0, 2.0, [(0.0, 1.0, 4.0), (3.5, 4.5, 4.0)]) == 5.75
+    assert end_with_slowdown(0.0, 2.0, []) == 2.0
+    assert end_with_slowdown(0.0, 2.0, [(1.0, 5.0, 2.0)]) == 3.0
+    assert end_with_slowdown(0.0, 2.0, [(1.0, 2.0, 2.0), (1.5, 2.0, 2.0)]) == 2.5, "two at once count once"
+    assert end_with_slowdown(0.0, 2.0, [(0.0, 2.0, 2.0), (1.0, 4.0, 4.0)]) == 4.75, "the slower of two counts"
+    assert end_with_slowdown(3.0, 2.0, [(0.0, 1.0, 4.0), (3.5, 4.5, 4.0)]) == 5.75
 
 
 seconds = st.integers(0, 40).map(lambda quarters: quarters / 4)
@@ -247,7 +247,7 @@ def test_any_durations_give_the_times_that_the_rules_give(name, ranks, batches, 
     timing = Timing(
         forward=data.draw(table), backward_input=data.draw(table), backward_weight=data.draw(table),
         unshard=data.draw(table), reduce=data.draw(table), boundary_bytes=data.draw(bounds), link=Link(0.25, 1.0),
-        one_communicator=False,
+        shared_communicator=False,
     )  # fmt: skip
     timeline = simulate(schedule, timing)
     expected = _by_the_rules(schedule, timing)

@@ -1,4 +1,7 @@
-"""A Plan played on a cluster: one rank takes the closed form's time, pipelines idle as in the papers, collectives run as the plan says."""
+"""Simulation of a plan's step on a cluster.
+
+One rank takes the closed form's time, pipelines idle as in the papers, and collectives run as the plan says.
+"""
 
 from __future__ import annotations
 
@@ -148,9 +151,10 @@ def test_copied_gathers_wait_for_no_reduction_and_slow_compute_less() -> None:
     kernels, copies = (
         timing_of(LLAMA, job(given), replace(given, gather_engine=engine), NODE) for engine in ("kernel", "copy")
     )
-    assert kernels.one_communicator and kernels.gather_slowdown == kernels.reduce_slowdown
+    assert kernels.shared_communicator and kernels.gather_slowdown == kernels.reduce_slowdown
     assert (
-        not copies.one_communicator and 1 < copies.gather_slowdown < copies.reduce_slowdown == kernels.reduce_slowdown
+        not copies.shared_communicator
+        and 1 < copies.gather_slowdown < copies.reduce_slowdown == kernels.reduce_slowdown
     )
     assert copies.reduce == kernels.reduce and copies.copy_out == kernels.copy_out
     assert kernels.unshard[0][1] / copies.unshard[0][1] == pytest.approx(1.34, abs=0.1)
@@ -205,7 +209,10 @@ def test_layered_accumulation_saves_a_slow_network() -> None:
 
 
 def test_boundaries_take_the_link_they_cross() -> None:
-    """A port of 1.5 GB/s each, 8 a node: over TCP the 4 devices that send share the node's 12 GB/s; each InfiniBand port serves its own."""
+    """Each node has 8 ports of 1.5 GB/s.
+
+    Over TCP the 4 devices that send share the node's 12 GB/s; over InfiniBand each device uses its own port only.
+    """
     two = ClusterSpec(gpu="H200", nodes=2, gpus_per_node=8)
     across, inside = plan({"pipeline": 2, "shard": 8}), plan({"pipeline": 4, "shard": 4})
     share = timing_of(LLAMA, job(across), across, replace(two, network=TCP)).between(0, 1).bytes_per_second

@@ -10,7 +10,7 @@ from meshwright.events.span import Span
 from meshwright.schedules.expand import expand
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.timing import Link, even
+from meshwright.simulator.timing import Link, uniform_timing
 from meshwright.simulator.trace import LANES, trace_events, write_trace
 
 
@@ -19,7 +19,7 @@ def test_a_trace_has_a_process_for_each_rank_and_lanes_without_overlap(name, tmp
     schedule = expand(build(name, 3, 6), 2)
     halves = [[0.5, 0.5]] * schedule.stages
     timing = replace(
-        even(schedule.stages, 2), unshard=halves, reduce=halves, replicate=halves, optim_seconds=[1.0] * 3,
+        uniform_timing(schedule.stages, 2), unshard=halves, reduce=halves, replicate=halves, optim_seconds=[1.0] * 3,
         boundary_bytes=[1.0] * (schedule.stages - 1), link=Link(0.125, 4.0),
     )  # fmt: skip
     write_trace(simulate(schedule, timing), tmp_path / "trace.json")
@@ -37,7 +37,7 @@ def test_a_trace_has_a_process_for_each_rank_and_lanes_without_overlap(name, tmp
 
 
 def test_a_compressed_trace_is_the_same_every_time(tmp_path):
-    timeline = simulate(build("1f1b", 2, 2), even(2))
+    timeline = simulate(build("1f1b", 2, 2), uniform_timing(2))
     files = [tmp_path / name for name in ("one.json", "two.json.gz", "three.json.gz")]
     for file in files:
         write_trace(timeline, file)
@@ -47,7 +47,7 @@ def test_a_compressed_trace_is_the_same_every_time(tmp_path):
 
 def test_a_span_is_called_by_its_kind_stage_and_micro_batch():
     schedule = build("dualpipe_v", 2, 4)
-    spans = list(simulate(schedule, even(4)).spans(step=7))
+    spans = list(simulate(schedule, uniform_timing(4)).spans(step=7))
     assert {span.step for span in spans} == {7}
     names = [span.name for span in spans if (span.rank, span.lane) == (1, "compute")]
     assert names[:3] == ["forward 1.0", "forward 2.0", "forward 1.1"]

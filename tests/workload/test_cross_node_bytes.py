@@ -160,8 +160,12 @@ def test_tensor_ranks_divide_weights_and_messages_and_send_tokens_inside_of_laye
 
 
 def test_tokens_travel_to_experts_and_their_weights_among_those_that_hold_the_same() -> None:
-    """Eight ranks, four to a node. With four expert ranks, inside a node, each expert's two halves lie on two nodes; with eight, half of
-    all rows cross, whole experts stay where they are, and only the rest of the weights is gathered. Context ranks are as good as shards."""
+    """Eight ranks on two nodes of four, with four or eight expert ranks.
+
+    With four, all in one node, each expert's two halves lie on two nodes. With eight, half of all routed tokens cross
+    between nodes, whole experts stay where they are, and only the other weights are gathered. Context ranks count like
+    shards.
+    """
     model = replace(MODEL, experts=16, experts_per_token=2, expert_hidden=16)
     rows = [row for row in parameters(model) if row.expert]
     routed, rest = sum(row.count for row in rows), parameter_count(model) - sum(row.count for row in rows)

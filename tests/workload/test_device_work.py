@@ -131,12 +131,12 @@ def test_tokens_that_ranks_exchange_are_those_of_the_axes_pages() -> None:
     model, train = model_of("llama3-8b"), TrainSpec(steps=1, global_batch=1, seq_len=SEQ)
     stream, keys = SEQ * 4096 * 2, SEQ // 2 * 2 * 8 * 128
 
-    def said(axis: AxisName, model: ModelSpec = model) -> list[tuple[str, float, float]]:
+    def last_collectives(axis: AxisName, model: ModelSpec = model) -> list[tuple[str, float, float]]:
         found = step_work(model, train, plan_of(1, 1, {axis: 2}, layers=(LayerStrategy(reshard=False),))).collectives
         return [(one.op, one.bytes, one.count / model.layers) for one in found][-2:]
 
-    assert said("tensor") == [("all_gather", stream, 6), ("reduce_scatter", stream, 4)]
+    assert last_collectives("tensor") == [("all_gather", stream, 6), ("reduce_scatter", stream, 4)]
     beside = replace(model, parallel_block=True)
-    assert said("tensor", beside) == [("all_gather", stream, 3), ("reduce_scatter", stream, 2)]
-    assert said("context_ulysses")[-1] == ("all_to_all", SEQ // 2 * 2 * (32 + 8) * 128 * 2, 2)
-    assert said("context_ring") == [("p2p", keys * 2, 2), ("p2p", keys * 4, 2)]
+    assert last_collectives("tensor", beside) == [("all_gather", stream, 3), ("reduce_scatter", stream, 2)]
+    assert last_collectives("context_ulysses")[-1] == ("all_to_all", SEQ // 2 * 2 * (32 + 8) * 128 * 2, 2)
+    assert last_collectives("context_ring") == [("p2p", keys * 2, 2), ("p2p", keys * 4, 2)]

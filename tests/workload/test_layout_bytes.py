@@ -1,4 +1,7 @@
-"""Memory in closed form against the exact account of the same plans: every axis, schedule, strategy, and mixtures of experts."""
+"""Memory in closed form against the exact account of the same plans.
+
+The plans cover every axis, schedule and strategy, and mixtures of experts.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,11 @@ BLOCK = HIDDEN * (1024 + 1024) + 1024 * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN
 TABLE = VOCAB * HIDDEN
 QKV = 1024 + 2 * 512
 KEPT = 2 * (4 * HIDDEN + QKV + 1024 + 512 + 1024 + 2 * FFN + FFN)
-"""bf16 bytes of one token in one block: two residuals, two norms' outputs, the joined projection that values are a view of, turned
-queries and keys, attention's output, the MLP."""
+"""bf16 bytes that one block keeps for one token.
+
+Two residuals, the outputs of two norms, the joined projection (values are a view of it), rotated queries and keys,
+attention's output, and the MLP.
+"""
 MADE = TOKENS * 2 * (2 * FFN + HIDDEN)
 """Bytes of gradients in a block's backward: gate and up, and the stream."""
 SCRATCH = Formats.workspace
@@ -47,7 +50,7 @@ def plan(mesh: dict[str, int], schedule: str = "1f1b", stages=(), **layer) -> Pl
     )
 
 
-def kinds(given: Plan, **options) -> dict[str, int]:
+def memory_by_use(given: Plan, **options) -> dict[str, int]:
     return fullest_rank_memory(MODEL, TRAIN, given, cpu=False, **options)
 
 
@@ -56,7 +59,7 @@ def test_the_numbers_of_this_page_are_the_model_s() -> None:
 
 
 def test_one_rank_of_four_shards() -> None:
-    found = kinds(plan({"shard": 4}, reshard=True))
+    found = memory_by_use(plan({"shard": 4}, reshard=True))
     mine = parameter_count(MODEL) // 4
     assert found == {
         "weights": 4 * mine,
@@ -86,7 +89,10 @@ def test_a_pipeline_rank_holds_its_stages_and_its_end_of_the_model() -> None:
 
 
 def test_one_message_a_direction_is_on_its_way() -> None:
-    """Two receives ahead; the ends of a line send one message a micro-batch, its middle two, and ranks of a ring with two stages more."""
+    """Two receives are posted ahead.
+
+    Per micro-batch the ends of a line send one message, its middle ranks two, and ranks of a ring with two stages more.
+    """
     line = memory_by_rank(MODEL, TRAIN, plan({"pipeline": 4, "shard": 1}), cpu=False)
     assert [row["transfers"] // STREAM - 2 for row in line] == [1, 2, 2, 1]
     ring = memory_by_rank(MODEL, TRAIN, plan({"pipeline": 4, "shard": 1}, "interleaved"), cpu=False)
@@ -98,8 +104,8 @@ def test_one_message_a_direction_is_on_its_way() -> None:
 def test_the_fullest_rank_is_reported() -> None:
     given = plan({"pipeline": 2, "shard": 2})
     rows = memory_by_rank(MODEL, TRAIN, given, cpu=False, alive=(9e9, 1e9))
-    assert kinds(given, alive=(9e9, 1e9)) == rows[0] != rows[1]
-    assert kinds(given, alive=(1e9, 9e9)) == memory_by_rank(MODEL, TRAIN, given, cpu=False, alive=(1e9, 9e9))[1]
+    assert memory_by_use(given, alive=(9e9, 1e9)) == rows[0] != rows[1]
+    assert memory_by_use(given, alive=(1e9, 9e9)) == memory_by_rank(MODEL, TRAIN, given, cpu=False, alive=(1e9, 9e9))[1]
 
 
 def test_a_middle_stage_has_no_end_of_the_model() -> None:
@@ -126,33 +132,39 @@ def test_activations_by_virtual_stage() -> None:
 
 
 def test_the_first_backward_may_be_the_fuller_moment() -> None:
-    """One block whole again and its gradients, while the head's are reduced: in fp32, whole and a fourth, beside a block's in bf16."""
-    found = kinds(plan({"shard": 4}, recompute="full"))
+    """One block is gathered again and has its gradients while the head's gradients are reduced.
+
+    The head's are in fp32, whole and a fourth, the block's in bf16.
+    """
+    found = memory_by_use(plan({"shard": 4}, recompute="full"))
     assert found["activations"] == LAYERS * STREAM + AGAIN + MADE + SCRATCH
     assert found["gathered"] == 2 * (2 * BLOCK + 2 * (TABLE + HIDDEN)) + 4 * (TABLE + HIDDEN) * 5 // 4 + 2 * BLOCK
     assert found["logits"] == STREAM
 
 
 def test_layered_accumulation_keeps_every_micro_batch_and_two_units() -> None:
-    found = kinds(plan({"shard": 4}, "breadth_first", reshard=True, recompute="full"))
+    found = memory_by_use(plan({"shard": 4}, "breadth_first", reshard=True, recompute="full"))
     kept = MICRO_BATCHES * LAYERS * STREAM  # each block's input
     between = MICRO_BATCHES * STREAM  # each micro-batch's gradient between two units
     assert found["activations"] == kept + between + AGAIN + MADE + SCRATCH
     # A block's gradients are summed in fp32 until its last micro-batch.
-    assert found["gathered"] == kinds(plan({"shard": 4}, recompute="full"))["gathered"] + 4 * BLOCK
+    assert found["gathered"] == memory_by_use(plan({"shard": 4}, recompute="full"))["gathered"] + 4 * BLOCK
     assert found["logits"] == MICRO_BATCHES * STREAM
 
 
 def test_earlier_micro_batches_leave_their_gradients() -> None:
-    """When activations are at their most: a rank's own sum of the whole, or its shard; nothing where each unit is done with at once."""
-    sharded, whole = (kinds(plan({"shard": 4}, gradients=kept)) for kept in ("shard", "whole"))
+    """Gradients held when activations are at their peak.
+
+    A rank's own sum of the whole, or its shard; none where every unit's gradients are finished at once.
+    """
+    sharded, whole = (memory_by_use(plan({"shard": 4}, gradients=kept)) for kept in ("shard", "whole"))
     norm = HIDDEN  # the final norm is in no table
     assert whole["gradients"] == pytest.approx(4 * parameter_count(MODEL), abs=4 * norm)
     assert sharded["gradients"] == pytest.approx(parameter_count(MODEL), abs=4 * norm)
-    alone, summed = (kinds(plan({"shard": 1}, gradients=kept)) for kept in ("shard", "whole"))
+    alone, summed = (memory_by_use(plan({"shard": 1}, gradients=kept)) for kept in ("shard", "whole"))
     assert alone == summed
     first = replace(plan({"shard": 4}), batch=BatchPlan(global_batch=8, micro_batch=2, accumulate=1))
-    assert kinds(first)["gradients"] == 0
+    assert memory_by_use(first)["gradients"] == 0
 
 
 def test_the_end_of_backward_may_be_the_fuller_moment() -> None:
@@ -182,9 +194,9 @@ def test_splitting_a_sequence_or_a_matrix_splits_activations_and_states(axis: st
 def test_two_layers_of_one_micro_batch_stay_where_activations_are_offloaded() -> None:
     away = plan({"shard": 4}, offload="activations")
     assert activation_bytes(MODEL, TRAIN, away) == (0.0,)
-    assert kinds(away)["activations"] == 2 * TOKENS * KEPT + SCRATCH
+    assert memory_by_use(away)["activations"] == 2 * TOKENS * KEPT + SCRATCH
     half = replace(away, layers=(LayerStrategy(range="0-3", offload="activations"), LayerStrategy(range="4-7")))
-    assert kinds(half)["activations"] == 6 * TOKENS * KEPT + SCRATCH
+    assert memory_by_use(half)["activations"] == 6 * TOKENS * KEPT + SCRATCH
 
 
 def test_under_a_pipeline_one_more_comes_while_another_goes() -> None:
@@ -195,7 +207,7 @@ def test_under_a_pipeline_one_more_comes_while_another_goes() -> None:
 
 def test_an_optimizer_in_host_memory_leaves_the_compute_format_and_the_sums() -> None:
     """Master weights and moments go; bf16 shards stay to gather from, and gradients are summed on the device."""
-    here, away = (kinds(plan({"shard": 4}, offload=kept)) for kept in ("none", "optimizer"))
+    here, away = (memory_by_use(plan({"shard": 4}, offload=kept)) for kept in ("none", "optimizer"))
     chunks = STAGING_BUFFERS * 3 * STAGED_ELEMENTS * 4
     assert 4 * BLOCK / 4 > STAGED_ELEMENTS, "also where only half of the blocks are away"
     assert (2 * away["weights"], away["optimizer"]) == (here["weights"], chunks)
@@ -205,14 +217,15 @@ def test_an_optimizer_in_host_memory_leaves_the_compute_format_and_the_sums() ->
     )
     # The embedding goes with the first block.
     gone = (4 * BLOCK + TABLE) / parameter_count(MODEL)
-    assert kinds(half)["optimizer"] == pytest.approx(here["optimizer"] * (1 - gone) + chunks)
+    assert memory_by_use(half)["optimizer"] == pytest.approx(here["optimizer"] * (1 - gone) + chunks)
 
 
 def test_an_optimizer_in_host_memory_leaves_masters_that_are_gathered_as_they_are() -> None:
     """In fp32, and where weights are measured at full width before they travel in fp8."""
     for precision in (Precision(compute="fp32"), Precision(linear="fp8_tensorwise", gather="fp8")):
         here, away = (
-            kinds(replace(plan({"shard": 4}, offload=kept), precision=precision)) for kept in ("none", "optimizer")
+            memory_by_use(replace(plan({"shard": 4}, offload=kept), precision=precision))
+            for kept in ("none", "optimizer")
         )
         assert (away["weights"], away["optimizer"]) == (here["weights"], STAGING_BUFFERS * 2 * STAGED_ELEMENTS * 4)
 
@@ -223,7 +236,7 @@ def test_layers_may_differ() -> None:
         plan({"shard": 4}),
         layers=(LayerStrategy(range="0-3", recompute="full"), LayerStrategy(range="4-7", reshard=False)),
     )
-    found, plain = kinds(mixed), kinds(plan({"shard": 4}, recompute="full"))
+    found, plain = memory_by_use(mixed), memory_by_use(plan({"shard": 4}, recompute="full"))
     assert found["activations"] == 4 * STREAM + 4 * TOKENS * KEPT + AGAIN + MADE + SCRATCH
     assert found["gathered"] - plain["gathered"] == 2 * (
         2 * BLOCK + TABLE
@@ -236,7 +249,10 @@ ATTENTION = HIDDEN * (1024 + QKV) + 2 * HIDDEN
 
 
 def test_experts_are_spread_and_sharded_by_their_own_fold() -> None:
-    """6 of 8 layers have 8 experts: 4 ranks hold two of each, or every rank a fourth of each; either way a fourth of the states."""
+    """Six of 8 layers have 8 experts, and each of 4 ranks holds a fourth of the states.
+
+    It holds two experts of each layer, or a fourth of every expert.
+    """
     folds = [
         replace(plan({"shard": 4}, recompute="full"), experts=ExpertPlan(expert=n, expert_shard=4 // n))
         for n in (1, 2, 4)
@@ -253,7 +269,7 @@ def test_experts_are_spread_and_sharded_by_their_own_fold() -> None:
 
 
 def test_what_an_allocator_sees_leaves_the_framework_out() -> None:
-    found = kinds(plan({"shard": 4}))
+    found = memory_by_use(plan({"shard": 4}))
     assert allocated(found) == sum(found.values()) - FRAMEWORK_BYTES["cuda"]
 
 
@@ -264,7 +280,7 @@ def test_fp8_keeps_products_inputs_and_gathers_blocks_in_one_byte() -> None:
     kept = 2 * (2 * HIDDEN + QKV + 1024 + 512 + 1024 + 2 * FFN) + 2 * HIDDEN + 1024 + FFN
     assert activation_bytes(MODEL, TRAIN, wide) == (LAYERS * TOKENS * KEPT,)
     assert activation_bytes(MODEL, TRAIN, low) == (LAYERS * TOKENS * kept,)
-    gathered = [kinds(given)["gathered"] for given in (wide, low)]
+    gathered = [memory_by_use(given)["gathered"] for given in (wide, low)]
     assert gathered[0] - gathered[1] == LAYERS * BLOCK
     sparing = replace(low, layers=(LayerStrategy(range="0", linear="compute"), LayerStrategy(range="1-7")))
     assert activation_bytes(MODEL, TRAIN, sparing) == (TOKENS * (KEPT + (LAYERS - 1) * kept),)

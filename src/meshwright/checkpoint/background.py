@@ -23,7 +23,7 @@ from meshwright.checkpoint.layout import FileLayout, plan_layout
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import Copies, Stager, StagingBuffer
 from meshwright.checkpoint.writer import Save, Setup, encoded_contents
-from meshwright.checkpoint.writer_process import WriterProcess
+from meshwright.checkpoint.writer_process import STALLED_SECONDS, WriterProcess
 from meshwright.spec.errors import MeshwrightError, OutOfResources
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.run import Lease
@@ -31,6 +31,8 @@ from meshwright.state.parts import StateParts
 
 RESERVED_SHARE = 0.1
 """Part of the available host memory that arenas leave free."""
+SLOWEST_RATE = 50e6
+"""Bytes a second of the slowest storage on which a flush is waited for."""
 PREPARE_SECONDS = 120.0
 """How long the first save waits for the arena."""
 
@@ -97,7 +99,9 @@ class BackgroundSaver:
             torch_version=str(torch.__version__),
             parent=parent,
         )
-        self._kept_open, self._limits = kept_open, limits
+        self._kept_open = kept_open
+        # A flush of the whole file shows no progress until it ends.
+        self._limits = {"stalled_seconds": STALLED_SECONDS + self.layout.bytes / SLOWEST_RATE} | limits
         self._arena: Arena | None = None
         self._stager: Stager | None = None
         self.writer: WriterProcess | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,19 @@ def load_tensors(
     doing: str,
 ) -> None:
     """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does."""
+    with _no_garbage_collection():
+        _load(ranks, opened, tensors, recorder, prefix, convert, doing)
+
+
+def _load(
+    ranks: Ranks,
+    opened: OpenCheckpoint,
+    tensors: Mapping[str, Tensor | StateParts],
+    recorder: Recorder,
+    prefix: str,
+    convert: bool,
+    doing: str,
+) -> None:
     contents = opened.contents
     given = set().union(*ranks.together(doing, lambda: check_fit(contents, tensors, prefix, convert)))
     check_complete(contents, given, prefix, doing)
@@ -120,6 +135,21 @@ def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:
     """Where most of the bytes are: this rank's GPU if any tensor is on it."""
     devices = (tensor.device for tensor in tensors.values())
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage within a `with` block.
+
+    A collection goes through all of torch's objects and takes 0.15 s (measured on an H100 host), in which no thread reads.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)

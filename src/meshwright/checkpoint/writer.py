@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import queue
+import select
 import signal
 import sys
 import threading
@@ -42,7 +43,11 @@ log = logging.getLogger("meshwright")
 NICENESS = 5
 """Added to the writer's, so that training's threads come first where cores are few."""
 BEAT_SECONDS = 1.0
-"""Time between two signs of life."""
+"""Time between two heartbeats."""
+REPLY_SECONDS = 10.0
+"""How long a reply waits for room in the pipe, whose reader may be stopped."""
+MESSAGE_LIMIT = 2000
+"""Characters of a failure's message that reach the rank."""
 ORPHAN_SECONDS = 600.0
 """How long a writer whose rank is dead may take to finish."""
 FOLDER_SECONDS = 120.0
@@ -109,7 +114,7 @@ def decode(line: bytes) -> Command:
 class Replies:
     """The writer's end of the pipe to its rank.
 
-    Heartbeats are dropped while the pipe is full, and all messages once the rank is dead.
+    What the rank cannot take is dropped: a heartbeat at once, a reply after a while.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -117,10 +122,19 @@ class Replies:
         os.set_blocking(descriptor, False)
 
     def send(self, event: str, **fields: Any) -> None:
+        """Write a reply, waiting up to `REPLY_SECONDS` for room: heartbeats fill the pipe while the rank reads no replies."""
+        self._write(event, fields, REPLY_SECONDS)
+
+    def beat(self, **fields: Any) -> None:
+        """Write a heartbeat, if there is room."""
+        self._write("beat", fields, 0.0)
+
+    def _write(self, event: str, fields: dict[str, Any], seconds: float) -> None:
         line = json.dumps({"event": event, **fields}).encode() + b"\n"
+        assert len(line) <= select.PIPE_BUF, "a pipe takes a line of this length whole or not at all"
         with self._lock, suppress(BlockingIOError, BrokenPipeError):
-            while line:
-                line = line[os.write(self._descriptor, line) :]
+            select.select([], [self._descriptor], [], seconds)
+            os.write(self._descriptor, line)
 
 
 class Writer:
@@ -153,7 +167,7 @@ class Writer:
             self._reply(
                 "failed",
                 step=command.step,
-                message=str(failure),
+                message=str(failure)[:MESSAGE_LIMIT],
                 exit_code=failure.exit_code,
                 lease_lost=isinstance(error, LeaseLost),
             )
@@ -311,7 +325,7 @@ class _Warnings(logging.Handler):
         self._replies = replies
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._replies.send("warning", message=record.getMessage())
+        self._replies.send("warning", message=record.getMessage()[:MESSAGE_LIMIT])
 
 
 def main() -> None:
@@ -340,7 +354,7 @@ def _read_commands(commands: queue.SimpleQueue[Command | None]) -> None:
 
 def _beat(writer: Writer, replies: Replies) -> None:
     while True:
-        replies.send("beat", phase=writer.phase, written=writer.written)
+        replies.beat(phase=writer.phase, written=writer.written)
         time.sleep(BEAT_SECONDS)
 
 

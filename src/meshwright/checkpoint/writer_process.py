@@ -19,7 +19,7 @@ from meshwright.durable.lease import LeaseLost
 from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, OutOfResources
 
 SILENT_SECONDS = 30.0
-"""A writer that gives no sign of life for so long is killed: it was stopped, or its host is overloaded."""
+"""A writer that sends no heartbeat for so long is killed: it was stopped, or its host is overloaded."""
 STALLED_SECONDS = 300.0
 """The same for a writer that lives and writes nothing: its storage hangs."""
 
@@ -111,7 +111,7 @@ class WriterProcess:
         self._release()
 
     def _send(self, command: Command) -> None:
-        """Write a command, waiting for room as long as the writer shows signs of life."""
+        """Write a command, waiting for room as long as the writer sends heartbeats."""
         assert self._process is not None and self._process.stdin is not None
         line, descriptor = memoryview(encode(command)), self._process.stdin.fileno()
         while line:
@@ -142,7 +142,7 @@ class WriterProcess:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         if not poll.poll(self._silent * 1000):
-            raise _WriterLost(f"the writer gave no sign of life for {self._silent:.0f} s")
+            raise _WriterLost(f"the writer sent no heartbeat for {self._silent:.0f} s")
         data = os.read(descriptor, 1 << 16)
         if not data:
             raise _WriterLost(self._end())

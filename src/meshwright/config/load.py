@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.config.complete import ModelReader, complete
 from meshwright.config.key_rules import cross_checks, plan_file_checks
 from meshwright.config.mistakes import schema_mistakes
-from meshwright.config.plan_file import plan_rules
+from meshwright.config.plan_file import drop_removed_keys, plan_rules
 from meshwright.config.profile_file import load_profile
 from meshwright.config.reading import Reading, in_reading_order
 from meshwright.config.schema import validate
@@ -233,6 +233,7 @@ def _profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistak
 
 
 def _checked_plan(document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
+    drop_removed_keys(document.data)
     given, mistakes, unusable = schema_mistakes(Plan, document)
     mistakes += document.mistakes
     if not mistakes:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from meshwright.config.yaml_positions import Document
 from meshwright.spec.errors import Mistake
 from meshwright.spec.plan import DATA_AXES, REFUSED_SCHEDULES, SHARD_AXES
+
+
+def drop_removed_keys(plan: Any) -> None:
+    """Deletes `reduce_engine: kernel` from a plan's plain data.
+
+    Earlier versions wrote the key into every plan file. Its other value, exchange, remains and is an error.
+    """
+    if isinstance(plan, dict) and plan.get("reduce_engine") == "kernel":
+        del plan["reduce_engine"]
 
 
 def plan_rules(plan: Document) -> list[Mistake]:

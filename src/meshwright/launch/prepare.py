@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from meshwright.checkpoint.mirror import fetch_newest
+from meshwright.checkpoint.object_store import check_mirror
 from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
 from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
@@ -279,6 +281,11 @@ def check_start(
         note(f"{folder} is finished: {run.train.steps} of {run.train.steps} steps; nothing is changed in it")
         return Readiness(run, resumes=True, finished=True)
     attempt("observe", "packages that are installed", lambda: check_sinks(run.observe))
+    attempt(
+        "checkpoint.mirror",
+        "the URL of a store whose package is installed",
+        lambda: check_mirror(run.checkpoint.mirror),
+    )
     if resumes:
         unchanged = "the data of the run's checkpoints"
         attempt("data.mix", unchanged, lambda: check_unchanged(run, folder, open_run_data(run), note))
@@ -359,6 +366,8 @@ def prepare_run(
     or weights are missing, or a package is not installed, and OutOfResources if devices, disk or host memory are too
     small.
     """
+    if run.checkpoint.mirror is not None:
+        fetch_newest(run.checkpoint.mirror, runs / run.name, note)
     ready = check_start(run, runs, _raise_on_failure, note, build_stdlib=True)
     if ready.finished:
         return None

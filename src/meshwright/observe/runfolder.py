@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.config.plan_file import drop_removed_keys
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.prediction_account import Account, read_account
 from meshwright.spec.fields import from_plain
@@ -159,6 +160,7 @@ def _plan(path: Path, notes: list[str]) -> Plan | None:
     if data is None:
         return None
     try:
+        drop_removed_keys(data)
         plan = from_plain(Plan, data)
         counts = [*(axis.size for axis in plan.mesh), *vars(plan.batch).values()]
         if not all(isinstance(count, int) and count > 0 for count in counts):

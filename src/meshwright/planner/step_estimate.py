@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from meshwright.schedules.plan_schedule import training_schedule, unit_strategies
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.stage_play import Totals, play_stages
+from meshwright.simulator.stage_simulation import Totals, simulate_stages
 from meshwright.simulator.step_simulation import stage_program, timing_of
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Timing
@@ -43,7 +43,10 @@ def simulated_by_units(run: RunSpec, plan: Plan, timing: Timing | None = None) -
     if plan.axis_size("pipeline") < DEEP or not _is_long(plan, STAGES):
         return _shortened(plan, timing, play, UNITS)
     short, short_timing = _short_step(plan, timing, STAGES[0])
-    by_units, by_stages = play(short, short_timing).breakdown, _stage_play(run, plan)(short, short_timing).breakdown
+    by_units, by_stages = (
+        play(short, short_timing).breakdown,
+        _stage_simulation(run, plan)(short, short_timing).breakdown,
+    )
     whole = simulated_by_stages(run, plan, timing)
     return {name: max(0.0, seconds + by_units[name] - by_stages[name]) for name, seconds in whole.items()}
 
@@ -56,13 +59,13 @@ def most_played(ranks: int) -> int:
 def simulated_by_stages(run: RunSpec, plan: Plan, timing: Timing | None = None) -> Parts:
     """Seconds of the step's parts from a simulation of whole stages. Raises as `simulated_by_units`."""
     timing = timing or timing_of(run.model, run.train, plan, run.cluster)
-    return _shortened(plan, timing, _stage_play(run, plan), STAGES)
+    return _shortened(plan, timing, _stage_simulation(run, plan), STAGES)
 
 
-def _stage_play(run: RunSpec, plan: Plan) -> Play:
+def _stage_simulation(run: RunSpec, plan: Plan) -> Play:
     layers = run.model.layers
     units = unit_strategies(plan, layers)
-    return lambda short, short_timing: play_stages(
+    return lambda short, short_timing: simulate_stages(
         stage_program(short, layers), short_timing, units, layered=plan.layered
     )
 
@@ -79,7 +82,7 @@ def _short_step(plan: Plan, timing: Timing, per_rank: int) -> tuple[Plan, Timing
     """
     ranks, full_count = plan.axis_size("pipeline"), plan.batch.accumulate
     count = per_rank * ranks if plan.layered else per_rank * ranks + full_count % ranks
-    short_timing = timing.stretched(full_count / count) if plan.layered else timing
+    short_timing = timing.with_larger_micro_batches(full_count / count) if plan.layered else timing
     return replace(plan, batch=replace(plan.batch, accumulate=count)), short_timing
 
 

@@ -1,4 +1,4 @@
-"""Seconds of one action on one rank, looked up from a Timing."""
+"""Compute seconds of one action on one rank, from a Timing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from itertools import pairwise
 from meshwright.schedules.action import Action
 from meshwright.simulator.timing import Table, Timing
 
-Busy = tuple[float, float, float]
-"""(begin, end, how many times as long compute takes in it)."""
+SlowInterval = tuple[float, float, float]
+"""(start, end, factor on compute time in between)."""
 
 
 class Durations:
-    """Compute seconds by action. An entry holds the units, then their sum for actions on the whole stage."""
+    """Compute seconds by action. A stage's list has the seconds of its units, then their sum for actions of the whole stage."""
 
     def __init__(self, timing: Timing) -> None:
-        forward, inputs, weights = (_summed(t) for t in (timing.forward, timing.backward_input, timing.backward_weight))
+        forward, inputs, weights = (
+            _with_stage_sum(t) for t in (timing.forward, timing.backward_input, timing.backward_weight)
+        )
         backward = [[i + w for i, w in zip(*halves, strict=True)] for halves in zip(inputs, weights, strict=True)]
         self._seconds_by_op = {
             "forward": forward,
@@ -25,23 +27,23 @@ class Durations:
             "backward_input": inputs,
             "backward_weight": weights,
         }
-        self._shown = 1.0 - timing.overlap_hidden
+        self._exposed_fraction = 1.0 - timing.overlap_hidden
 
     def compute(self, action: Action) -> float:
-        """Seconds of a compute action on a device of ordinary speed that does nothing else."""
+        """Seconds of a compute action beside which no collective runs."""
         if action.pair:
             shorter, longer = sorted(self.compute(part) for part in action.pair)
-            return longer + self._shown * shorter
+            return longer + self._exposed_fraction * shorter
         return self._seconds_by_op[action.op][action.stage][-1 if action.unit is None else action.unit]
 
 
-def stretched(start: float, work: float, busy: Iterable[Busy]) -> float:
-    """When `work` seconds begun at `start` end, if inside each `busy` interval they pass that many times slower.
+def end_with_slowdown(start: float, work: float, slow_intervals: Iterable[SlowInterval]) -> float:
+    """End time of compute that starts at `start` and takes `work` seconds without slowdown.
 
-    Where two overlap the slower one counts.
+    Where intervals overlap, the largest factor applies.
     """
     now = start
-    for first, last, factor in _apart(busy):
+    for first, last, factor in _disjoint(slow_intervals):
         if last <= now:
             continue
         if first > now:
@@ -55,19 +57,19 @@ def stretched(start: float, work: float, busy: Iterable[Busy]) -> float:
     return now + work
 
 
-def _apart(busy: Iterable[Busy]) -> list[Busy]:
-    """The intervals cut so that none overlaps another, in order; the larger factor holds where two did."""
-    rows = sorted(busy)
-    if all(one[1] <= other[0] for one, other in pairwise(rows)):
-        return rows
-    edges = sorted({edge for first, last, _ in rows for edge in (first, last)})
-    cut = []
-    for first, last in pairwise(edges):
-        factors = [factor for begin, end, factor in rows if begin <= first and end >= last]
+def _disjoint(slow_intervals: Iterable[SlowInterval]) -> list[SlowInterval]:
+    """The same slowdown as sorted intervals without overlap; the largest factor applies where intervals overlapped."""
+    intervals = sorted(slow_intervals)
+    if all(first[1] <= second[0] for first, second in pairwise(intervals)):
+        return intervals
+    boundaries = sorted({boundary for first, last, _ in intervals for boundary in (first, last)})
+    disjoint = []
+    for first, last in pairwise(boundaries):
+        factors = [factor for begin, end, factor in intervals if begin <= first and end >= last]
         if factors:
-            cut.append((first, last, max(factors)))
-    return cut
+            disjoint.append((first, last, max(factors)))
+    return disjoint
 
 
-def _summed(table: Table) -> list[list[float]]:
-    return [[*row, sum(row)] for row in table]
+def _with_stage_sum(table: Table) -> list[list[float]]:
+    return [[*by_unit, sum(by_unit)] for by_unit in table]

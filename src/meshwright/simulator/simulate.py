@@ -1,9 +1,10 @@
-"""A schedule played in time: every rank's compute, its messages to its neighbours, its gathers and reductions.
+"""Event-driven simulation of a schedule: compute, P2P messages, parameter gathers and gradient reductions of each rank.
 
-Each rank has one compute lane that runs its actions in order, lanes for collectives, and a channel to and from each
-neighbour. Communication is issued when the compute listed before it is through; compute waits for the bytes it needs.
-Nothing else couples ranks, so each is followed as far as it gets, and one that waits for a message goes on once the
-message's sender has been followed that far: there is no shared clock, and the work is linear in the number of actions.
+Each rank has one compute lane that runs its actions in order, one lane per type of collective, and a channel to and from
+each neighbour. A rank issues communication when the preceding compute ends; compute waits for its inputs. Ranks depend on
+each other only through messages and the barrier of the gradient norm. The simulator therefore advances each rank until a
+message is missing, and resumes it when that message's sender has been simulated. There is no global clock, and the
+running time is linear in the number of actions.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from dataclasses import dataclass, field
 
 from meshwright.schedules.action import COMPUTE, FORWARD, Action
 from meshwright.schedules.schedule import Schedule
-from meshwright.simulator.durations import Busy, Durations, stretched
+from meshwright.simulator.durations import Durations, SlowInterval, end_with_slowdown
 from meshwright.simulator.timeline import AXES, Record, Timeline
 from meshwright.simulator.timing import Timing
 from meshwright.spec.errors import BadInput
 
-Way = tuple[str, float, float]
-"""Bytes on their way: (axis, issued at, through at)."""
+Transfer = tuple[str, float, float]
+"""A communication operation: (axis, issue time, completion time)."""
 
 
 def simulate(schedule: Schedule, timing: Timing) -> Timeline:
-    """The step that `schedule` makes when actions take as long as `timing` says.
+    """Simulate one step of `schedule` with the durations of `timing`.
 
     Raises BadInput when a table does not fit the schedule, or the schedule deadlocks.
     """
@@ -33,36 +34,40 @@ def simulate(schedule: Schedule, timing: Timing) -> Timeline:
 
 @dataclass(slots=True)
 class _Channel:
-    """Messages from one rank to another: sends and receives issued, and how many have met."""
+    """Messages from one rank to another, in issue order."""
 
     sends: list[tuple[Action, float]] = field(default_factory=list)
     receives: list[tuple[Action, float]] = field(default_factory=list)
-    met: int = 0
-    free: float = 0.0
+    matched: int = 0
+    """How many pairs of a send and its receive have been simulated."""
+    free_at: float = 0.0
+    """When the last matched message ends."""
 
 
 @dataclass(slots=True)
-class _Rank:
-    """How far one rank has come, and when each of its lanes is free."""
+class _RankState:
+    """Simulation state of one pipeline rank."""
 
     number: int
     position: int = 0
-    clock: float = 0.0
-    """When the compute lane is free."""
-    lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """When each lane of collectives is free."""
-    computed: float = 0.0
-    closing: float = 0.0
+    """Index of the next action."""
+    compute_free_at: float = 0.0
+    lane_free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By lane of collectives."""
+    compute_seconds: float = 0.0
+    closing_seconds: float = 0.0
     """Time in the gradient norm and the optimizer."""
-    first: float = float("inf")
-    last: float = 0.0
-    gathers: dict[tuple[int, int], Way] = field(default_factory=dict)
-    """Gathers that compute has not waited for yet, by stage and unit."""
-    reductions: list[Way] = field(default_factory=list)
-    sums: dict[int, float] = field(default_factory=dict)
-    """Seconds of accumulating an action's gradients, by its index; 0 if they are reduced before their unit computes more."""
-    busy: list[Busy] = field(default_factory=list)
-    """Collectives that may still slow compute down."""
+    compute_start: float = float("inf")
+    """Start of the first compute action."""
+    compute_end: float = 0.0
+    """End of the last compute action."""
+    gathers: dict[tuple[int, int], Transfer] = field(default_factory=dict)
+    """Gathers whose parameters compute has not used yet, by stage and unit."""
+    reductions: list[Transfer] = field(default_factory=list)
+    accumulate_seconds: dict[int, float] = field(default_factory=dict)
+    """Seconds to accumulate an action's gradients, by index of the action; no entry: nothing to accumulate onto."""
+    slow_intervals: list[SlowInterval] = field(default_factory=list)
+    """Collectives that run beside compute from now on and slow it down."""
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
 
 
@@ -77,250 +82,259 @@ class _Simulation:
             "reduce": timing.reduce_slowdown,
             "replicate": timing.replicate_slowdown,
         }
-        self.ranks = [_Rank(number) for number in range(schedule.ranks)]
+        self.ranks = [_RankState(number) for number in range(schedule.ranks)]
         if timing.accumulate:
-            for mine in self.ranks:
-                mine.sums = sums_of(schedule, timing, mine.number)
+            for rank in self.ranks:
+                rank.accumulate_seconds = accumulate_seconds_by_action(schedule, timing, rank.number)
         self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
-        self.messages: dict[tuple[bool, int, int], Way] = {}
-        self.waiting: dict[tuple[bool, int, int], int] = {}
-        self.todo = list(range(schedule.ranks))
-        self.arrived: dict[int, float] = {}
-        """When each rank came to the gradient norm."""
-        self.reductions_left = Counter(
-            (a.stage, a.unit or 0) for mine in schedule.actions for a in mine if a.op == "reduce_grad"
+        self.messages: dict[tuple[bool, int, int], Transfer] = {}
+        """Completed messages: (is activation, receiving stage, micro-batch)."""
+        self.blocked_on_message: dict[tuple[bool, int, int], int] = {}
+        """By missing message, the rank that needs it."""
+        self.runnable = list(range(schedule.ranks))
+        """Stack of ranks to advance."""
+        self.barrier_arrivals: dict[int, float] = {}
+        """By rank, when it reached the gradient norm."""
+        self.unissued_reductions = Counter(
+            (a.stage, a.unit or 0) for rank_actions in schedule.actions for a in rank_actions if a.op == "reduce_grad"
         )
-        """Of each unit: replicas sum once a step, after the last."""
+        """By (stage, unit), reductions that the schedule still has. Replicas sum gradients once a step, after the last reduction."""
         self.records: list[Record] = []
-        self.steps = dict.fromkeys(COMPUTE, self._compute) | {
+        self.handlers = dict.fromkeys(COMPUTE, self._compute) | {
             "send": self._send,
             "recv": self._receive,
             "unshard": self._unshard,
-            "reshard": lambda mine, action: True,
+            "reshard": lambda rank, action: True,
             "reduce_grad": self._reduce,
             "norm_barrier": self._barrier,
             "optim": self._optim,
         }
 
     def run(self) -> Timeline:
-        while self.todo:
-            self._follow(self.ranks[self.todo.pop()])
-        rows = self.schedule.actions
+        while self.runnable:
+            self._advance(self.ranks[self.runnable.pop()])
+        actions = self.schedule.actions
         stuck = [
-            f"rank {r.number} at {rows[r.number][r.position]}" for r in self.ranks if r.position < len(rows[r.number])
+            f"rank {rank.number} at {actions[rank.number][rank.position]}"
+            for rank in self.ranks
+            if rank.position < len(actions[rank.number])
         ]
         if stuck:
             raise BadInput(f"schedule {self.schedule.name} deadlocks: {', '.join(stuck)}")
-        window = max(mine.last for mine in self.ranks) - min(mine.first for mine in self.ranks)
-        ends = [max(mine.clock, *mine.lanes.values(), 0.0) for mine in self.ranks]
+        window = max(rank.compute_end for rank in self.ranks) - min(rank.compute_start for rank in self.ranks)
+        ends = [max(rank.compute_free_at, *rank.lane_free_at.values(), 0.0) for rank in self.ranks]
         return Timeline(
             schedule=self.schedule,
             step_seconds=max(ends),
-            compute_seconds=tuple(mine.computed for mine in self.ranks),
-            exposed_seconds=tuple(mine.exposed for mine in self.ranks),
-            closing_seconds=tuple(mine.closing for mine in self.ranks),
-            start_seconds=tuple(mine.first for mine in self.ranks),
+            compute_seconds=tuple(rank.compute_seconds for rank in self.ranks),
+            exposed_seconds=tuple(rank.exposed for rank in self.ranks),
+            closing_seconds=tuple(rank.closing_seconds for rank in self.ranks),
+            start_seconds=tuple(rank.compute_start for rank in self.ranks),
             window_seconds=window,
             records=tuple(self.records),
         )
 
-    def _follow(self, mine: _Rank) -> None:
-        actions, steps = self.schedule.actions[mine.number], self.steps
-        while mine.position < len(actions):
-            action = actions[mine.position]
-            if not steps[action.op](mine, action):
+    def _advance(self, rank: _RankState) -> None:
+        actions = self.schedule.actions[rank.number]
+        while rank.position < len(actions):
+            action = actions[rank.position]
+            if not self.handlers[action.op](rank, action):
                 return
-            mine.position += 1
+            rank.position += 1
 
-    def _compute(self, mine: _Rank, action: Action) -> bool:
-        ways: list[Way] = []
+    def _compute(self, rank: _RankState, action: Action) -> bool:
+        transfers: list[Transfer] = []
         for part in action.parts:
-            if not self._input(mine, part, ways):
+            if not self._add_inputs(rank, part, transfers):
                 return False
-        start = self._wait(mine, ways)
-        work = self.durations.compute(action) + self._copies(mine, action)
-        if mine.busy:
-            mine.busy = [one for one in mine.busy if one[1] > start]
-        end = stretched(start, work, mine.busy) if mine.busy else start + work
-        mine.computed += end - start
-        mine.first, mine.last, mine.clock = min(mine.first, start), end, end
-        self.records.append((mine.number, "compute", action, start, end))
+        start = self._wait_for(rank, transfers)
+        work = self.durations.compute(action) + self._copy_seconds(rank, action)
+        if rank.slow_intervals:
+            rank.slow_intervals = [interval for interval in rank.slow_intervals if interval[1] > start]
+        end = end_with_slowdown(start, work, rank.slow_intervals) if rank.slow_intervals else start + work
+        rank.compute_seconds += end - start
+        rank.compute_start, rank.compute_end, rank.compute_free_at = min(rank.compute_start, start), end, end
+        self.records.append((rank.number, "compute", action, start, end))
         return True
 
-    def _input(self, mine: _Rank, part: Action, ways: list[Way]) -> bool:
-        """Add to `ways` what `part` waits for; False when a message's time is not known yet."""
+    def _add_inputs(self, rank: _RankState, part: Action, transfers: list[Transfer]) -> bool:
+        """Append to `transfers` the communication that `part` waits for; False if a message has not been simulated yet."""
         stage, unit = part.stage, part.unit
         if part.op in FORWARD:
-            other = stage - 1 if not unit else -1
+            sender = stage - 1 if not unit else -1
         elif part.op == "backward_weight":
             return True
         else:
-            other = stage + 1 if unit is None or unit == self.last_unit[stage] else -1
-        if 0 <= other < len(self.rank_of) and self.rank_of[other] != mine.number:
-            key = other < stage, stage, part.micro_batch
+            sender = stage + 1 if unit is None or unit == self.last_unit[stage] else -1
+        if 0 <= sender < len(self.rank_of) and self.rank_of[sender] != rank.number:
+            key = sender < stage, stage, part.micro_batch
             message = self.messages.get(key)
             if message is None:
-                self.waiting[key] = mine.number
+                self.blocked_on_message[key] = rank.number
                 return False
-            ways.append(message)
-        if mine.gathers and (gather := mine.gathers.get((stage, unit or 0))):
-            ways.append(gather)
+            transfers.append(message)
+        if rank.gathers and (gather := rank.gathers.get((stage, unit or 0))):
+            transfers.append(gather)
         return True
 
-    def _copies(self, mine: _Rank, action: Action) -> float:
-        """Seconds in which compute copies gathered weights out, and adds new gradients to those before."""
-        seconds, timing = mine.sums.get(mine.position, 0.0), self.timing
-        if mine.gathers:
+    def _copy_seconds(self, rank: _RankState, action: Action) -> float:
+        """Seconds of compute to copy gathered weights out and to accumulate gradients."""
+        seconds, timing = rank.accumulate_seconds.get(rank.position, 0.0), self.timing
+        if rank.gathers:
             for part in action.parts:
-                used = part.op != "backward_weight" and mine.gathers.pop((part.stage, part.unit or 0), None)
+                used = part.op != "backward_weight" and rank.gathers.pop((part.stage, part.unit or 0), None)
                 if used and timing.copy_out:
                     seconds += timing.copy_out[part.stage][part.unit or 0]
         return seconds
 
-    def _wait(self, mine: _Rank, ways: list[Way]) -> float:
-        """Let compute stand still until all of `ways` is through, and book the time in which bytes were on their way."""
-        begin = mine.clock
-        open_until = mine.clock = max(begin, *(through for _, _, through in ways)) if ways else begin
-        if open_until == begin:
+    def _wait_for(self, rank: _RankState, transfers: list[Transfer]) -> float:
+        """Block compute until all `transfers` are complete; count the time between issue and completion as exposed."""
+        begin = rank.compute_free_at
+        uncounted_until = rank.compute_free_at = max(begin, *(end for _, _, end in transfers)) if transfers else begin
+        if uncounted_until == begin:
             return begin
-        for axis, issued, through in sorted(ways, key=lambda way: way[2], reverse=True):
-            low, high = max(begin, issued), min(open_until, through)
+        for axis, issued, end in sorted(transfers, key=lambda transfer: transfer[2], reverse=True):
+            low, high = max(begin, issued), min(uncounted_until, end)
             if high > low:
-                mine.exposed[axis] += high - low
-                open_until = low
-        return mine.clock
+                rank.exposed[axis] += high - low
+                uncounted_until = low
+        return rank.compute_free_at
 
-    def _send(self, mine: _Rank, action: Action) -> bool:
+    def _send(self, rank: _RankState, action: Action) -> bool:
         target = self.rank_of[action.peer]
-        self.channels[mine.number, target].sends.append((action, mine.clock))
-        self._meet(mine.number, target)
+        self.channels[rank.number, target].sends.append((action, rank.compute_free_at))
+        self._match_next(rank.number, target)
         return True
 
-    def _receive(self, mine: _Rank, action: Action) -> bool:
+    def _receive(self, rank: _RankState, action: Action) -> bool:
         source = self.rank_of[action.peer]
-        self.channels[source, mine.number].receives.append((action, mine.clock))
-        self._meet(source, mine.number)
+        self.channels[source, rank.number].receives.append((action, rank.compute_free_at))
+        self._match_next(source, rank.number)
         return True
 
-    def _meet(self, source: int, target: int) -> None:
-        """The next message of a channel, once both its ends are issued."""
+    def _match_next(self, source: int, target: int) -> None:
+        """Simulate the next message of a channel if both ranks have issued it."""
         channel = self.channels[source, target]
-        if channel.met >= min(len(channel.sends), len(channel.receives)):
+        if channel.matched >= min(len(channel.sends), len(channel.receives)):
             return
-        (send, sent), (receive, posted) = channel.sends[channel.met], channel.receives[channel.met]
+        (send, sent), (receive, posted) = channel.sends[channel.matched], channel.receives[channel.matched]
         if (send.stage, send.peer, send.micro_batch) != (receive.peer, receive.stage, receive.micro_batch):
             raise BadInput(f"rank {source} sends {send} where rank {target} expects {receive}")
-        channel.met += 1
+        channel.matched += 1
         issued = max(sent, posted)
-        start = max(issued, channel.free)
+        start = max(issued, channel.free_at)
         sizes = self.timing.boundary_bytes
         size = sizes[min(send.stage, send.peer)] if sizes else 0.0
-        channel.free = start + self.timing.between(source, target).seconds(size)
+        channel.free_at = start + self.timing.between(source, target).seconds(size)
         key = send.peer > send.stage, send.peer, send.micro_batch
-        self.messages[key] = "pipeline", issued, channel.free
-        self.records.append((source, f"send {target}", send, start, channel.free))
-        self.records.append((target, f"recv {source}", receive, start, channel.free))
-        if key in self.waiting:
-            self.todo.append(self.waiting.pop(key))
+        self.messages[key] = "pipeline", issued, channel.free_at
+        self.records.append((source, f"send {target}", send, start, channel.free_at))
+        self.records.append((target, f"recv {source}", receive, start, channel.free_at))
+        if key in self.blocked_on_message:
+            self.runnable.append(self.blocked_on_message.pop(key))
 
-    def _unshard(self, mine: _Rank, action: Action) -> bool:
+    def _unshard(self, rank: _RankState, action: Action) -> bool:
         unit = action.stage, action.unit or 0
         if self.timing.unshard:
-            mine.gathers[unit] = self._collective(
-                mine, "unshard", "shard", action, self.timing.unshard[unit[0]][unit[1]]
+            rank.gathers[unit] = self._collective(
+                rank, "unshard", "shard", action, self.timing.unshard[unit[0]][unit[1]]
             )
-        elif self.timing.copy_out:  # weights that nobody else has a part of are copied all the same
-            mine.gathers[unit] = "shard", mine.clock, mine.clock
+        elif self.timing.copy_out:  # an unsharded weight is copied too
+            rank.gathers[unit] = "shard", rank.compute_free_at, rank.compute_free_at
         return True
 
-    def _reduce(self, mine: _Rank, action: Action) -> bool:
+    def _reduce(self, rank: _RankState, action: Action) -> bool:
         stage, unit = action.stage, action.unit or 0
-        if self.timing.one_reduction and mine.reductions:
-            self._wait(mine, [way for way in mine.reductions[-2:] if way[0] == "shard"])
+        if self.timing.single_reduce_buffer and rank.reductions:
+            self._wait_for(rank, [transfer for transfer in rank.reductions[-2:] if transfer[0] == "shard"])
         if self.timing.copy_in:
-            mine.clock += self.timing.copy_in[stage][unit]
-            mine.computed += self.timing.copy_in[stage][unit]
-            mine.last = mine.clock
-        issued = mine.clock
+            rank.compute_free_at += self.timing.copy_in[stage][unit]
+            rank.compute_seconds += self.timing.copy_in[stage][unit]
+            rank.compute_end = rank.compute_free_at
+        issued = rank.compute_free_at
         if self.timing.reduce:
             seconds = self.timing.reduce[stage][unit]
-            way = self._collective(mine, "reduce", "shard", action, seconds, shares=self.timing.one_communicator)
-            mine.reductions.append(way)
-            issued = way[2]
-        self.reductions_left[stage, unit] -= 1
-        if self.timing.replicate and not self.reductions_left[stage, unit]:
+            transfer = self._collective(
+                rank, "reduce", "shard", action, seconds, shared_communicator=self.timing.shared_communicator
+            )
+            rank.reductions.append(transfer)
+            issued = transfer[2]
+        self.unissued_reductions[stage, unit] -= 1
+        if self.timing.replicate and not self.unissued_reductions[stage, unit]:
             seconds = self.timing.replicate[stage][unit]
-            mine.reductions.append(self._collective(mine, "replicate", "replicate", action, seconds, issued))
+            rank.reductions.append(self._collective(rank, "replicate", "replicate", action, seconds, issued))
         return True
 
     def _collective(
         self,
-        mine: _Rank,
+        rank: _RankState,
         lane: str,
         axis: str,
         action: Action,
         seconds: float,
         issued: float | None = None,
-        shares: bool = False,
-    ) -> Way:
-        """Run a collective in its lane, or, where it `shares` the gathers' communicator, when that is free too."""
-        issued = mine.clock if issued is None else issued
-        waits_for = "unshard" if shares else lane
-        start = max(issued, mine.lanes[waits_for])
-        mine.lanes[waits_for] = start + seconds
+        shared_communicator: bool = False,
+    ) -> Transfer:
+        """Run a collective in its lane. With `shared_communicator` it runs in the lane of the gathers."""
+        issued = rank.compute_free_at if issued is None else issued
+        queue = "unshard" if shared_communicator else lane
+        start = max(issued, rank.lane_free_at[queue])
+        rank.lane_free_at[queue] = start + seconds
         slowdown = self.slowdowns[lane]
         if slowdown != 1.0 and seconds:
-            mine.busy.append((start, start + seconds, slowdown))
-        self.records.append((mine.number, lane, action, start, start + seconds))
+            rank.slow_intervals.append((start, start + seconds, slowdown))
+        self.records.append((rank.number, lane, action, start, start + seconds))
         return axis, issued, start + seconds
 
-    def _barrier(self, mine: _Rank, action: Action) -> bool:
-        """Wait for one's own reductions, then for every rank."""
-        if mine.number not in self.arrived:
-            self.arrived[mine.number] = self._wait(mine, mine.reductions)
-            if len(self.arrived) == len(self.ranks):
-                self.todo += [other for other in self.arrived if other != mine.number]
-        if len(self.arrived) < len(self.ranks):
+    def _barrier(self, rank: _RankState, action: Action) -> bool:
+        """Wait for the rank's own reductions, then for all ranks."""
+        if rank.number not in self.barrier_arrivals:
+            self.barrier_arrivals[rank.number] = self._wait_for(rank, rank.reductions)
+            if len(self.barrier_arrivals) == len(self.ranks):
+                self.runnable += [number for number in self.barrier_arrivals if number != rank.number]
+        if len(self.barrier_arrivals) < len(self.ranks):
             return False
-        mine.clock = max(self.arrived.values()) + self.timing.tied_seconds
-        mine.exposed["pipeline"] += self.timing.tied_seconds
-        self._run(mine, action, self.timing.norm_seconds)
+        rank.compute_free_at = max(self.barrier_arrivals.values()) + self.timing.tied_gradient_seconds
+        rank.exposed["pipeline"] += self.timing.tied_gradient_seconds
+        self._run_closing(rank, action, self.timing.norm_seconds)
         return True
 
-    def _optim(self, mine: _Rank, action: Action) -> bool:
-        self._run(mine, action, self.timing.optim_seconds[mine.number] if self.timing.optim_seconds else 0.0)
+    def _optim(self, rank: _RankState, action: Action) -> bool:
+        self._run_closing(rank, action, self.timing.optim_seconds[rank.number] if self.timing.optim_seconds else 0.0)
         return True
 
-    def _run(self, mine: _Rank, action: Action, seconds: float) -> None:
-        self.records.append((mine.number, "compute", action, mine.clock, mine.clock + seconds))
-        mine.clock += seconds
-        mine.closing += seconds
+    def _run_closing(self, rank: _RankState, action: Action, seconds: float) -> None:
+        self.records.append((rank.number, "compute", action, rank.compute_free_at, rank.compute_free_at + seconds))
+        rank.compute_free_at += seconds
+        rank.closing_seconds += seconds
 
 
-def makes_gradients(schedule: Schedule, part: Action) -> bool:
-    """Whether an action adds to its unit's weight gradients. The loss makes them in its forward (kernels.loss)."""
+def computes_weight_gradients(schedule: Schedule, part: Action) -> bool:
+    """Whether an action computes weight gradients of its unit. The loss computes its own in the forward (kernels.loss)."""
     units = schedule.units[part.stage] if schedule.units else 1
     if part.stage + 1 == schedule.stages and (part.unit or 0) + 1 == units and units > 1:
         return part.op == "forward"
     return part.op in ("backward", "backward_weight")
 
 
-def sums_of(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
-    """By index in a rank's schedule, seconds of accumulating an action's gradients onto earlier ones.
+def accumulate_seconds_by_action(schedule: Schedule, timing: Timing, rank: int) -> dict[int, float]:
+    """By index in a rank's schedule, seconds to accumulate an action's gradients onto those of earlier micro-batches.
 
-    All that are computed, except gradients that are reduced before their units compute more.
+    Nothing is accumulated where a reduction covers the gradients of one action only.
     """
-    found: dict[int, float] = {}
-    alone: set[int] = set()
-    since: dict[tuple[int, int], list[int]] = defaultdict(list)
+    seconds: dict[int, float] = {}
+    not_accumulated: set[int] = set()
+    unreduced: dict[tuple[int, int], list[int]] = defaultdict(list)
+    """By (stage, unit), the actions since its last reduction."""
     for position, action in enumerate(schedule.actions[rank]):
         if action.op == "reduce_grad":
-            positions = since.pop((action.stage, action.unit or 0), [])
-            alone.update(positions if len(positions) == 1 else ())
+            positions = unreduced.pop((action.stage, action.unit or 0), [])
+            not_accumulated.update(positions if len(positions) == 1 else ())
         elif action.op in COMPUTE:
             for part in action.parts:
-                if makes_gradients(schedule, part):
-                    row = timing.accumulate[part.stage]
-                    found[position] = found.get(position, 0.0) + (sum(row) if part.unit is None else row[part.unit])
-                    since[part.stage, part.unit or 0].append(position)
-    return {position: seconds for position, seconds in found.items() if position not in alone}
+                if computes_weight_gradients(schedule, part):
+                    by_unit = timing.accumulate[part.stage]
+                    added = sum(by_unit) if part.unit is None else by_unit[part.unit]
+                    seconds[position] = seconds.get(position, 0.0) + added
+                    unreduced[part.stage, part.unit or 0].append(position)
+    return {position: time for position, time in seconds.items() if position not in not_accumulated}

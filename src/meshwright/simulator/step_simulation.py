@@ -14,7 +14,7 @@ from meshwright.schedules.schedule import Placement, channels, rank_of
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.slow_nodes import rank_prices
-from meshwright.simulator.stage_play import Program, program_of
+from meshwright.simulator.stage_simulation import Program, compile_program
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Table, Timing
 from meshwright.simulator.units import Seconds, Unit, UnitCosts
@@ -44,7 +44,7 @@ def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
 
 
 def stage_program(plan: Plan, layers: int) -> Program:
-    """The plan's schedule for `play_stages`: by units if all micro-batches run through each.
+    """The plan's schedule for `simulate_stages`: by units if all micro-batches run through each.
 
     Raises BadInput as `training_schedule`.
     """
@@ -54,7 +54,7 @@ def stage_program(plan: Plan, layers: int) -> Program:
 
 @lru_cache(maxsize=64)
 def _program_of(key: tuple[str, int, int, int], units: tuple[int, ...]) -> Program:
-    return program_of(kept_order(*key), key[2], units)
+    return compile_program(kept_order(*key), key[2], units)
 
 
 def units_of(model: ModelSpec, stage: range) -> list[Unit]:
@@ -152,12 +152,12 @@ def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
         copy_out=table(UnitCosts.copy_out),
         copy_in=table(UnitCosts.copy_in),
         accumulate=table(UnitCosts.accumulate),
-        one_reduction=True,
-        one_communicator=plan.gather_engine == "kernel",
+        single_reduce_buffer=True,
+        shared_communicator=plan.gather_engine == "kernel",
         gather_slowdown=max(costs.slowdown("gather") for costs in ranks),
         reduce_slowdown=max(costs.slowdown("reduce") for costs in ranks),
         replicate_slowdown=max(costs.slowdown("replicate") for costs in ranks),
-        tied_seconds=max(costs.tied_sum() for costs in ranks),
+        tied_gradient_seconds=max(costs.tied_sum() for costs in ranks),
         norm_seconds=max(costs.constant for costs in ranks),
         optim_seconds=[
             costs.optimizer([unit for stage in row for unit in stages[stage]])

@@ -1,4 +1,4 @@
-"""How long each action takes: what `simulate` asks of a cost model, or of a measurement, and no more."""
+"""Durations of a schedule's actions: the input of `simulate`, from a cost model or a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Table = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What carries messages from one pipeline rank to another."""
+    """Latency and bandwidth between two pipeline ranks."""
 
     latency_seconds: float = 0.0
     bytes_per_second: float = float("inf")
@@ -32,66 +32,66 @@ class Timing:
     """
 
     forward: Table
-    """One micro-batch forward."""
+    """Forward of one micro-batch."""
     backward_input: Table
-    """Its gradient with respect to the input, recomputation included."""
+    """Gradient of one micro-batch with respect to the input, including recomputation."""
     backward_weight: Table
-    """Its gradient with respect to the weights; a whole backward takes both."""
+    """Gradient of one micro-batch with respect to the weights. A whole backward takes the sum of both."""
     boundary_bytes: Sequence[float] = ()
-    """Bytes of a micro-batch's activation behind each stage but the last; its gradient has the same size. Empty: nothing."""
+    """Bytes of a micro-batch's activation after each stage but the last; the gradient has the same size. Empty: 0 bytes."""
     link: Link = Link()
-    """Between pipeline ranks."""
+    """The default link between pipeline ranks."""
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    """The link of a (sender, receiver) pair of ranks that differs from `link`."""
+    """By (sender, receiver) ranks, links that differ from `link`."""
     unshard: Table = ()
-    """Gathering a unit's parameters over the shard axis."""
+    """All-gather of a unit's parameters over the shard axis."""
     reduce: Table = ()
-    """Reducing a unit's gradients over the shard axis."""
+    """Reduce-scatter of a unit's gradients over the shard axis."""
     replicate: Table = ()
-    """Summing a unit's gradient shards over the replicate axis, once a step: after its last `reduce`."""
+    """All-reduce of a unit's gradient shards over the replicate axis, once a step after the last `reduce`."""
     copy_out: Table = ()
-    """Compute's time to copy a unit's weights out of the buffer that they were gathered in, before their first use."""
+    """Compute seconds to copy a unit's weights out of the all-gather buffer, before their first use."""
     copy_in: Table = ()
-    """Compute's time to copy a unit's gradients into the buffer that is reduced."""
+    """Compute seconds to copy a unit's gradients into the reduce-scatter buffer."""
     accumulate: Table = ()
-    """Compute seconds to accumulate a micro-batch's gradients of a unit onto earlier ones, of those reduced together."""
-    one_reduction: bool = False
-    """Compute waits for a reduction before it copies the next one in, as FSDP2 does to have one buffer of each."""
-    one_communicator: bool = True
-    """Gathers and reductions of the shard axis wait for each other, as FSDP2's do in torch 2.11; false gives each its own."""
+    """Compute seconds to accumulate a micro-batch's gradients of a unit, where one reduction covers several micro-batches."""
+    single_reduce_buffer: bool = False
+    """FSDP2 has one reduce-scatter buffer: compute waits for a reduction before it copies the next gradients in."""
+    shared_communicator: bool = True
+    """Gathers and reductions of the shard axis run one after another, as in FSDP2 of torch 2.11; false: side by side."""
     gather_slowdown: float = 1.0
-    """Compute takes this many times as long while the same rank gathers; where several collectives go on the largest counts."""
+    """Factor on compute time while the same rank gathers. If several collectives run, the largest factor applies."""
     reduce_slowdown: float = 1.0
-    """The same while it reduces over the shard axis."""
+    """Factor on compute time while the same rank reduces over the shard axis."""
     replicate_slowdown: float = 1.0
-    """The same while it sums over replicas."""
+    """Factor on compute time while the same rank reduces over the replicate axis."""
     overlap_hidden: float = 0.0
-    """Part of the shorter side of an overlap that disappears under the longer: 0 one after the other, 1 all of it."""
-    tied_seconds: float = 0.0
-    """Adding up a weight's gradient over the first and the last rank, once both have theirs; the norm waits for it."""
+    """Fraction of the shorter action of an overlap that the longer one hides: 0 none, 1 all of it."""
+    tied_gradient_seconds: float = 0.0
+    """All-reduce of a tied weight's gradient over the first and the last rank, before the gradient norm."""
     norm_seconds: float = 0.0
-    """The gradient norm over all ranks, once all have arrived."""
+    """The gradient norm over all ranks, from the moment at which the last rank has arrived."""
     optim_seconds: Sequence[float] = ()
-    """By rank, the optimizer. Empty: nothing."""
+    """By rank, the optimizer. Empty: 0 seconds."""
     inside: Mapping[str, float] = field(default_factory=dict)
-    """Exposed communication inside a step's compute by axis, mean over ranks; `host` is the wait for launches.
+    """By axis, exposed communication that the compute seconds of a step include, mean over ranks.
 
-    It is reported, not simulated.
+    `host` is the time in which the device waits for kernel launches. The simulator reports these values unchanged.
     """
 
     def between(self, sender: int, receiver: int) -> Link:
         """The link from one pipeline rank to another."""
         return self.links.get((sender, receiver), self.link)
 
-    def stretched(self, times: float) -> Timing:
-        """With micro-batches that are so many times as large."""
+    def with_larger_micro_batches(self, factor: float) -> Timing:
+        """The timing with micro-batches `factor` times as large."""
 
-        def longer(table: Table) -> Table:
-            return [[times * seconds for seconds in row] for row in table]
+        def scaled(table: Table) -> Table:
+            return [[factor * seconds for seconds in by_unit] for by_unit in table]
 
         return replace(
-            self, forward=longer(self.forward), backward_input=longer(self.backward_input), backward_weight=longer(self.backward_weight),
-            accumulate=longer(self.accumulate), boundary_bytes=[times * size for size in self.boundary_bytes],
+            self, forward=scaled(self.forward), backward_input=scaled(self.backward_input), backward_weight=scaled(self.backward_weight),
+            accumulate=scaled(self.accumulate), boundary_bytes=[factor * size for size in self.boundary_bytes],
         )  # fmt: skip
 
     def check(self, schedule: Schedule) -> None:
@@ -106,10 +106,12 @@ class Timing:
         tables |= {name: table for name, table in optional.items() if table}
         for name, table in tables.items():
             if len(table) != schedule.stages:
-                raise BadInput(f"timing.{name}: expected a row for each of {schedule.stages} stages, got {len(table)}")
-            for stage, row in enumerate(table):
-                if schedule.units and len(row) != schedule.units[stage]:
-                    raise BadInput(f"timing.{name}[{stage}]: expected {schedule.units[stage]} units, got {len(row)}")
+                raise BadInput(f"timing.{name}: expected a list for each of {schedule.stages} stages, got {len(table)}")
+            for stage, by_unit in enumerate(table):
+                if schedule.units and len(by_unit) != schedule.units[stage]:
+                    raise BadInput(
+                        f"timing.{name}[{stage}]: expected {schedule.units[stage]} units, got {len(by_unit)}"
+                    )
         self._check_length("boundary_bytes", self.boundary_bytes, schedule.stages - 1)
         self._check_length("optim_seconds", self.optim_seconds, schedule.ranks)
 
@@ -119,10 +121,10 @@ class Timing:
             raise BadInput(f"timing.{name}: expected {expected} numbers, got {len(values)}")
 
 
-def even(
+def uniform_timing(
     stages: int, units: int = 1, *, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0
 ) -> Timing:
-    """Every stage alike and messages free: the ideal in which papers draw schedules. Seconds are of a whole stage."""
+    """Equal stages and messages that take no time, as in the figures of papers. Seconds are for a whole stage."""
 
     def table(seconds: float) -> Table:
         return ((seconds / units,) * units,) * stages

@@ -7,7 +7,6 @@ takes its share.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -17,18 +16,20 @@ import numpy as np
 
 from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
-from meshwright.costs.offload_costs import copied_bytes, exposed_copy_seconds, host_optimizer, host_rate
+from meshwright.costs.offload_costs import exposed_copy_seconds, host_optimizer, host_rate
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
-from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
+from meshwright.workload.activations import saved_elements_by_layer
 from meshwright.workload.dtypes import accumulated_by_products, bytes_of, gathered_width, state_bytes
 from meshwright.workload.groups import experts_over, shard_size
 from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, with_blocks
 from meshwright.workload.step_shape import step_shape
+from meshwright.workload.unit_parameters import UnitParameters, block_unit, end_units
 
 Unit = int | Literal["embed", "head"]
 """A block by its number, or one end of the model."""
@@ -61,7 +62,6 @@ class UnitCosts:
         self._together = {layer: held for held in ranks for layer in held}
         self._blocks: dict[tuple[Recompute, bool, Linear], Seconds] = {}
         self._late: dict[int, tuple[float, float]] = {}
-        self._counts: dict[Unit, int] = {}
         self._first: dict[tuple[bool, LayerStrategy, int | None], int] = {}
         self._split = cache(
             lambda copied, size: number(gather(self._over(self._shards, copied), priced.constants, size))
@@ -116,7 +116,7 @@ class UnitCosts:
     def replicate(self, unit: Unit) -> float:
         """Seconds to sum its gradient shards over replicas."""
         width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
-        return self._beside(unit, self._replicas, self._summed(self.owned(unit) * width))
+        return self._beside(unit, self._replicas, self._summed(self.parameters(unit).shard * width))
 
     def tied_sum(self) -> float:
         """Seconds in which the first and the last pipeline rank sum the gradients of a tied weight: an all-reduce of two."""
@@ -140,8 +140,8 @@ class UnitCosts:
         width = self._gathered_width(unit)
         cast = (bytes_of(self.plan.precision.stored) + width) / shard_size(self.plan)
         if self._casts_once:
-            return self._moved(self.count(unit) * cast)
-        return self._moved(self.count(unit) * 2 * width, self.count(unit) * cast)
+            return self._moved(self.parameters(unit).count * cast)
+        return self._moved(self.parameters(unit).count * 2 * width, self.parameters(unit).count * cast)
 
     @property
     def _casts_once(self) -> bool:
@@ -155,7 +155,8 @@ class UnitCosts:
         """The same for a reduction: gradients copied into its buffer and, on another stream, added to the shard's sum."""
         precision, shards, sent = self.plan.precision, shard_size(self.plan), bytes_of(self.plan.precision.reduce)
         added = self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
-        count, moved = self.count(unit), bytes_of(precision.compute) + sent
+        parameters, moved = self.parameters(unit), bytes_of(precision.compute) + sent
+        count = parameters.count
         if self._casts_once and gradients_final_in_backward(self.model, self.plan):
             return 0.0
         if self._casts_once:
@@ -163,7 +164,7 @@ class UnitCosts:
         beside = 4.0 * sent if shards == 1 else 0.0  # a lone rank scales them into another buffer, and copies that
         if added:
             beside += 3 * bytes_of(precision.stored) / shards
-        laid = (count - self._experts(unit)) * (1 / number(self.priced.constants.packing) - 1) if shards > 1 else 0.0
+        laid = parameters.dense * (1 / number(self.priced.constants.packing) - 1) if shards > 1 else 0.0
         return self._moved((count + laid) * moved, count * beside)
 
     def accumulate(self, unit: Unit) -> float:
@@ -172,29 +173,29 @@ class UnitCosts:
         If the product accumulates, it reads and writes the sum in place of the gradient.
         """
         both = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
-        count = float(self.count(unit))
+        parameters = self.parameters(unit)
+        count = float(parameters.count)
         if not isinstance(unit, str) and accumulated_by_products(self.plan, unit, self.model.layers):
-            experts = self._experts(unit)
-            count = experts + (count - experts) * number(self.priced.constants.product_sums)
+            count = parameters.experts + parameters.dense * number(self.priced.constants.product_sums)
         return self._moved(count * both)
 
-    def count(self, unit: Unit) -> int:
-        """Parameters of the unit on one tensor rank, before sharding."""
-        alike = self._alike(unit)
-        if alike not in self._counts:
-            self._counts[alike] = self._parameters(alike) // self.plan.axis_size("tensor")
-        return self._counts[alike]
-
-    def owned(self, unit: Unit) -> float:
-        """Parameters of the unit that a rank keeps, sharded, for itself."""
-        return (self.count(unit) + self._experts(unit) * (experts_over(self.plan) - 1)) / shard_size(self.plan)
+    def parameters(self, unit: Unit) -> UnitParameters:
+        """Parameters of the unit on one rank."""
+        tensor, shards = self.plan.axis_size("tensor"), shard_size(self.plan)
+        if isinstance(unit, int):
+            routed, expert = self.model.routed(unit), experts_over(self.plan)
+            return block_unit(self.model, routed=routed, tensor=tensor, shards=shards, expert=expert)
+        ends = end_units(self.model, tensor=tensor, shards=shards)
+        if unit == "embed":
+            return ends.embed
+        return ends.final + ends.table if self.model.tied and self._tied_apart else ends.final
 
     def optimizer(self, units: Sequence[Unit]) -> float:
         """Seconds of a rank's update of `units`; the state of those in host memory comes and goes meanwhile."""
         machine, k = self.priced.machine, self.priced.constants
-        away = [self._strategy(unit).optimizer_offloaded for unit in units]
         here, there = (
-            sum(self.owned(u) for u, left in zip(units, away, strict=True) if left is side) for side in (False, True)
+            sum(self.parameters(unit).shard for unit in units if self._strategy(unit).optimizer_offloaded is on_host)
+            for on_host in (False, True)
         )
         blocks = sum(isinstance(unit, int) for unit in units)
         launches = k.step_layer_us * 1e-6 * blocks
@@ -223,13 +224,13 @@ class UnitCosts:
 
     def _over_shards(self, unit: Unit, width: int, *, copied: bool = False) -> float:
         """Seconds to gather or scatter a unit of `width` bytes an element: its experts among the ranks that each is split over."""
-        experts = self._experts(unit)
-        dense = self._split(copied, (self.count(unit) - experts) * width)
-        if not experts:
+        parameters = self.parameters(unit)
+        dense = self._split(copied, parameters.dense * width)
+        if not parameters.experts:
             return dense
         layout, k = self.priced.layout, self.priced.constants
         where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
-        return dense + number(gather(self._over(where, copied and self._experts_too), k, experts * width))
+        return dense + number(gather(self._over(where, copied and self._experts_too), k, parameters.experts * width))
 
     def _over(self, where: Group, copied: bool) -> Group:
         return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
@@ -246,43 +247,16 @@ class UnitCosts:
         """Seconds by which a moved block's copies out and back hold its rank up, each block's the same part of all."""
         blocks = self._together[unit]
         if blocks[0] not in self._late:
-            moved = [one for one in blocks if self._strategy(one).activations_offloaded]
-            kinds = Counter((self._strategy(one).recompute, self.model.routed(one)) for one in moved)
-            copied = sum(count * self._travels(*kind) for kind, count in kinds.items())
-            computes = [self._priced_block(one) for one in blocks]
-            forward = sum(one.forward for one in computes)
-            backward = sum(one.backward_input + one.backward_weight for one in computes)
-            out, back = exposed_copy_seconds(copied, forward, backward)
+            layout, saved = self.priced.layout, saved_elements_by_layer(self.model, self.plan)
+            moved = [block for block in blocks if self._strategy(block).activations_offloaded]
+            tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
+            copied = tokens * sum(saved[block] for block in moved) * bytes_of(self.plan.precision.compute)
+            computes = [self._priced_block(block) for block in blocks]
+            forward = sum(compute.forward for compute in computes)
+            backward = sum(compute.backward_input + compute.backward_weight for compute in computes)
+            out, back = exposed_copy_seconds(copied / host_rate(self.priced.machine), forward, backward)
             self._late[blocks[0]] = number(out) / len(moved), number(back) / len(moved)
         return self._late[blocks[0]]
-
-    def _travels(self, mode: Recompute, routed: bool) -> float:
-        """Seconds of a block's copy, one way."""
-        return number(
-            copied_bytes(with_blocks(self.priced.shape, routed=routed), self._lone(mode))
-            / host_rate(self.priced.machine)
-        )
-
-    def _alike(self, unit: Unit) -> Unit:
-        """The first block of the unit's kind, or the end itself."""
-        if isinstance(unit, str) or not self.model.experts:
-            return unit if isinstance(unit, str) else 0
-        return self.model.first_dense_layers if self.model.routed(unit) else 0
-
-    def _experts(self, unit: Unit) -> int:
-        """Parameters of a block's experts on one rank, before sharding."""
-        if isinstance(unit, str) or not self.model.routed(unit):
-            return 0
-        rows = block_parameters(self.model, routed=True)
-        return sum(row.count for row in rows if row.expert) // (experts_over(self.plan) * self.plan.axis_size("tensor"))
-
-    def _parameters(self, unit: Unit) -> int:
-        if isinstance(unit, int):
-            rows = block_parameters(self.model, routed=self.model.routed(unit))
-            return sum(row.count // (experts_over(self.plan) if row.expert else 1) for row in rows)
-        total = sum(row.count for row in end_parameters(self.model) if row.before_blocks == (unit == "embed"))
-        shared = unit == "head" and self.model.tied and self._tied_apart
-        return total + (self.model.vocab_size * self.model.hidden if shared else 0)
 
     @cached_property
     def _ends(self) -> LayerTime:

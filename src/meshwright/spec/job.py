@@ -101,6 +101,9 @@ class CheckpointSpec:
     auto is async if a rank has at least 32 MB of state and host memory has space for a copy."""
     grace_seconds: Annotated[float, Bound(at_least=0)] = 25.0
     """Seconds that a run waits for its last checkpoint after a stop request; Slurm kills 30 s after its request."""
+    mirror: str | None = None
+    """Object store that each checkpoint is copied to beside training, as a URL that fsspec knows: s3://bucket/prefix.
+    A start resumes from the newest complete checkpoint of folder and mirror. Credentials come from the environment."""
 
 
 @dataclass(frozen=True, kw_only=True)

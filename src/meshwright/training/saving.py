@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.checkpoint.background import BackgroundSaver, RankState, SaveResult, memory_obstacle
+from meshwright.checkpoint.mirror_process import MirrorUploader
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import encode_plain
 from meshwright.durable.lease import LeaseLost
@@ -89,6 +90,12 @@ class Saver:
         """Steps: of the last save that began, that was reported, and that this start committed, and of the last step line."""
         self._tokens, self._parent = session.tokens, session.step or None
         self._skipped = 0
+        spec = session.run.checkpoint
+        self._mirror = (
+            MirrorUploader(spec.mirror, session.folder, spec.keep, reporter.say)
+            if spec.mirror is not None and session.world.leads
+            else None
+        )
 
     @classmethod
     def open(cls, session: Session, reporter: Reporter) -> Saver:
@@ -186,6 +193,8 @@ class Saver:
         """Let the writer finish what it has and end."""
         if self._background is not None:
             self._background.close()
+        if self._mirror is not None:
+            self._mirror.close(self._session.run.checkpoint.grace_seconds)
 
     def _busy(self, flags: StopFlags) -> bool:
         """Whether a save is in flight as far as all ranks know, until the first rank has reported its end."""
@@ -258,6 +267,8 @@ class Saver:
             text += f"; {self._skipped} saves that were due meanwhile were skipped"
         self._skipped = 0
         self._reporter.checkpoint(result.step, result.path, text)
+        if self._mirror is not None:
+            self._mirror.offer(result.path)
 
     def _write(self, step: int) -> None:
         """Write a checkpoint while training waits."""
@@ -273,6 +284,8 @@ class Saver:
             self._timer.measured(seconds, seconds)
             text = f"checkpoint {saved.path.name}: {saved.bytes / 1e6:,.0f} MB in {seconds:.1f} s"
             self._reporter.checkpoint(step, saved.path, text)
+            if self._mirror is not None:
+                self._mirror.offer(saved.path)
 
 
 def _raise_failure(result: SaveResult | None) -> SaveResult | None:

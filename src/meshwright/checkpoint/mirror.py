@@ -1,0 +1,214 @@
+"""A run's checkpoints in an object store: complete copies, each found through one index object. Torch-free.
+
+    <mirror>/<run's name>/checkpoints.json              run id, epoch, and the complete checkpoints; written last
+    <mirror>/<run's name>/step-00000100.<attempt>/…     the files of a checkpoint; manifest.json and COMMITTED after all others
+
+An object is never overwritten but for the index, so a broken-off upload leaves objects that nothing refers to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshwright.checkpoint.files import parse_json, plain_name, room_for
+from meshwright.checkpoint.manifest import (
+    COMMITTED,
+    MANIFEST,
+    DamagedCheckpoint,
+    Manifest,
+    commit_line,
+    parse_manifest,
+    read_manifest,
+    step_name,
+)
+from meshwright.checkpoint.object_store import ObjectStore
+from meshwright.checkpoint.verify import newest_step, verify
+from meshwright.durable.lease import read_lease
+from meshwright.durable.writes import publish_folder, sync_file, sync_folder
+from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged, OutOfResources
+
+log = logging.getLogger(__name__)
+
+INDEX = "checkpoints.json"
+FILES_AT_ONCE = 4
+START_PATIENCE = 60.0
+"""Seconds that a start tries to reach the store."""
+
+
+@dataclass(frozen=True)
+class MirrorEntry:
+    """A complete checkpoint in the store."""
+
+    step: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class MirrorIndex:
+    """What the index object says; `checkpoints` is ordered by step."""
+
+    run_id: str | None
+    epoch: int | None
+    checkpoints: tuple[MirrorEntry, ...] = ()
+
+
+def mirror_url(mirror: str, run_folder: Path) -> str:
+    """Where the checkpoints of the run in `run_folder` are under `checkpoint.mirror`."""
+    return f"{mirror.rstrip('/')}/{run_folder.absolute().name}"
+
+
+def read_index(store: ObjectStore) -> MirrorIndex | None:
+    """The index of a run in the store; None where there is none. Raises Damaged when it makes no sense."""
+    data = store.get_bytes(INDEX)
+    if data is None:
+        return None
+    where = Path(f"{store.url}/{INDEX}")
+    table = parse_json(data, where)
+    try:
+        entries = tuple(MirrorEntry(int(entry["step"]), str(entry["folder"])) for entry in table["checkpoints"])
+        index = MirrorIndex(table["run_id"], table["epoch"], tuple(sorted(entries, key=lambda entry: entry.step)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{where} is not an index of checkpoints ({error!r})") from error
+    if not all(
+        plain_name(entry.folder) and entry.folder.startswith(step_name(entry.step)) for entry in index.checkpoints
+    ):
+        raise Damaged(f"{where} names a folder that is not one of a checkpoint")
+    return index
+
+
+def upload_checkpoint(store: ObjectStore, path: Path, keep: int) -> int:
+    """Copy the committed checkpoint at `path` to the store, then delete all but the newest `keep` there; returns its bytes.
+
+    Raises BadInput when the store holds another run's checkpoints or a later start of this run writes there, FileNotFoundError when `path`
+    is deleted meanwhile, CommunicationFailure when the store fails for too long.
+    """
+    manifest = read_manifest(path)
+    entry = MirrorEntry(manifest.step, f"{step_name(manifest.step)}.{manifest.attempt}")
+    before = _owned_index(store, manifest)
+    if entry in before.checkpoints:
+        return 0
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        list(pool.map(lambda name: store.put(path / name, f"{entry.folder}/{name}"), manifest.files))
+    for name in (MANIFEST, COMMITTED):
+        store.put(path / name, f"{entry.folder}/{name}")
+    before = _owned_index(store, manifest)
+    others = [each for each in before.checkpoints if each.step != entry.step]
+    entries = sorted([*others, entry], key=lambda each: each.step)
+    after = MirrorIndex(manifest.run_id, manifest.epoch, tuple(entries[-keep:]))
+    store.put_bytes((json.dumps({"format": 1, **asdict(after)}) + "\n").encode(), INDEX)
+    for old in set(before.checkpoints) - set(after.checkpoints):
+        _delete(store, old)
+    return manifest.total_bytes
+
+
+def download_checkpoint(store: ObjectStore, entry: MirrorEntry, checkpoints: Path) -> Path:
+    """Copy a checkpoint from the store to `checkpoints`, verified; it becomes visible whole and durable, or not at all.
+
+    Raises Damaged when it is not what was written, OutOfResources when the disk has no room. Only the one writer of a folder calls this.
+    """
+    target = checkpoints / step_name(entry.step)
+    committed, data = (store.get_bytes(f"{entry.folder}/{name}") for name in (COMMITTED, MANIFEST))
+    if committed is None or data is None or committed != commit_line(data):
+        raise Damaged(f"{store.url}/{entry.folder}: {MANIFEST} or {COMMITTED} is missing or not what was written")
+    manifest = parse_manifest(target, data)
+    short = room_for(checkpoints, manifest.total_bytes)
+    if short is not None:
+        raise OutOfResources(short)
+    partial = checkpoints / f".{target.name}.{manifest.attempt}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+
+        def fetch(name: str) -> None:
+            store.get(f"{entry.folder}/{name}", partial / name)
+            sync_file(partial / name)
+
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            list(pool.map(fetch, [*manifest.files, MANIFEST, COMMITTED]))
+        damage = verify(partial)
+        if damage:
+            raise DamagedCheckpoint(Path(f"{store.url}/{entry.folder}"), damage)
+        sync_folder(partial)
+        aside = checkpoints / f".replaced-{target.name}.{manifest.attempt.rpartition('-')[2]}"
+        publish_folder(partial, target, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    except FileNotFoundError as error:
+        raise Damaged(f"{store.url}/{entry.folder}: {error}: an object is missing") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def fetch_newest(
+    mirror: str, run_folder: Path, note: Callable[[str], None], *, patience: float = START_PATIENCE
+) -> Path | None:
+    """Copy the newest complete checkpoint of the mirror to the run's folder if it is newer than all that are complete there.
+
+    `note` hears which of both a start resumes from. A store that cannot be reached is noted if the run has a checkpoint of its own;
+    without one CommunicationFailure is raised, since the run would start from scratch. Raises BadInput when the store holds another run.
+    """
+    url, checkpoints = mirror_url(mirror, run_folder), run_folder / "checkpoints"
+    local = newest_step(run_folder) if run_folder.is_dir() else 0
+    try:
+        store = ObjectStore(url, patience=patience)
+        index = read_index(store)
+    except CommunicationFailure as error:
+        if not local:
+            raise
+        note(f"the mirror cannot be reached ({error}); the newest local checkpoint is of step {local}")
+        return None
+    lease = read_lease(run_folder)
+    if index is None:
+        return None
+    if lease is not None and index.run_id not in (None, lease.run_id):
+        raise BadInput(
+            f"{url} holds run {index.run_id}, {run_folder} is run {lease.run_id}; choose another name or checkpoint.mirror"
+        )
+    for entry in reversed(index.checkpoints):
+        if entry.step <= local:
+            break
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        try:
+            path = download_checkpoint(store, entry, checkpoints)
+        except Damaged as error:
+            note(f"{error}; trying the next older checkpoint")
+            continue
+        note(
+            f"resuming from step {entry.step} of {url}; "
+            + (f"the newest local one is of step {local}" if local else "none is local")
+        )
+        return path
+    if local:
+        note(f"resuming from the local checkpoint of step {local}; {url} has none that is newer")
+    return None
+
+
+def _owned_index(store: ObjectStore, manifest: Manifest) -> MirrorIndex:
+    """The index, once it is sure that the run of `manifest` may write it."""
+    index = read_index(store)
+    if index is None:
+        return MirrorIndex(manifest.run_id, manifest.epoch)
+    if index.run_id not in (None, manifest.run_id):
+        raise BadInput(f"{store.url} holds checkpoints of run {index.run_id}; this is run {manifest.run_id}")
+    if index.epoch is not None and (manifest.epoch or 0) < index.epoch:
+        raise BadInput(
+            f"{store.url}: a later start of this run writes there (epoch {index.epoch}; this one has {manifest.epoch})"
+        )
+    return index
+
+
+def _delete(store: ObjectStore, entry: MirrorEntry) -> None:
+    """Delete a checkpoint that the index names no more; what cannot be deleted costs space only."""
+    try:
+        data = store.get_bytes(f"{entry.folder}/{MANIFEST}")
+        names = parse_manifest(Path(step_name(entry.step)), data).files if data is not None else {}
+        for name in (COMMITTED, *names, MANIFEST):
+            store.delete(f"{entry.folder}/{name}")
+    except (Damaged, BadInput, CommunicationFailure) as error:
+        log.warning("%s/%s is not deleted: %s", store.url, entry.folder, error)

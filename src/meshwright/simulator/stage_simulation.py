@@ -1,0 +1,475 @@
+"""Fast approximate simulation of a step by whole stages, for ranking many plans: 30 times faster than `simulate`.
+
+The step time differs by a few percent from the simulation by units. The duration of a stage action is the sum of its
+units' compute, of the exposed part of their gathers and reductions, and of the copies for these. It is computed once a
+stage, because all micro-batches are equal. Parameters that are gathered once a step count in the first forward,
+gradients that are reduced once a step in the last backward. `compile_program` turns a schedule, independent of any
+timing, into flat lists, over which the simulation then runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from meshwright.schedules.action import FORWARD, Action
+from meshwright.schedules.schedule import ComputeOrder, rank_of
+from meshwright.schedules.transfers import AHEAD, Input
+from meshwright.simulator.timing import Timing
+from meshwright.spec.plan import LayerStrategy
+
+Turn = Literal["first", "middle", "last"]
+"""first: the first forward of a stage in the step; last: its last action that computes weight gradients; middle: others."""
+DurationKey = tuple[tuple[str, int, int | None, Turn], ...]
+"""(op, stage, unit, turn) of an action, or of both actions of an overlap: actions with equal keys take equal time."""
+Message = tuple[int, int, int, int, int]
+"""(number, action before the send, action before the receive is posted, previous message of the channel, link)."""
+
+
+Units = Sequence[Sequence[LayerStrategy]]
+"""By stage and unit."""
+
+
+class ActionSeconds(NamedTuple):
+    """Durations of one action."""
+
+    compute: float = 0.0
+    """Arithmetic and copies."""
+    exposed: float = 0.0
+    """Wait for collectives before the action ends."""
+    hidden_by_message: float = 0.0
+    """The part of `exposed` that overlaps with a wait for the input message: gathers issued before that wait."""
+    exposed_after: float = 0.0
+    """Wait for collectives after the action's message is sent."""
+    until_reduction: float = 0.0
+    """From the start to the first reduction; 0 without a reduction."""
+    single_reduction: bool = True
+    """Whether the action issues at most one reduction, at its end."""
+    last_reduction: float = 0.0
+    """Duration of the last reduction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A schedule's stage actions in topological order. Actions and messages are numbered from 1."""
+
+    steps: tuple[tuple[int, int, int, tuple[Message, ...], tuple[int, ...]], ...]
+    """(rank, action, index in `duration_keys`, messages to simulate before it, numbers of the messages it waits for)."""
+    duration_keys: tuple[DurationKey, ...]
+    counts: tuple[Counter[int], ...]
+    """By rank, how many actions have each duration key."""
+    links: tuple[tuple[int, int, int], ...]
+    """(sender, receiver, boundary)."""
+    messages: int
+    placement: tuple[tuple[int, ...], ...]
+    last_backward: dict[int, int]
+    """By stage, its last action that computes weight gradients."""
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The totals of a `Timeline`, without its records."""
+
+    breakdown: dict[str, float]
+    start_seconds: tuple[float, ...]
+    own_seconds: tuple[float, ...]
+
+
+def compile_program(order: ComputeOrder, micro_batches: int, units: Sequence[int] = ()) -> Program:
+    """Compile a schedule's order of compute into a Program.
+
+    With `units` (units of each stage) the order is layered: consecutive micro-batches of a stage all run through a unit
+    before the next unit. Messages follow the rules of `schedules.transfers`. No schedule of the registry deadlocks.
+    """
+    return _Compiler(order, micro_batches, units).program()
+
+
+def simulate_stages(program: Program, timing: Timing, units: Units, *, layered: bool) -> Totals:
+    """Simulate one step of the program with the durations of `timing` and the gathers and reductions of `units`."""
+    durations = _StageDurations(timing, units, program.micro_batches, layered)
+    seconds = [durations.of(key) for key in program.duration_keys]
+    sizes = timing.boundary_bytes
+    links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]
+    ends, starts, messages, exposed = _run(program, seconds, links)
+
+    ranks = range(len(program.placement))
+    compute = [sum(count * seconds[key].compute for key, count in program.counts[r].items()) for r in ranks]
+    backward_ends = [[ends[program.last_backward[stage]] for stage in stages] for stages in program.placement]
+    tails = [
+        durations.reduction_tail(*stages_and_ends)
+        for stages_and_ends in zip(program.placement, backward_ends, strict=True)
+    ]
+    # If collectives of a rank take longer than its compute, the excess is exposed at the end at the latest.
+    excess = [max(0.0, durations.busiest_lane(program.placement[r]) - compute[r] - exposed[r]) for r in ranks]
+    shard = [max(excess[r], tails[r][0]) for r in ranks]
+    replicate = [tails[r][1] for r in ranks]
+    closing = [timing.norm_seconds + (timing.optim_seconds[r] if timing.optim_seconds else 0.0) for r in ranks]
+    norm = max(max(backward_ends[r]) + shard[r] + replicate[r] for r in ranks) + timing.tied_gradient_seconds
+    own = [
+        compute[r] + exposed[r] + messages[r] + shard[r] + replicate[r] + timing.tied_gradient_seconds + closing[r]
+        for r in ranks
+    ]
+    count = len(ranks)
+    parts = {
+        "compute": sum(compute) / count,
+        "shard": (sum(exposed) + sum(shard)) / count,
+        "replicate": sum(replicate) / count,
+        "pipeline": sum(messages) / count + timing.tied_gradient_seconds,
+        "closing": sum(closing) / count,
+    }
+    step = norm + max(closing)
+    return Totals({**parts, "idle": max(0.0, step - sum(parts.values()))}, tuple(starts), tuple(own))
+
+
+def _run(
+    program: Program, durations: Sequence[ActionSeconds], links: Sequence[float]
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Run the program: (end of each action; by rank first start, exposed messages, exposed collectives of the shard axis)."""
+    ranks = len(program.placement)
+    ends = [0.0] * (len(program.steps) + 1)
+    issues, arrivals = [0.0] * (program.messages + 1), [0.0] * (program.messages + 1)
+    clocks, exposed_messages, exposed_collectives, reductions_end, starts = ([0.0] * ranks for _ in range(5))
+    started = [False] * ranks
+    for rank, action, key, new_messages, needed in program.steps:
+        for message, sent, posted, previous, link in new_messages:
+            issued = max(ends[sent], ends[posted])
+            issues[message] = issued
+            arrivals[message] = max(issued, arrivals[previous]) + links[link]
+        clock = start = clocks[rank]
+        for message in needed:
+            arrived = arrivals[message]
+            if arrived > start:
+                exposed_messages[rank] += arrived - max(start, issues[message])
+                start = arrived
+        compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction = durations[key]
+        if hidden:
+            exposed -= min(hidden, start - clock)
+        if not started[rank]:
+            started[rank], starts[rank] = True, start
+        end = start + compute + exposed
+        if until_reduction:
+            # The action's first reduction waits for the rank's previous one. A single reduction waits after the send.
+            delay = reductions_end[rank] - start - until_reduction
+            if delay > 0 and single_reduction:
+                exposed_after += delay
+            elif delay > 0:
+                exposed, end = exposed + delay, end + delay
+            reductions_end[rank] = end + exposed_after + last_reduction
+        ends[action], clocks[rank] = end, end + exposed_after
+        exposed_collectives[rank] += exposed + exposed_after
+    return ends, starts, exposed_messages, exposed_collectives
+
+
+class _StageDurations:
+    """Durations of stage actions, from those of their units."""
+
+    def __init__(self, timing: Timing, units: Units, micro_batches: int, layered: bool) -> None:
+        self.timing, self.units, self.layered = timing, units, layered
+        self.micro_batches, self.stages = micro_batches, len(units)
+        self._cache: dict[tuple[str, int, Turn], tuple[list[ActionSeconds], ActionSeconds]] = {}
+        """By (op, stage, turn): durations by unit, and of the whole stage."""
+        self._equal_stage = self._first_equal_stages()
+
+    def of(self, key: DurationKey) -> ActionSeconds:
+        """The durations of an action; the two actions of an overlap run one after the other."""
+        parts = [self._of(*part) for part in key]
+        return parts[0] if len(parts) == 1 else _concatenated(parts)
+
+    def _first_equal_stages(self) -> list[int]:
+        """By stage, the first stage with equal durations: equal units with equal seconds, and the same end of the model if any."""
+        timing = self.timing
+        tables = [
+            timing.forward, timing.backward_input, timing.backward_weight, timing.unshard, timing.reduce, timing.copy_out, timing.copy_in,
+            timing.accumulate,
+        ]  # fmt: skip
+        first: dict[object, int] = {}
+        equal_stages = []
+        for stage, units in enumerate(self.units):
+            seconds = tuple(tuple(table[stage]) if table else () for table in tables)
+            equal_stages.append(first.setdefault((stage == 0, stage == self.stages - 1, tuple(units), seconds), stage))
+        return equal_stages
+
+    def reduction_tail(self, stages: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
+        """Seconds after a rank's last action until its reductions over shards, then over replicas, end; `ends` by stage."""
+        timing, shards_end, replicas_end = self.timing, 0.0, 0.0
+        run = self.micro_batches if self.layered else 1
+        for end, stage in sorted(zip(ends, stages, strict=True)):
+            reduce = timing.reduce[stage] if timing.reduce else [0.0] * len(self.units[stage])
+            halves = zip(timing.backward_input[stage], timing.backward_weight[stage], [*reduce[1:], 0.0], strict=True)
+            seconds = [max(run * (inputs + weights), reduction) for inputs, weights, reduction in halves]
+            now = end - sum(seconds)
+            for unit in reversed(range(len(seconds))):
+                now += seconds[unit]
+                shards_end = max(shards_end, now) + reduce[unit]
+                if timing.replicate:
+                    replicas_end = max(replicas_end, shards_end) + timing.replicate[stage][unit]
+        last = max(ends)
+        return max(0.0, shards_end - last), max(0.0, replicas_end - max(last, shards_end))
+
+    def busiest_lane(self, stages: Sequence[int]) -> float:
+        """Seconds in which a rank's busiest lane of shard collectives is occupied."""
+        gathers = reductions = 0.0
+        times = 1 if self.layered else self.micro_batches
+        for stage in stages:
+            for unit, strategy in enumerate(self.units[stage]):
+                if self.timing.unshard:
+                    gathers += self.timing.unshard[stage][unit] * (2 * times if strategy.reshard else 1)
+                if self.timing.reduce:
+                    reductions += self.timing.reduce[stage][unit] * (times if strategy.gradients == "shard" else 1)
+        return gathers + reductions if self.timing.shared_communicator else max(gathers, reductions)
+
+    def _of(self, op: str, stage: int, unit: int | None, turn: Turn) -> ActionSeconds:
+        stage = self._equal_stage[stage]
+        key = op, stage, turn
+        if key not in self._cache:
+            by_unit = self._by_unit(op, stage, turn)
+            self._cache[key] = by_unit, _concatenated(by_unit if op in FORWARD else by_unit[::-1])
+        by_unit, whole = self._cache[key]
+        return whole if unit is None else by_unit[unit]
+
+    def _by_unit(self, op: str, stage: int, turn: Turn) -> list[ActionSeconds]:
+        """The durations of a stage's units, which run one after another."""
+        timing, order = self.timing, range(len(self.units[stage]))
+        forward, weights = op in FORWARD, op in ("backward", "backward_weight")
+        tables = {
+            "backward_input": [timing.backward_input],
+            "backward_weight": [timing.backward_weight],
+            "backward": [timing.backward_input, timing.backward_weight],
+        }.get(op, [timing.forward])
+        units = order if forward else order[::-1]
+        run = self.micro_batches if self.layered else 1
+        first_or_last = turn == ("first" if forward else "last")
+        gathered = [op != "backward_weight" and self._gathers(stage, unit, forward, first_or_last) for unit in units]
+        if not forward and stage == self.stages - 1:  # parameters of the head stay gathered from its forward
+            gathered[0] = False
+        reduced = [weights and self._reduces(stage, unit, first_or_last) for unit in units]
+        durations = [ActionSeconds()] * len(units)
+        exposed, hidden = [0.0] * len(units), [0.0] * len(units)
+        pending = 0.0
+        """Seconds of the reduction that the previous unit issued."""
+        for index, unit in enumerate(units):
+            own = sum(table[stage][unit] for table in tables)
+            copies = timing.copy_out[stage][unit] if gathered[index] and timing.copy_out else 0.0
+            if reduced[index]:
+                copies += timing.copy_in[stage][unit] if timing.copy_in else 0.0
+            if weights and timing.accumulate and self._accumulates(stage, unit):
+                copies += timing.accumulate[stage][unit]
+            following = (index + 1) % len(units)
+            gather = timing.unshard[stage][units[following]] if gathered[following] and timing.unshard else 0.0
+            if following == 0 and len(units) > 1 and first_or_last and forward and not self.layered:
+                gather = 0.0  # gathered before the first forward of this stage
+            span = run * own + copies
+            lane = gather + pending if timing.shared_communicator else max(gather, pending)
+            slow = timing.gather_slowdown if gather > pending else timing.reduce_slowdown
+            slowed = min(lane, span * slow) * (1 - 1 / slow)
+            # The first two units' gathers are issued before the stage waits for its input.
+            waiting_unit = units[0] if following < 2 else unit
+            wait = min(gather, max(0.0, lane - span - slowed))
+            exposed[waiting_unit] += wait
+            hidden[waiting_unit] += wait * (following < 2)
+            pending = timing.reduce[stage][unit] if reduced[index] and timing.reduce else 0.0
+            compute = own + copies + slowed
+            durations[unit] = ActionSeconds(
+                compute, until_reduction=compute if reduced[index] else 0.0, last_reduction=pending
+            )
+        if forward and turn == "first" and stage == 0 and timing.unshard:
+            exposed[0] += timing.unshard[0][0]
+        return [
+            duration._replace(exposed=exposed[unit], hidden_by_message=hidden[unit])
+            for unit, duration in enumerate(durations)
+        ]
+
+    def _gathers(self, stage: int, unit: int, forward: bool, first_or_last: bool) -> bool:
+        reshard = self.units[stage][unit].reshard
+        if self.layered:
+            return first_or_last if forward else reshard and first_or_last
+        return reshard or (forward and first_or_last)
+
+    def _reduces(self, stage: int, unit: int, first_or_last: bool) -> bool:
+        return first_or_last or (not self.layered and self.units[stage][unit].gradients == "shard")
+
+    def _accumulates(self, stage: int, unit: int) -> bool:
+        return self.micro_batches > 1 and (self.layered or self.units[stage][unit].gradients == "whole")
+
+
+def _concatenated(parts: Sequence[ActionSeconds]) -> ActionSeconds:
+    """The durations of several actions that run one after another.
+
+    Each reduction waits for the previous one, because compute has one reduce-scatter buffer.
+    """
+    now = compute = exposed = hidden = exposed_after = until_reduction = reduction_end = 0.0
+    reducing = [part for part in parts if part.until_reduction]
+    for part in parts:
+        compute, exposed, hidden = compute + part.compute, exposed + part.exposed, hidden + part.hidden_by_message
+        if part.until_reduction:
+            delay = max(0.0, reduction_end - now - part.until_reduction)
+            until_reduction = until_reduction or now + part.until_reduction
+            if part is parts[-1] and part.single_reduction:
+                exposed_after = delay
+            else:
+                exposed, now = exposed + delay, now + delay
+            reduction_end = now + part.compute + part.exposed + exposed_after + part.last_reduction
+        now += part.compute + part.exposed
+    single_reduction = len(reducing) == 1 and reducing[0] is parts[-1] and reducing[0].single_reduction
+    last_reduction = reducing[-1].last_reduction if reducing else 0.0
+    return ActionSeconds(compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction)
+
+
+class _Compiler:
+    """Builds a Program. Advances each rank until a message is missing, as `simulate` does."""
+
+    def __init__(self, order: ComputeOrder, micro_batches: int, units: Sequence[int]) -> None:
+        self.placement, by_rank = order
+        self.micro_batches, self.units = micro_batches, units
+        self.rank_of = rank_of(self.placement)
+        self.duration_keys: dict[DurationKey, int] = {}
+        self.last_backward: dict[int, int] = {}
+        self.links: dict[tuple[int, int, int], int] = {}
+        self.by_rank: list[list[tuple[int, int, tuple[Input, ...]]]] = []
+        """By rank: (action, index in `duration_keys`, inputs from other ranks)."""
+        self.producers: dict[Input, int] = {}
+        """By input that another rank sends, the action after which it is sent."""
+        first = 1
+        for actions in by_rank:
+            self.by_rank.append(self._numbered(_layered(actions, units) if units else actions, first))
+            first += len(self.by_rank[-1])
+        self.messages: dict[Input, Message] = {}
+        self.channel_of: dict[Input, list[Message]] = {}
+        self._connect()
+
+    def program(self) -> Program:
+        steps, positions = [], [0] * len(self.by_rank)
+        done = bytearray(sum(map(len, self.by_rank)) + 1)
+        done[0] = 1
+        blocked_ranks: dict[int, list[int]] = {}
+        """By action that has not run, the ranks that need its message."""
+        scheduled: dict[int, int] = {}
+        """By a channel's first message, how many of the channel's messages are in `steps`."""
+        runnable = list(range(len(self.by_rank)))
+        while runnable:
+            rank = runnable.pop()
+            actions, position = self.by_rank[rank], positions[rank]
+            while position < len(actions):
+                action, key, inputs = actions[position]
+                if inputs:
+                    needed = [self.messages[required] for required in inputs]
+                    missing = [message[1] for message in needed if not done[message[1]]]
+                    if missing:
+                        blocked_ranks.setdefault(missing[0], []).append(rank)
+                        break
+                    new_messages: list[Message] = []
+                    for required, message in zip(inputs, needed, strict=True):
+                        channel = self.channel_of[required]
+                        start, stop = scheduled.get(channel[0][0], 0), message[0] - channel[0][0] + 1
+                        if stop > start:
+                            new_messages += channel[start:stop]
+                            scheduled[channel[0][0]] = stop
+                    steps.append((rank, action, key, tuple(new_messages), tuple(message[0] for message in needed)))
+                else:
+                    steps.append((rank, action, key, (), ()))
+                done[action] = 1
+                position += 1
+                if action in blocked_ranks:
+                    runnable += blocked_ranks.pop(action)
+            positions[rank] = position
+        return Program(
+            steps=tuple(steps),
+            duration_keys=tuple(self.duration_keys),
+            counts=tuple(Counter(key for _, key, _ in actions) for actions in self.by_rank),
+            links=tuple(self.links),
+            messages=len(self.messages),
+            placement=self.placement,
+            last_backward=self.last_backward,
+            micro_batches=self.micro_batches,
+        )
+
+    def _numbered(self, actions: Sequence[Action], first: int) -> list[tuple[int, int, tuple[Input, ...]]]:
+        """A rank's actions, numbered from `first` on: (number, index in `duration_keys`, inputs from other ranks)."""
+        last = _last_micro_batch(actions)
+        numbered = []
+        for number, action in enumerate(actions, first):
+            key: list[tuple[str, int, int | None, Turn]] = []
+            inputs: list[Input] = []
+            for op, stage, micro_batch, unit, *_ in action.parts:
+                forward, turn = op in FORWARD, "middle"
+                if forward:
+                    # In layered order the first micro-batch is "first" for every unit.
+                    if micro_batch == 0:
+                        turn = "first"
+                elif last[stage] == micro_batch:
+                    turn = "last"
+                key.append((op, stage, unit, turn))
+                if op in ("backward", "backward_weight"):
+                    self.last_backward[stage] = number
+                if op != "backward_weight":
+                    inputs += self._exchange(forward, stage, micro_batch, unit, number)
+            index = self.duration_keys.setdefault(tuple(key), len(self.duration_keys))
+            numbered.append((number, index, tuple(inputs)))
+        return numbered
+
+    def _exchange(self, forward: bool, stage: int, micro_batch: int, unit: int | None, number: int) -> list[Input]:
+        """The inputs that an action receives from another rank. Records the action as producer of what it sends."""
+        rank_of, rank = self.rank_of, self.rank_of[stage]
+        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        ends = (0, 0) if unit is None else (0, self.units[stage] - 1)
+        first_unit, last_unit = ends if forward else ends[::-1]
+        if 0 <= target < len(rank_of) and rank_of[target] != rank and unit in (None, last_unit):
+            self.producers[forward, target, micro_batch] = number
+        receives = 0 <= source < len(rank_of) and rank_of[source] != rank and unit in (None, first_unit)
+        return [(forward, stage, micro_batch)] if receives else []
+
+    def _connect(self) -> None:
+        """Assign every message its position in its channel and the action after which its receive is posted.
+
+        Messages have the order in which they are sent. A receive is posted one action before its consumer, or earlier if a
+        later message of the channel is consumed earlier.
+        """
+        consumers = {
+            required: (number, actions[0][0])
+            for actions in self.by_rank
+            for number, _, inputs in actions
+            for required in inputs
+        }
+        channels: dict[tuple[int, int], list[tuple[int, Input]]] = defaultdict(list)
+        for payload, number in self.producers.items():
+            forward, stage, _ = payload
+            source = self.rank_of[stage - 1 if forward else stage + 1]
+            channels[source, self.rank_of[stage]].append((number, payload))
+        for (source, target), sends in channels.items():
+            sends.sort(key=lambda send: send[0])
+            posts, latest = [], 1 << 60
+            for _, payload in reversed(sends):
+                consumer, first = consumers[payload]
+                latest = min(latest, max(0, consumer - first - AHEAD) + first)
+                posts.append(0 if latest == first else latest - 1)
+            channel: list[Message] = []
+            for (number, payload), posted in zip(sends, reversed(posts), strict=True):
+                forward, stage, _ = payload
+                link = self.links.setdefault((source, target, stage - 1 if forward else stage), len(self.links))
+                message = len(self.messages) + 1, number, posted, channel[-1][0] if channel else 0, link
+                channel.append(message)
+                self.messages[payload], self.channel_of[payload] = message, channel
+
+
+def _last_micro_batch(actions: Sequence[Action]) -> dict[int, int]:
+    """By stage, the micro-batch whose weight gradients are computed last."""
+    last: dict[int, int] = {}
+    for action in actions:
+        for part in action.parts:
+            if part.op in ("backward", "backward_weight"):
+                last[part.stage] = part.micro_batch
+    return last
+
+
+def _layered(actions: Sequence[Action], units: Sequence[int]) -> list[Action]:
+    """The actions in layered order: consecutive actions of one op and stage are cut into units and sorted by unit."""
+    layered: list[Action] = []
+    for (op, stage), run in groupby(actions, key=lambda action: action[:2]):
+        consecutive, order = list(run), range(units[stage])
+        units_in_order = order if op in FORWARD else order[::-1]
+        layered += [action._replace(unit=unit) for unit in units_in_order for action in consecutive]
+    return layered

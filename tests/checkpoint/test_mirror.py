@@ -1,0 +1,140 @@
+"""The mirror of checkpoints, with a folder as its store; `test_mirror_s3` has a real server and its faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import object_store
+from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.mirror import INDEX, fetch_newest, read_index, upload_checkpoint
+from meshwright.checkpoint.mirror_process import MirrorUploader
+from meshwright.checkpoint.object_store import ObjectStore, check_url
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.launch.folder import take_over
+from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged
+from tests.checkpoint.made import holds, save
+
+
+def run_with_steps(run: Path, *steps: int) -> list[Path]:
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    store = CheckpointStore(run / "checkpoints", lease=take_over(run))
+    return [save(run / "checkpoints", step, store) for step in steps]
+
+
+def mirror_of(tmp_path: Path) -> str:
+    return f"file://{tmp_path / 'mirror'}"
+
+
+def store_of(tmp_path: Path) -> ObjectStore:
+    return ObjectStore(f"{mirror_of(tmp_path)}/run", patience=1.0)
+
+
+def test_a_start_elsewhere_continues_from_the_mirror_as_the_same_run(tmp_path: Path) -> None:
+    paths, notes = run_with_steps(tmp_path / "a" / "run", 1, 2, 3), list[str]()
+    for path in paths:
+        upload_checkpoint(store_of(tmp_path), path, keep=2)
+    fetched = fetch_newest(mirror_of(tmp_path), tmp_path / "b" / "run", notes.append)
+    assert fetched is not None and holds(fetched, 3) and "resuming from step 3 of file://" in notes[0]
+    assert take_over(tmp_path / "b" / "run").run_id == read_manifest(paths[0]).run_id
+    assert sorted(
+        path.name.partition(".")[0] for path in (tmp_path / "mirror" / "run").iterdir() if any(path.glob("*"))
+    ) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+
+
+def test_the_index_is_written_after_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However early an upload breaks off, a start gets the checkpoint before."""
+    first, second = run_with_steps(tmp_path / "a" / "run", 1, 2)
+    upload_checkpoint(store_of(tmp_path), first, keep=3)
+    names: list[str] = []
+    put, put_bytes = ObjectStore.put, ObjectStore.put_bytes
+    monkeypatch.setattr(ObjectStore, "put", lambda self, path, name: (names.append(name), put(self, path, name)))
+    monkeypatch.setattr(
+        ObjectStore, "put_bytes", lambda self, data, name: (names.append(name), put_bytes(self, data, name))
+    )
+    upload_checkpoint(store_of(tmp_path), second, keep=3)
+    assert [name.rpartition("/")[2] for name in names[-3:]] == ["manifest.json", "COMMITTED", INDEX]
+    monkeypatch.undo()
+    objects = tmp_path / "mirror" / "run"
+    newest = next(objects.glob("step-00000002.*"))
+    (newest / "tensors-00000.safetensors").unlink()  # an object that the store has lost
+    fetched = fetch_newest(mirror_of(tmp_path), tmp_path / "b" / "run", lambda text: None)
+    assert fetched is not None and fetched.name == "step-00000001" and holds(fetched, 1)
+
+
+def test_another_run_and_an_earlier_start_do_not_write(tmp_path: Path) -> None:
+    run = tmp_path / "a" / "run"
+    (old,) = run_with_steps(run, 1)
+    (new,) = run_with_steps(run, 2)
+    (other,) = run_with_steps(tmp_path / "b" / "run", 9)
+    store = store_of(tmp_path)
+    upload_checkpoint(store, new, keep=3)
+    with pytest.raises(BadInput, match=r"later start of this run writes there \(epoch 2; this one has 1\)"):
+        upload_checkpoint(store, old, keep=3)
+    with pytest.raises(BadInput, match="holds checkpoints of run"):
+        upload_checkpoint(store, other, keep=3)
+    with pytest.raises(BadInput, match=r"choose another name or checkpoint\.mirror"):
+        fetch_newest(mirror_of(tmp_path), tmp_path / "b" / "run", lambda text: None)
+    index = read_index(store)
+    assert index is not None and [entry.step for entry in index.checkpoints] == [2]
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b"[]", b'{"run_id": null, "epoch": 1, "checkpoints": [{"step": 1, "folder": "../x"}]}']
+)
+def test_an_index_that_makes_no_sense_is_refused(tmp_path: Path, text: bytes) -> None:
+    store_of(tmp_path).put_bytes(text, INDEX)
+    with pytest.raises(Damaged, match=INDEX.replace(".", r"\.")):
+        read_index(store_of(tmp_path))
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/prefix", "bucket/prefix", "s3://bucket/prefix?token=secret"])
+def test_a_url_has_a_protocol_and_no_credentials(url: str) -> None:
+    with pytest.raises(BadInput, match="checkpoint.mirror") as refused:
+        check_url(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_requests_are_repeated_with_growing_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, clock = list[float](), [0.0]
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(object_store.time, "sleep", sleep)
+    monkeypatch.setattr(object_store.time, "monotonic", lambda: clock[0])
+    store = ObjectStore(f"{mirror_of(tmp_path)}/run", patience=100.0)
+    failing = [OSError("503 Slow Down")] * 4
+
+    def cat_file(path: str) -> bytes:
+        if failing:
+            raise failing.pop()
+        return b"there"
+
+    monkeypatch.setattr(store._files, "cat_file", cat_file)
+    assert store.get_bytes("x") == b"there" and pauses == [0.5, 1.0, 2.0, 4.0]
+    failing[:] = [OSError("503 Slow Down")] * 100
+    with pytest.raises(CommunicationFailure, match="503 Slow Down; tried for 100 s"):
+        store.get_bytes("x")
+    assert max(pauses) == 30.0 and clock[0] < 210
+
+
+def test_the_uploading_process_copies_what_it_is_offered(tmp_path: Path) -> None:
+    said: list[str] = []
+    paths = run_with_steps(tmp_path / "a" / "run", 1, 2)
+    uploader = MirrorUploader(mirror_of(tmp_path), tmp_path / "a" / "run", 3, said.append)
+    uploader.offer(paths[1])
+    uploader.close(60.0)
+    assert said == []
+    index = read_index(store_of(tmp_path))
+    assert index is not None and [entry.step for entry in index.checkpoints] == [2]
+    uploader = MirrorUploader(mirror_of(tmp_path), tmp_path / "a" / "run", 3, said.append)
+    uploader.offer(tmp_path / "step-00000007")
+    uploader.close(60.0)
+    (sentence,) = said
+    assert sentence.startswith("step 7 is not in the mirror: ")
