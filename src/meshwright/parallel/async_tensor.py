@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.kernels.loss import compiled
+from meshwright.kernels.loss import compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.parallel.peers import Peers
 
@@ -180,7 +180,7 @@ class _Sums:
     def total(self) -> Tensor:
         """The sum over all ranks, when every part is on its way."""
         self._collecting.wait()
-        add = compiled(_in_rank_order) if self._own.is_cuda else _in_rank_order
+        add = compile_once(_in_rank_order) if self._own.is_cuda else _in_rank_order
         return add(self._collecting.landing, self._own, self._peers.rank)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.kernels.grouped import Order, from_groups, order_by_expert, to_groups
+from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, to_groups
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.mesh import Mesh
@@ -70,7 +70,7 @@ class SpreadExperts(Experts):
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 
-    def forward(self, sorted_rows: Tensor, order: Order) -> Tensor:
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
         """This rank's rows `(rows, hidden)` sorted by expert, each through its own, wherever that is."""
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1))
         here, splits = exchanged_loads(load, self.group, self.ranks)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.distributed.tensor import Shard
 
-from meshwright.kernels.fp8_products import E4M3, Low, rounded_now
+from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_factor
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.pack import pack
 from meshwright.models.moe import Experts
@@ -237,7 +237,7 @@ class ShardedParameter:
     def gather_in_fp8(self, scale: torch.Tensor, inverse: torch.Tensor) -> None:
         """Round the shard of a linear layer's weight to fp8 with `scale` `()` and its `inverse` before each gather.
 
-        Compute finds the gathered weight in the layer's `low_weight`. `weight` keeps its shape and receives the gradient, but has no
+        Compute finds the gathered weight in the layer's `fp8_weight`. `weight` keeps its shape and receives the gradient, but has no
         memory. Both objects stay the same over all gathers. FSDP2 calls two functions of the shard's own tensor.
         """
         self._scale, self._inverse = scale, inverse
@@ -253,7 +253,7 @@ class ShardedParameter:
     ) -> tuple[tuple[torch.Tensor], None]:
         del mesh, size, stride, module, policy
         shard = self.flat_shard.view(self._parameter.padded_sharded_param_size)
-        rounded = rounded_now(shard, self._inverse, E4M3)
+        rounded = round_with_factor(shard, self._inverse, E4M3)
         return (rounded.view(torch.uint8),), None  # collectives know bytes, not every fp8 dtype
 
     def _store_gathered(
@@ -261,9 +261,9 @@ class ShardedParameter:
     ) -> None:
         del metadata, dtype, out
         assert self.linear is not None, "only weights of linear layers are gathered in fp8"
-        if self.linear.low_weight is None:
+        if self.linear.fp8_weight is None:
             values = outputs[0].view(E4M3)[: self.linear.out_features]
-            self.linear.low_weight = Low(values, self._scale)
+            self.linear.fp8_weight = Fp8Matrix(values, self._scale)
 
     @torch.no_grad()
     def release_master_weight(self) -> torch.Tensor:

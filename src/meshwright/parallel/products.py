@@ -47,7 +47,7 @@ class GroupedLinear(Linear):
         self.out_features, self.in_features = linear.weight.shape
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(linear, name))
-        self.group, self.spread, self.peers = group, ranks, peers
+        self.group, self.tokens_per_input_token, self.peers = group, ranks, peers
 
 
 class GatheredLinear(GroupedLinear):
@@ -68,7 +68,7 @@ class ScatteredLinear(GroupedLinear):
 
 def gathered(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence[Tensor]:
     """What each of `linears` makes of x, `(batch, seq, out)` of `(batch, seq / ranks, in)`, from one gather."""
-    group, ranks = linears[0].group, linears[0].spread
+    group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if not torch.is_grad_enabled():
         return gathered_products(x, [one.weight for one in linears], [one.bias for one in linears], group, ranks)
     parts = ((one.weight, one.bias, *(one.taps or (None, None))) for one in linears)
@@ -77,7 +77,7 @@ def gathered(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence[Tensor]:
 
 def scattered(linears: Sequence[GroupedLinear], xs: Sequence[Tensor]) -> Tensor:
     """The sum of what `linears` make of an x `(batch, seq, in)` each, `(batch, seq / ranks, out)`, by one scatter."""
-    group, ranks = linears[0].group, linears[0].spread
+    group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if torch.is_grad_enabled():
         parts = ((x, one.weight, *(one.taps or (None, None))) for one, x in zip(linears, xs, strict=True))
         y = _Scattered.apply(group, ranks, *chain.from_iterable(parts))

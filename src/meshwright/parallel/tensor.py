@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
-from meshwright.kernels.rope import Tables
+from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.mlp import GatedMLP
 from meshwright.parallel.mesh import Mesh
@@ -70,7 +70,7 @@ def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> 
     block.beside = _beside
 
 
-def _beside(block: Block, normed: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+def _beside(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
     """`models.decoder.side_by_side` of this rank's tokens: gathered once for both branches, whose sum is scattered."""
     attention, mlp = block.attention, block.mlp
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
