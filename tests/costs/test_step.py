@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.calibration.model_dimensions import by_name, shape
 from meshwright.costs.collective_costs import all_to_all, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import layer_times
-from meshwright.costs.constants import OWN, Constants, aged, constants
+from meshwright.costs.constants import OWN, Constants, at_release, constants
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.step import context_traffic, layer_exposure, step_cost
 from meshwright.spec.cluster import ClusterSpec
@@ -209,7 +209,7 @@ def test_a_ragged_head_is_slower() -> None:
 
 
 def test_newer_software_is_never_slower() -> None:
-    assert float(cost(layout(), aged(K, 1.0)).seconds) < float(cost(layout(), K).seconds)
+    assert float(cost(layout(), at_release(K, 1.0)).seconds) < float(cost(layout(), K).seconds)
 
 
 def test_every_constant_stands_in_the_table() -> None:

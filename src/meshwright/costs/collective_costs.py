@@ -17,7 +17,7 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 
 MAX_LINE_SHARE = 0.95
-"""Largest share of a link's or a port's line rate that a collective reaches; headers and acknowledgements use the remainder."""
+"""Largest share of a link's or a port's line rate that a collective reaches; headers use the remainder."""
 
 
 def link_rate(machine: Machine, k: Constants) -> Array:

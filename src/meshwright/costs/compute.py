@@ -26,7 +26,7 @@ MISALIGNED_HEAD = 1.35
 """Slow-down of products and attention if the head size is no multiple of 8."""
 
 ACTIVATION = 2 / 3
-"""Bytes of an expert's activation function per element of its width, relative to the bytes of dispatch and combine per element.
+"""Bytes per element of an expert's activation function, relative to those of dispatch and combine.
 
 6 (two halves read, one result written) over 9 (read and written twice, and the sum).
 """
@@ -39,12 +39,12 @@ Megatron-Core adds in fp32, concatenates and casts (`TEGroupedMLP._apply_bias`).
 TILE = 128.0
 """Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
 MAX_PEAK_SHARE = 0.88
-"""Largest share of a datasheet's peak that a large product sustains: the best measured is 0.77 on an H200, 0.86 on an A100."""
+"""Largest sustained share of a datasheet's peak; the best measured products reach 0.77 on an H200, 0.86 on an A100."""
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one micro-batch on one tensor rank: device time of all layers, of head and embedding; and host time of all layers."""
+    """Seconds of one micro-batch on one tensor rank: all layers on the device and on the host, head, and embedding."""
 
     forward: Array
     backward: Array

@@ -22,7 +22,7 @@ MASTER, IN, ADD = 4.0, 6.0, 10.0
 A master weight cast to the gathered dtype to it; a bf16 gradient into the fp32 one; a gradient added to an fp32 sum.
 """
 UNSHARDED, SHARD = 16.0, 12.0
-"""Bytes per parameter of copies on another stream: an unsharded rank's two further copies; a reduced shard added to its sum."""
+"""Bytes per parameter on another stream: an unsharded rank's two further copies; a reduced shard added to its sum."""
 
 
 def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:

@@ -21,8 +21,10 @@ class Machine:
     half_peak: Array
     """Peak in bf16 or fp16 (attention, head)."""
     low: Array
-    """Format of matrix products: 0 bf16 or wider, 1 fp8 with one scale per tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one
-    scale per row."""
+    """Format of matrix products.
+
+    0 bf16 or wider, 1 fp8 with one scale per tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one scale per row.
+    """
     hbm: Array
     memory: Array
     link: Array

@@ -219,7 +219,7 @@ def _links(profile: MachineProfile, chip: Chip, start: float, link: float) -> di
 
 
 def _inside(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
-    """Fits `link`, `start_us` and `link_us`. If all groups have the same size, the ratio of both latencies stays the default's."""
+    """Fits `link`, `start_us` and `link_us`; if all groups have one size, the latencies keep the defaults' ratio."""
     seconds = np.array([entry.seconds for entry in entries])
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes for entry in entries])
     hops = np.array([entry.ranks - 1.0 for entry in entries])
