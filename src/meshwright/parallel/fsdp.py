@@ -97,8 +97,8 @@ class ParameterGroup:
 
         `span` as in `gather`.
 
-                Takes the sums given to `ShardedParameter.set_gradient_sum`, else the gradients of the gathered weights, and
-        frees them.
+        The gradients are the sums set by `ShardedParameter.set_gradient_sum`, else those of the gathered weights. Their
+        memory is freed.
         """
         packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
         with self._output_memory(), packed, _in_span(self._group, "_reduce_scatter_comm", span):
@@ -108,11 +108,11 @@ class ParameterGroup:
     def _output_memory(self) -> AbstractContextManager[None]:
         """Allocates a reduction's output on the compute stream if it becomes the gradient, else on the reduction's stream.
 
-                FSDP2 allocates all outputs on the reduction's stream, whose memory no other stream reuses: memory freed by
-        activations cannot hold         gradients, which costs 4 bytes for each parameter that a rank owns. An output that is
-        only added to an earlier gradient stays on         the reduction's stream: compute would overwrite it before it is
-        added. (The reduction waits for compute after this allocation, and         compute waits for the reduction before the
-        gradient is freed, so neither stream sees stale contents.)
+        FSDP2 allocates all outputs on the reduction's stream, whose memory no other stream reuses. Gradients then cannot
+        reuse memory of freed activations, which costs 4 bytes for each parameter of a rank's shards. An output that is only
+        added to an earlier gradient is allocated on the reduction's stream: on the compute stream, later compute could
+        overwrite it before it is added. (The reduction waits for compute after this allocation, and compute waits for the
+        reduction before the gradient is freed, so neither stream reads stale contents.)
         """
         group = self._group
         added = any(parameter.shard.grad is not None for parameter in self.parameters)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.partial import AttentionAccumulator, partial_attention, partial_gradients, visible_block
-from meshwright.parallel.products import group_called
+from meshwright.parallel.products import group_by_name
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, *, plain: bool) -> Tensor:
@@ -129,7 +129,7 @@ class _Ranks:
 
     def pass_on(self, tensor: Tensor) -> _Moving:
         """Begin to send `tensor` to the next rank and to receive as much from the one before."""
-        group, arriving = group_called(self.group), torch.empty_like(tensor)
+        group, arriving = group_by_name(self.group), torch.empty_like(tensor)
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         messages = [
             dist.P2POp(dist.isend, tensor, group=group, group_peer=after),

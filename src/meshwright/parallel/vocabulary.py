@@ -20,7 +20,7 @@ from meshwright.kernels.loss import compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
 from meshwright.models.decoder import Head, Table
-from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_called, scattered_sum
+from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_by_name, scattered_sum
 
 
 class VocabularyEmbedding(Table):
@@ -87,7 +87,7 @@ class VocabularyHead(Head):
         ranks, longest = len(self.sizes), max(self.sizes)
         mine = F.pad(F.linear(gathered_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
         found = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(found, mine, group=group_called(self.group))
+        dist.all_gather(found, mine, group=group_by_name(self.group))
         return torch.cat([part[..., :size] for part, size in zip(found, self.sizes, strict=True)], dim=-1)
 
 
@@ -154,7 +154,7 @@ def _over_ranks(total: Tensor, picked: Tensor, group: str, ranks: int) -> tuple[
     """The log-sum over the whole vocabulary and the target's logit, of each rank's `(tokens,)`."""
     mine = torch.stack((total, picked))
     found = mine.new_empty((ranks * 2, mine.shape[1]))
-    ALL_GATHER(found, mine, group=group_called(group))
+    ALL_GATHER(found, mine, group=group_by_name(group))
     totals, pickeds = found.unflatten(0, (ranks, 2)).unbind(1)
     return torch.logsumexp(totals, dim=0), pickeds.sum(0)
 

@@ -4,8 +4,8 @@ The strategies of a point (reshard, recompute, offload) are priced only if the p
 result is the same as if all were priced, and most never are.
 
 All layers are alike, so between the two ends of a strategy (say, no layer recomputed and all layers recomputed) only the number of layers
-at each end matters. Memory is linear in that number, and so is time; their fewest that fit are computed without a search. Time is
-not linear where one end offloads activations and the other does not (`_ActivationOffload`).
+at each end matters. Memory is linear in that number, and so is time; the fewest low-memory layers that fit are computed without a
+search. Time is not linear where one end offloads activations and the other does not (`_ActivationOffload`).
 """
 
 from __future__ import annotations
