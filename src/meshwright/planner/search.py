@@ -73,7 +73,7 @@ UNTRIED_RATIO = 0.95
 1 of 1,500 plans had a lower one.
 """
 SIBLING_RATIO = 0.97
-"""On several nodes, factor on the ratio of estimate to closed form, for untried meshes and micro-batches of a tried schedule.
+"""On several nodes, factor on a schedule's ratio of estimate to closed form for its untried meshes and micro-batches.
 
 With 1, 2 of 500 random runs missed a plan that was 2 to 4% faster.
 """
@@ -248,7 +248,7 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
 def _strategies_to_try(
     run: RunSpec, priced: Pricing, points: Points, best_at: Callable[[int], Strategy | None], memory_limit: float
 ) -> StrategiesOf:
-    """Strategies of each point in the order to try until one fits: the best, the best with less memory, then those of less memory."""
+    """Strategies of each point in the order to try: the best, the best for less memory, then lower-memory ones."""
 
     fastest_in = cache(partial(strategies_in, run, priced, points))
 

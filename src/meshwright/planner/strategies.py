@@ -1,4 +1,4 @@
-"""Lists the strategies of a layout: what layers may reshard, recompute and offload, between a high-memory and a low-memory end."""
+"""Lists the strategies of a layout: a high-memory and a low-memory setting of reshard, recompute and offload of layers."""
 
 from __future__ import annotations
 
@@ -125,7 +125,10 @@ def _strategies_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradient
 
 
 def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End, End]]:
-    """(high-memory, low-memory) ends of all strategies: equal, or different in one of reshard, recompute and offload of activations."""
+    """(high-memory, low-memory) ends of all strategies.
+
+    Both are equal, or differ in one of reshard, recompute and offload of activations.
+    """
     reshards, modes = _reshard_modes(pins_of(run)), recomputes(run)
     pairs: list[tuple[End, End]] = []
     for offload in offloads:

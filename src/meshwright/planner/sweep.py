@@ -137,7 +137,7 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
 
 
 class _Best:
-    """Collects the `size` fastest points of each family with their strategies, up to `max_slowdown` times the time of the fastest."""
+    """Collects the `size` fastest points of each family with their strategies, up to `max_slowdown` times the fastest."""
 
     def __init__(self, size: int, max_slowdown: float, families: np.ndarray) -> None:
         self.size, self.max_slowdown, self.families = size, max_slowdown, families
