@@ -223,7 +223,7 @@ def fit_memory(
 LAYOUT = ("model", "gpus", "tp", "pp", "dp", "micro_batch", "zero/fsdp")
 
 
-def memory_left_out(usable_records: list[tuple[dict[str, str], Case]]) -> np.ndarray:
+def cross_validated_memory_gib(usable_records: list[tuple[dict[str, str], Case]]) -> np.ndarray:
     """GiB of every run as its software prints it, under constants fitted without its fifth.
 
     Repeats of a layout are in the same fifth, by the hash of the layout.
@@ -315,7 +315,7 @@ def _as_table(knobs: list[Knob], x: np.ndarray, offsets: np.ndarray) -> dict[str
     return table
 
 
-def left_out(arrays: RunArrays, folds: list[np.ndarray]) -> np.ndarray:
+def cross_validated_seconds(arrays: RunArrays, folds: list[np.ndarray]) -> np.ndarray:
     """Seconds of every run under constants fitted without its fold (True marks the runs of a fold); NaN for runs in no fold."""
     predicted_seconds = np.full(len(arrays.measured), np.nan)
     for fold in folds:
@@ -362,13 +362,13 @@ def bands(arrays: RunArrays) -> dict[str, float]:
 
     By stack where at least four sources have it, and by generation over those stacks; `default` for all other stacks.
     """
-    return widths(arrays, np.log(arrays.measured / left_out(arrays, by_source(arrays))))
+    return widths(arrays, np.log(arrays.measured / cross_validated_seconds(arrays, by_source(arrays))))
 
 
-def widths(arrays: RunArrays, residual: np.ndarray, but: str | None = None) -> dict[str, float]:
-    """Half-widths by class from residuals ln(measured / predicted) of left-out sources; `but` names a source to ignore."""
+def widths(arrays: RunArrays, residual: np.ndarray, ignored_source: str | None = None) -> dict[str, float]:
+    """Half-widths by class from residuals ln(measured / predicted) of left-out sources; `ignored_source` names a source to ignore."""
     source = np.array([source_of(name) for name in arrays.names])
-    known = np.isfinite(residual) & (source != but)
+    known = np.isfinite(residual) & (source != ignored_source)
     stacks, generations = (np.array([pair[side] for pair in arrays.pairs]) for side in (1, 0))
     common = {name for name in set(stacks) if len(set(source[known & (stacks == name)])) >= MIN_SOURCES}
     inside = known & np.isin(stacks, list(common))
